@@ -1,0 +1,235 @@
+"""The typed schema of a run. Every default lives here or in a recipe's ``defaults``, and nowhere else.
+
+Unknown keys are refused (``extra="forbid"``) except where a section configures a function: there (``Function``) the
+function's keyword-only arguments are the schema, checked by coalign.config.functions. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class Function(BaseModel):
+    """A function by short name or dotted path (``my.pkg:fn``); every other key is one of its keyword-only arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    fn: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments for the function."""
+        return dict(self.model_extra or {})
+
+
+class LossConfig(Function):
+    """A loss and how its per-token values become one number."""
+
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    """Denominator, always global over the optimizer step: tokens; sequences of token means; sequences of token sums;
+    or sequences x `constant_length` (Dr.GRPO)."""
+    constant_length: PositiveInt | None = None
+
+
+class RewardConfig(Function):
+    """One reward function."""
+
+    weight: float = 1.0
+    timeout: PositiveFloat = 30.0
+    """Seconds one call may take before it counts as failed."""
+    retries: NonNegativeInt = 2
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule (in optimizer steps)."""
+
+    lr: NonNegativeFloat = 1e-6
+    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    """Not applied to biases and norms (parameters of one dimension)."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    min_lr_ratio: Probability = 0.0
+
+
+class SamplingConfig(Section):
+    """How a policy chooses tokens. Log-probs are those of the distribution that was sampled from (after temperature,
+    before top-k / top-p / min-p truncation)."""
+
+    max_new_tokens: PositiveInt = 256
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_k: NonNegativeInt = 0
+    """0 keeps the whole vocabulary."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    min_p: Probability = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    stop: list[str] = []
+    """Strings that end a response; the string stays part of it."""
+
+
+class NativeConfig(Section):
+    """The embedded generation engine."""
+
+    max_sequences: PositiveInt = 256
+    """Sequences decoded at once."""
+    kv_tokens: PositiveInt | None = None
+    """Tokens the KV cache holds over all sequences; None: as many as max_sequences of the longest need."""
+    prefill_tokens: PositiveInt = 4096
+    """Prompt tokens computed in one forward."""
+
+
+class ModelConfig(Section):
+    """One model of the run: what it is, where it comes from, how it computes, where it runs."""
+
+    module: str = "fsdp"
+    """Backend: `fsdp`, `native`, `reward`, … or a dotted path to a Module subclass."""
+    like: str | None = None
+    """Take every key that is not given here from this model."""
+    load: str | None = None
+    """A Hugging Face model directory."""
+    init: Literal["load", "random"] = "load"
+    """`random` takes only config and tokenizer from the directory and draws the weights from the seed."""
+    tokenizer: str | None = None
+    """A tokenizer directory, when it is not in `load`."""
+    head: Literal["lm", "value", "reward"] = "lm"
+    """Language-model head; a scalar per token; a scalar per sequence (at its last token)."""
+    head_init: Literal["load", "zero"] = "load"
+    """`load` refuses a checkpoint without the head; `zero` starts a new one."""
+    frozen: bool = False
+    trust_remote_code: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the stored parameters (a trainer's master weights)."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of matrix products; None: `dtype`."""
+    num_gpu: NonNegativeInt = 0
+    """Devices of the whole model; 0: it runs on CPU."""
+    num_process: PositiveInt | None = None
+    """Processes of the whole model; None: one per GPU, one on CPU."""
+    tensor_parallel: PositiveInt = 1
+    threads: PositiveInt | None = None
+    """CPU threads of each process; None: `runtime.threads`."""
+    max_tokens_per_micro: PositiveInt | None = 16384
+    """Token budget of one forward / backward: bounds activation memory."""
+    gradient_checkpointing: bool = False
+    share_prefix: bool = True
+    """Compute the prompt of a group once for all of its samples (exact; needs attention-only mixing of tokens)."""
+    updates_per_batch: PositiveInt = 1
+    """Optimizer steps a batch is cut into (PPO mini-batches)."""
+    epochs_per_batch: PositiveInt = 1
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig | None = None
+    """This model's own loss; None: the run's."""
+    sampling: SamplingConfig = SamplingConfig()
+    native: NativeConfig = NativeConfig()
+    vllm: dict[str, Any] = {}
+    """Passed through to the engine."""
+
+
+class SourceConfig(Section):
+    """One file, directory or data set of prompts or conversations."""
+
+    path: str
+    """JSONL, JSON, parquet, or a directory written by `datasets.save_to_disk`."""
+    weight: NonNegativeFloat = 1.0
+    """Probability of drawing from this source, relative to the others'."""
+    prompt_key: str | None = None
+    """None: the run's `data.prompt_key`; likewise below."""
+    answer_key: str | None = None
+    max_samples: PositiveInt | None = None
+
+
+class DataConfig(Section):
+    train: list[SourceConfig] = []
+    """A path, a list of paths, or a list of {path, weight, …}."""
+    eval: list[SourceConfig] = []
+    prompt_key: str = "prompt"
+    """A string, or a list of {role, content} messages."""
+    answer_key: str = "answer"
+    """For SFT: the response to learn, unless the prompt's messages hold it. Rewards see the whole row."""
+    messages_key: str = "messages"
+    """A whole conversation; where a row has it, it is used instead of prompt and answer."""
+    system: str | None = None
+    """System message put before each prompt."""
+    chat_template: Literal["auto", "none"] | str = "auto"
+    """`auto`: the tokenizer's; `none`: prompt text as it is; or a Jinja template, or a file that holds one."""
+    prompt_format: str = "{prompt}"
+    """Python format string applied to a string prompt, with the row's keys, before the template."""
+    max_prompt_tokens: PositiveInt = 1024
+    max_tokens: PositiveInt | None = None
+    """Of prompt and response together (SFT)."""
+    on_empty: Literal["drop", "error"] = "drop"
+    on_missing_key: Literal["drop", "error"] = "error"
+    on_long: Literal["drop", "truncate_left", "error"] = "drop"
+    """What to do with a row that has no prompt, lacks the key, or has too many tokens; drops are counted and reported."""
+    shuffle: bool = True
+
+
+class RuntimeConfig(Section):
+    cluster: Literal["local", "ray", "auto"] = "auto"
+    """`auto`: Ray when an address is given or a model needs more than one process; else this process."""
+    ray_address: str | None = None
+    """None: start Ray here, on demand."""
+    steps: PositiveInt | None = None
+    """Training steps; None: as many as `epochs` give."""
+    epochs: PositiveInt = 1
+    prompts_per_step: PositiveInt = 8
+    """Prompts (RL) or conversations (SFT) of one step."""
+    samples_per_prompt: PositiveInt = 1
+    max_staleness: NonNegativeInt = 0
+    """How many weight versions a batch may lag behind the trainer; 0 is synchronous."""
+    colocation: list[list[str]] = []
+    """Groups of models that share their devices in turn."""
+    threads: PositiveInt | None = None
+    """CPU threads of each process; None: all cores of its machine."""
+    resume: str = "auto"
+    """`auto`: the newest good checkpoint of the run folder; `never`; or a checkpoint directory."""
+    save_every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept (the best one besides)."""
+    best: str | None = None
+    """Metric (higher is better) whose best checkpoint is kept, e.g. `eval/mean`."""
+    eval_every: NonNegativeInt = 0
+    eval_at_start: bool = True
+    eval_prompts: PositiveInt | None = None
+    """None: the whole evaluation set."""
+    eval_samples: PositiveInt = 1
+    """n for mean@n and pass@k."""
+    eval_sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    log_samples: NonNegativeInt = 4
+    """Samples written to samples.jsonl each step."""
+    tensorboard: bool = True
+    wandb: str | None = None
+    """Project name; needs the extra [wandb]."""
+    call_timeout: PositiveFloat = 3600.0
+    """Seconds any one call to a model may take before the run stops with its name."""
+
+
+class RunConfig(Section):
+    """A whole run, as one YAML file."""
+
+    algorithm: str
+    """A recipe (`sft`, `grpo`, `ppo`) or a dotted path to an Engine subclass."""
+    seed: NonNegativeInt = 0
+    output: str = "runs/run"
+    """The run folder."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    data: DataConfig = DataConfig()
+    reward: list[RewardConfig] = []
+    """Reward functions, summed by weight."""
+    advantage: Function | None = None
+    loss: LossConfig | None = None
+    kl: Function | None = None
+    """Where the penalty on divergence from the reference enters, for recipes that put it into the reward."""
+    models: dict[str, ModelConfig] = {}

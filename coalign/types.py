@@ -1,0 +1,209 @@
+"""The records that every part of Coalign exchanges, and the protocols of the three roles a model can play.
+
+Nothing here computes: shapes and meanings only. ``T`` is a number of tokens, ``N`` a number of sequences, ``V`` a
+vocabulary. Everything that belongs to a token stands *at* that token: ``logprobs[t]`` is the log-probability of
+``tokens[t]`` given what came before it, ``values[t]`` is the value of the state in which ``tokens[t]`` was chosen. So the
+first token of a sequence has no log-prob (0.0, and it is never in a loss mask).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from coalign.data.batch import Batch
+
+# The columns that Coalign's own parts produce and consume: name -> dtype. A column outside of these tables is welcome;
+# its kind is then read from its leading dimension (see Batch.with_).
+TOKEN_COLUMNS: Mapping[str, torch.dtype] = {
+    "tokens": torch.int32,  # prompt and response, end to end
+    "loss_mask": torch.bool,  # True where the token is trained on (the policy chose it)
+    "rollout_logprobs": torch.float32,  # the sampler's log-prob of each chosen token, at the sampling temperature
+    "versions": torch.int32,  # weight version that chose the token, -1 for tokens nobody chose
+    "ref_logprobs": torch.float32,
+    "old_logprobs": torch.float32,  # the trainer's own, before this step's first update
+    "values": torch.float32,
+    "token_rewards": torch.float32,  # reward shaped per token (KL penalty inside)
+    "advantages": torch.float32,
+    "returns": torch.float32,
+}
+SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
+    "group": torch.int64,  # id of the prompt as drawn in this run: unique per draw, equal for its n samples
+    "index": torch.int32,  # which of the n samples
+    "prompt_length": torch.int32,
+    "status": torch.uint8,  # a Status
+    "reward": torch.float32,
+}
+# Sequence columns may also be Python lists of length N (`rows`: the data set's row as a dict).
+
+
+class Status(IntEnum):
+    """How a sequence ended. ERROR rows are counted and dropped before any baseline or loss sees them."""
+
+    OK = 0
+    TRUNCATED = 1
+    ERROR = 2
+
+
+@dataclass(slots=True)
+class Sample:
+    """One prompt with one response: what people read and what reward functions receive.
+
+    tokens i32[T], loss_mask bool[T], logprobs f32[T] (the sampler's). ``versions`` is run-length coded:
+    ``[(version, tokens), ...]`` over the chosen tokens only. ``reward`` is None until somebody scored the sample;
+    0.0 is a reward.
+    """
+
+    group: int
+    index: int
+    tokens: Tensor
+    loss_mask: Tensor
+    logprobs: Tensor
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    prompt: str = ""
+    response: str = ""
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    status: Status = Status.OK
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)  # the data set's row
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """A mean that merges exactly: (sum, count). Merging over micro-batches, ranks or steps gives the global mean."""
+
+    sum: float
+    count: float = 1.0
+
+    def __add__(self, other: Stat) -> Stat:
+        return Stat(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN when nothing was counted."""
+        return self.sum / self.count if self.count else float("nan")
+
+    @staticmethod
+    def of(values: Tensor, mask: Tensor | None = None) -> Stat:
+        """The mean of ``values`` ([T] or [N]) where ``mask`` (same shape, bool) is True; accumulated in float64."""
+        if mask is not None:
+            values = values[mask]
+        return Stat(values.detach().double().sum().item(), float(values.numel()))
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A maximum that merges exactly."""
+
+    value: float
+
+    def __add__(self, other: Max) -> Max:
+        return Max(max(self.value, other.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A sum that merges exactly (tokens processed, samples dropped)."""
+
+    value: float
+
+    def __add__(self, other: Total) -> Total:
+        return Total(self.value + other.value)
+
+
+Metric = Stat | Max | Total
+Stats = dict[str, Metric]
+
+
+def merge_stats(many: Iterable[Mapping[str, Metric]]) -> Stats:
+    """Merge dictionaries of metrics; a name absent from one of them counts nothing there."""
+    merged: Stats = {}
+    for stats in many:
+        for name, metric in stats.items():
+            merged[name] = merged[name] + metric if name in merged else metric
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """What a loss may read of one micro-batch. ``[T]`` unless said; absent columns are None.
+
+    T counts the *trained* tokens only (those of the loss mask, in order): the framework leaves the others out before the
+    language-model head, so no loss has to mask and no logits are computed for prompts. ``old`` is the anchor of the importance ratio (equal to ``logprobs.detach()`` on the first update of a batch),
+    ``rollout`` the sampler's log-probs, ``values`` the value head's *current* prediction (with gradient) and
+    ``old_values`` the one made at rollout time.
+    """
+
+    segment: Tensor  # i64, which sequence each token belongs to, 0..N-1, never decreasing
+    sequences: int  # N; a sequence without trained tokens has no entry in segment
+    logprobs: Tensor | None = None  # with gradient; None for a model without a language-model head
+    entropy: Tensor | None = None  # of the full next-token distribution; only if the loss asked for it
+    old: Tensor | None = None
+    rollout: Tensor | None = None
+    ref: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    scores: Tensor | None = None  # [N], sequence-level head output with gradient
+    columns: Mapping[str, Any] = field(default_factory=dict)  # every column of the micro-batch ([T] likewise), by name
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A loss's value per token ([T]) or per sequence ([N]), and statistics. The framework sums and divides."""
+
+    value: Tensor
+    stats: Stats = field(default_factory=dict)
+
+
+Loss = Callable[..., LossOutput]  # loss(x: LossInput, *, keyword-only configuration) -> LossOutput
+
+
+class Scorer(Protocol):
+    """A model that adds columns to a batch."""
+
+    def forward_step(self, batch: Batch, *, into: str | None = None) -> Mapping[str, Any]: ...
+
+
+class Trainable(Scorer, Protocol):
+    """A model that learns."""
+
+    def train_step(self, batch: Batch, *, loss: str | None = None) -> Stats: ...
+
+    def eval_step(self, batch: Batch, *, loss: str | None = None) -> Stats: ...
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class Rollout(Protocol):
+    """A model that generates."""
+
+    def generate(self, prompts: Batch, **sampling: Any) -> Batch: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a worker knows of its place in the run. ``rank`` counts within the model's process group."""
+
+    model: str = "model"
+    rank: int = 0
+    world_size: int = 1
+    device: str = "cpu"
+    threads: int | None = None
+    seed: int = 0
+    steps: int = 1  # training steps of the run: the length of a learning-rate schedule
+    samples_per_prompt: int = 1
+    loss: Mapping[str, Any] | None = None  # {"fn": ..., "aggregation": ..., **arguments}: the loss this model trains with
+    rewards: tuple[Mapping[str, Any], ...] = ()  # reward functions, for the reward module
+    tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
+    rendezvous: str | None = None  # "host:port" where the ranks of one model meet
