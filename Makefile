@@ -1,0 +1,49 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
+
+.PHONY: help demo test test-all lint format bench clean
+help:
+	@echo "make demo      install, then SFT and GRPO on a small model: the accuracy climbs in minutes on a CPU"
+	@echo "make test      install, then the test suite (under ten minutes on two cores)"
+	@echo "make test-all  the slow tests too"
+	@echo "make lint      ruff"
+	@echo "make bench     install TRL, then time Coalign against it"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip setuptools wheel
+	$(PIP) torch
+	$(PIP) --editable '.[ray,math,dev]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(PIP) --editable '.[bench]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu'
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/grpo_vs_trl.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info
