@@ -1,0 +1,37 @@
+"""Tests run on one thread and without a network."""
+
+import os
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+import socket
+from functools import cache
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    """A connection to anything but this machine is an error."""
+    connect = socket.socket.connect
+
+    def local_only(self, address):
+        host = address[0] if isinstance(address, tuple) else "unix"
+        if host not in ("unix", "localhost", "::1") and not host.startswith("127.") and host not in _own_addresses():
+            raise OSError(f"a test tried to reach {address}: tests run offline")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", local_only)
+
+
+@cache
+def _own_addresses() -> set[str]:
+    return {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
