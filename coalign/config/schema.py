@@ -78,6 +78,17 @@ class SamplingConfig(Section):
     """Strings that end a response; the string stays part of it."""
 
 
+class EvalSamplingConfig(Section):
+    """How the policy samples in evaluation; None: as in training."""
+
+    max_new_tokens: PositiveInt | None = None
+    temperature: NonNegativeFloat | None = 0.0
+    top_k: NonNegativeInt | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: PositiveFloat | None = None
+
+
 class NativeConfig(Section):
     """The embedded generation engine."""
 
@@ -206,7 +217,7 @@ class RuntimeConfig(Section):
     """None: the whole evaluation set."""
     eval_samples: PositiveInt = 1
     """n for mean@n and pass@k."""
-    eval_sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
     log_samples: NonNegativeInt = 4
     """Samples written to samples.jsonl each step."""
     tensorboard: bool = True
