@@ -1,0 +1,117 @@
+"""From a configuration to an engine with its models on a cluster."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from coalign.config.functions import bind, resolve, resolve_class
+from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data.loader import Loader, build_loader
+from coalign.runtime.buffer import Buffer
+from coalign.runtime.engine import Engine
+from coalign.runtime.environment import Environment
+from coalign.runtime.evaluator import Evaluator
+from coalign.runtime.trainer import Trainer
+from coalign.types import Context, Trainable
+from coalign.weights.sync import WeightSync
+
+log = logging.getLogger(__name__)
+
+
+def recipe(algorithm: str) -> type[Engine]:
+    """The Engine subclass called ``algorithm`` (a recipe, or a dotted path)."""
+    return resolve_class(algorithm, "coalign.recipes", "")
+
+
+def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
+    """The recipe and the models it needs, checked. ValueError names the key that is wrong."""
+    cls = recipe(config.algorithm)
+    cls.check(config)
+    roles = cls.roles(config)
+    models = dict(config.models)
+    if config.reward:
+        models["reward"] = ModelConfig(module="reward")
+    for name, role in roles.items():
+        if name not in models:
+            raise ValueError(f"models.{name}: {cls.__name__} needs it ({role.__name__}) and the configuration has none")
+        if role is Trainable:
+            _check_loss(name, models[name], config)
+    return cls, {name: models[name] for name in roles}
+
+
+def _check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:
+    loss, where = (model.loss, f"models.{name}.loss") if model.loss else (config.loss, "loss")
+    if loss is None:
+        raise ValueError(f"loss: models.{name} trains and no loss is given for it")
+    bind(resolve(loss.fn, "coalign.algorithms.losses"), loss.arguments, where)
+
+
+def tokenizer_directory(config: RunConfig) -> str:
+    """Where the run's tokenizer lies: that of the policy, else of the first model that has one."""
+    named = [config.models[n] for n in ("policy", "trainer") if n in config.models]
+    for model in [*named, *config.models.values()]:
+        if directory := model.tokenizer or model.load:
+            return directory
+    raise ValueError("models: none of them has `load` (a Hugging Face model directory), so there is no tokenizer")
+
+
+def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The run's tokenizer. ValueError names the directory if it has none."""
+    directory = tokenizer_directory(config)
+    if not Path(directory).is_dir():
+        raise ValueError(f"models: `load: {directory}` is not a directory (a Hugging Face model directory is expected)")
+    trust = any(model.trust_remote_code for model in config.models.values())
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+
+
+def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Context:
+    """What the workers of one model are told about the run."""
+    loss = model.loss or config.loss
+    return Context(
+        model=name,
+        threads=model.threads or config.runtime.threads,
+        seed=config.seed,
+        steps=steps,
+        samples_per_prompt=config.runtime.samples_per_prompt,
+        loss=loss.model_dump() if loss else None,
+        rewards=tuple(reward.model_dump() for reward in config.reward),
+        tokenizer=tokenizer_directory(config),
+    )
+
+
+def _loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) -> Loader:
+    return build_loader(
+        config.data,
+        tokenizer,
+        kind=cls.source,
+        split=split,
+        batch_size=config.runtime.prompts_per_step,
+        seed=config.seed,
+    )
+
+
+def build(config: RunConfig, cluster: Any) -> Engine:
+    """Data, models and engine, ready to ``learn``. Whatever fails here has changed nothing on disk."""
+    cls, models = prepare(config)
+    tokenizer = load_tokenizer(config)
+    loader = _loader(config, cls, tokenizer, "train")
+    steps = config.runtime.steps or max(1, config.runtime.epochs * len(loader) // config.runtime.prompts_per_step)
+    engine = cls(config, cluster)
+    engine.tokenizer = tokenizer
+    engine.last = steps
+    engine.models_running = {
+        name: cluster.spawn(name, model, context(name, model, config, steps)) for name, model in models.items()
+    }
+    for name, model in engine.models_running.items():
+        setattr(engine, name, model)
+    engine.environment = Environment(cluster, engine.env_flow, loader, Buffer(config.runtime.max_staleness, steps))
+    syncs = [WeightSync(engine.models_running[a], engine.models_running[b]) for a, b in cls.sync]
+    engine.trainers = Trainer(cluster, engine.train_flow, syncs)
+    if config.data.eval:
+        held_out = _loader(config, cls, tokenizer, "eval")
+        engine.evaluator = Evaluator(cluster, engine.eval_flow, held_out, config.runtime.eval_prompts)
+    return engine

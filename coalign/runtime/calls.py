@@ -1,0 +1,40 @@
+"""Watches the calls that a piece of flow makes, for their statistics and times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from coalign.cluster.future import Future
+from coalign.types import Max, Metric, Stats, Total, merge_stats
+
+
+class Calls:
+    """The Futures made while watching, in order."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+
+    def stats(self) -> Stats:
+        """Waits for every call; their metrics merged, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak)."""
+        parts: list[dict[str, Metric]] = []
+        for future in self.futures:
+            future.result()
+            model = future.label.partition(".")[0]
+            parts.append(dict(future.stats))
+            parts.append({f"time/{future.label}": Total(future.seconds)})
+            if future.peak_memory:
+                parts.append({f"memory/{model}": Max(future.peak_memory / 2**20)})
+        return merge_stats(parts)
+
+
+@contextmanager
+def watch(cluster: Any) -> Iterator[Calls]:
+    """Collect the calls that are made on ``cluster`` inside the block (on this thread; blocks do not nest)."""
+    calls = Calls()
+    cluster.on_call = calls.futures.append
+    try:
+        yield calls
+    finally:
+        cluster.on_call = None

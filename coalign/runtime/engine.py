@@ -1,0 +1,117 @@
+"""The engine: a flow over models, and the one loop that runs it.
+
+A recipe subclasses Engine and writes two methods. Everything else (what a step is, when weights move, when a checkpoint is
+taken) is here, once, for synchronous and asynchronous training alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from coalign.cluster.future import BatchRef, Future
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import RunConfig
+from coalign.runtime.environment import Environment
+from coalign.runtime.evaluator import Evaluator, score
+from coalign.runtime.hooks import Hook
+from coalign.runtime.trainer import Trainer
+from coalign.types import Stats, Total, merge_stats
+
+
+class Engine:
+    """Models, the flow between them, and the loop.
+
+    ``models`` names every model of the recipe and the role it plays (Rollout, Scorer, Trainable); each is an attribute
+    (``self.policy``) whose methods return Futures. ``sync`` lists (source, target) pairs: after each step the target
+    gets the source's weights. ``source`` says what the data set's rows become: ``prompts`` or ``conversations``.
+    ``defaults`` is configuration in the shape of the YAML, beneath the person's own.
+    """
+
+    models: ClassVar[Mapping[str, type]] = {}
+    sync: ClassVar[list[tuple[str, str]]] = []
+    source: ClassVar[str] = "prompts"
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, config: RunConfig, cluster: Any) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.step = 0
+        self.last = 0
+        self.stop: str | None = None  # why the loop should end before its last step
+        self.environment: Environment
+        self.trainers: Trainer
+        self.evaluator: Evaluator | None = None
+        self.hooks: list[Hook] = []
+        if config.advantage:
+            fn = resolve(config.advantage.fn, "coalign.algorithms.advantages")
+            self.advantage = partial(fn, **bind(fn, config.advantage.arguments, "advantage"))
+
+    # ---- what a recipe writes --------------------------------------------------------------------------------------
+
+    def env_flow(self, prompts: BatchRef) -> Any:
+        """From prompts to a batch with everything that the losses read."""
+        return prompts
+
+    def train_flow(self, batch: BatchRef) -> Any:
+        """One training step on a batch."""
+        raise TypeError(f"{type(self).__name__} has no train_flow")
+
+    def eval_flow(self, prompts: BatchRef) -> Any:
+        """Metrics on held-out prompts; by default mean@n and pass@k of the policy's rewards."""
+        out = self.policy.generate(prompts, samples=self.config.runtime.eval_samples, **self.eval_sampling)
+        return self.apply(score, out, self.reward.forward_step(out))
+
+    def after_step(self, stats: Stats) -> None:
+        """Adapt what the recipe keeps from step to step (a KL coefficient, say)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``after_step`` keeps, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+
+    @classmethod
+    def roles(cls, config: RunConfig) -> Mapping[str, type]:
+        """The models that this configuration needs; a recipe leaves out those it would not call."""
+        return cls.models
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        """Refuse (ValueError) what the schema cannot see, before anything loads."""
+
+    # ---- what a flow uses ------------------------------------------------------------------------------------------
+
+    def apply(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
+        """Run a pure function on the columns of the batches (same sequences); see docs/design.md §4."""
+        if isinstance(fn, partial):
+            fn, arguments = fn.func, {**fn.keywords, **arguments}
+        return self.cluster.apply(fn, *batches, **arguments)
+
+    @property
+    def eval_sampling(self) -> dict[str, Any]:
+        """The sampling settings of evaluation; those that are None stay the policy's own."""
+        return self.config.runtime.eval_sampling.model_dump(exclude_none=True)
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def learn(self) -> None:
+        """Train from ``step`` to ``last``, or until a hook sets ``stop``."""
+        self.trainers.sync(self.step)
+        for hook in self.hooks:
+            hook.begin(self)
+        while self.step < self.last and not self.stop:
+            begun = time.perf_counter()
+            batch, rollout = self.environment.next(self.step)
+            training = self.trainers.step(batch)
+            self.step += 1
+            stats = merge_stats([rollout, training, self.trainers.sync(self.step)])
+            self.after_step(stats)
+            stats["time/step"] = Total(time.perf_counter() - begun)
+            for hook in self.hooks:
+                hook.after_step(self, stats, batch)
+        for hook in self.hooks:
+            hook.end(self)

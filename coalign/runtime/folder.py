@@ -1,0 +1,108 @@
+"""The run folder, a stable contract: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, plots/, log.txt.
+
+Lines are appended whole and flushed. A full disk does not stop a run: lines wait in memory and are written with the next.
+One run at a time owns a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coalign.types import Metric
+
+log = logging.getLogger(__name__)
+
+
+class FolderInUse(RuntimeError):
+    """Another process is writing to this run folder."""
+
+
+class JsonLines:
+    """A file of one JSON object a line, each with a `step`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[str] = []
+
+    def cut(self, step: int) -> None:
+        """Forget lines of later steps (they will be made again) and a line cut in half by a crash."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError):
+                break
+        aside = self.path.with_suffix(".writing")
+        aside.write_text("".join(kept))
+        os.replace(aside, self.path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add one line."""
+        self._waiting.append(json.dumps(_finite(record), ensure_ascii=False) + "\n")
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with open(self.path, "a") as out:
+                out.write("".join(self._waiting))
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.truncate(self.path, size)
+            log.warning("%s: %s; %d lines wait in memory", self.path, problem.strerror, len(self._waiting))
+        else:
+            self._waiting.clear()
+
+
+class RunFolder:
+    """Creates and locks the folder of a run. Raises FolderInUse, and OSError where it cannot be written."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115: held for the life of the run
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise FolderInUse(f"{self.path} belongs to a run that is still going; choose another `output`") from None
+        self.metrics = JsonLines(self.path / "metrics.jsonl")
+        self.samples = JsonLines(self.path / "samples.jsonl")
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def begin(self, config_text: str, step: int) -> None:
+        """Write config.yaml and forget what was logged after ``step``."""
+        (self.path / "config.yaml").write_text(config_text)
+        self.metrics.cut(step)
+        self.samples.cut(step)
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def flatten(stats: Mapping[str, Metric]) -> dict[str, float]:
+    """Merged metrics as plain numbers."""
+    return {name: float(metric.value) for name, metric in stats.items()}
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null: JSON has neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return value

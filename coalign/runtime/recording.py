@@ -1,0 +1,89 @@
+"""Writes what a run measures and makes: metrics.jsonl, samples.jsonl, tensorboard, wandb, the step line."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from coalign.runtime.folder import RunFolder, flatten
+from coalign.runtime.hooks import Hook
+from coalign.types import Sample, Stats
+
+if TYPE_CHECKING:
+    from coalign.runtime.display import Display
+    from coalign.runtime.engine import Engine
+
+
+def readable(sample: Sample, tokenizer: Any) -> Sample:
+    """The sample with its texts filled in: the prompt up to the first trained token, the response after it."""
+    start = int(sample.loss_mask.int().argmax()) if bool(sample.loss_mask.any()) else len(sample.tokens)
+    sample.prompt = tokenizer.decode(sample.tokens[:start])
+    sample.response = tokenizer.decode(sample.tokens[start:])
+    return sample
+
+
+class Record(Hook):
+    """One object a step into metrics.jsonl, a few samples into samples.jsonl, a line on the screen."""
+
+    def __init__(self, folder: RunFolder, display: Display, config: Any) -> None:
+        self.folder = folder
+        self.display = display
+        self.samples = config.runtime.log_samples
+        self._wandb = _wandb(config) if config.runtime.wandb else None
+        self._board = _tensorboard(folder) if config.runtime.tensorboard else None
+
+    def write(self, step: int, stats: Stats) -> None:
+        """Metrics of one step, everywhere."""
+        numbers = flatten(stats)
+        self.folder.metrics.append({"step": step, **dict(sorted(numbers.items()))})
+        for name, number in numbers.items():
+            if self._board:
+                self._board.add_scalar(name, number, step)
+        if self._wandb:
+            self._wandb.log(numbers, step=step)
+        self.display.step(step, numbers)
+
+    def after_step(self, engine: Engine, stats: Stats, batch: Any) -> None:
+        self.write(engine.step, stats)
+        self.record_samples(engine, batch, "train")
+
+    def record_samples(self, engine: Engine, batch: Any, phase: str) -> None:
+        """The first few rows of a batch, as people read them."""
+        rows = range(min(self.samples, len(batch)))
+        if not rows or engine.source != "prompts":
+            return
+        for sample in batch.fetch(rows=list(rows)).samples():
+            readable(sample, engine.tokenizer)
+            self.folder.samples.append(
+                {
+                    "step": engine.step,
+                    "phase": phase,
+                    "group": sample.group,
+                    "index": sample.index,
+                    "prompt": sample.prompt,
+                    "response": sample.response,
+                    "reward": sample.reward,
+                    "rewards": sample.rewards,
+                    "status": sample.status.name.lower(),
+                    "versions": [list(pair) for pair in sample.versions],
+                    "row": json.loads(json.dumps(sample.meta, default=str)),
+                }
+            )
+
+    def end(self, engine: Engine) -> None:
+        if self._board:
+            self._board.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def _tensorboard(folder: RunFolder) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder.path / "tensorboard"))
+
+
+def _wandb(config: Any) -> Any:
+    import wandb
+
+    return wandb.init(project=config.runtime.wandb, name=config.output, config=config.model_dump())

@@ -1,0 +1,125 @@
+"""A run from start to exit code: folder, cluster, engine, resume, signals, hooks."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from coalign.cluster import start
+from coalign.config import dump
+from coalign.config.schema import RunConfig
+from coalign.runtime.build import build, prepare
+from coalign.runtime.checkpoint import Checkpoints, verify
+from coalign.runtime.display import Display
+from coalign.runtime.engine import Engine
+from coalign.runtime.folder import RunFolder
+from coalign.runtime.hooks import Evaluate, Hook
+from coalign.runtime.plots import plot_run
+from coalign.runtime.recording import Record
+from coalign.runtime.saving import Save, restore
+from coalign.types import Stats
+
+log = logging.getLogger(__name__)
+
+
+def train(config: RunConfig, display: Display) -> int:
+    """Train as the configuration says; returns the exit code (0, or 128 + the signal that ended the run)."""
+    prepare(config)
+    folder = RunFolder(config.output)
+    with _logged(folder, display):
+        cluster = start(config)
+        try:
+            engine = build(config, cluster)
+            return _learn(engine, folder, display)
+        finally:
+            cluster.shutdown()
+            folder.close()
+
+
+def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
+    config = engine.config
+    checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
+    save = Save(checkpoints, config.runtime.save_every, config.runtime.best)
+    if (found := _resume_from(config, checkpoints)) is not None:
+        save.load_state(restore(engine, found))
+        log.info("continuing from %s", found)
+    folder.begin(dump(config), engine.step)
+    record = Record(folder, display, config)
+    engine.hooks = [*_evaluation(engine, record), record, save]
+    log.info("%s", engine.environment.loader.report())
+    display.start(engine.step, engine.last)
+    with _stop_on_signal(engine) as caught:
+        engine.learn()
+    plot_run(folder.path)
+    display.finish(folder.path)
+    return 128 + caught[0] if caught else 0
+
+
+def _evaluation(engine: Engine, record: Record) -> list[Hook]:
+    if engine.evaluator is None:
+        return []
+    runtime = engine.config.runtime
+
+    def report(step: int, stats: Stats, batches: list[Any]) -> None:
+        if stats:
+            record.write(step, stats)
+        for batch in batches[:1]:
+            record.record_samples(engine, batch, "eval")
+
+    return [Evaluate(runtime.eval_every, runtime.eval_at_start, report)]
+
+
+def _resume_from(config: RunConfig, checkpoints: Checkpoints) -> Path | None:
+    resume = config.runtime.resume
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return checkpoints.newest()
+    path = Path(resume)
+    verify(path)
+    return path
+
+
+@contextmanager
+def _stop_on_signal(engine: Engine) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM end the run after the step under way, with a checkpoint; a second one ends it at once."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        engine.stop = signal.Signals(number).name
+        log.warning("%s: finishing this step, then saving; once more to stop at once", engine.stop)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
+    """Send the library's log to the screen and to log.txt."""
+    root = logging.getLogger("coalign")
+    to_file = logging.FileHandler(folder.path / "log.txt")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers = [to_file, display.handler()]
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield
+    except BaseException:
+        log.exception("the run ended with an error")
+        raise
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+        to_file.close()
