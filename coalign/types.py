@@ -57,7 +57,7 @@ class Sample:
 
     tokens i32[T], loss_mask bool[T], logprobs f32[T] (the sampler's). ``versions`` is run-length coded:
     ``[(version, tokens), ...]`` over the chosen tokens only. ``reward`` is None until somebody scored the sample;
-    0.0 is a reward.
+    0.0 is a reward. ``response`` leaves special tokens out, ``raw_response`` keeps them.
     """
 
     group: int
@@ -68,6 +68,7 @@ class Sample:
     versions: list[tuple[int, int]] = field(default_factory=list)
     prompt: str = ""
     response: str = ""
+    raw_response: str = ""
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     status: Status = Status.OK

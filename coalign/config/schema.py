@@ -42,7 +42,10 @@ class LossConfig(Function):
 class RewardConfig(Function):
     """One reward function."""
 
+    name: str | None = None
+    """Of its column, `reward/<name>`; None: the function's."""
     weight: float = 1.0
+    """0: the function is only logged."""
     timeout: PositiveFloat = 30.0
     """Seconds one call may take before it counts as failed."""
     retries: NonNegativeInt = 2
