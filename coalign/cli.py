@@ -10,8 +10,9 @@ import typer
 
 app = typer.Typer(
     name="coalign",
-    help="Alignment training of language models: SFT, reward models, PPO, GRPO and relatives, from a laptop to a Ray cluster.\n\n"
-    "Begin with `coalign init grpo > run.yaml`, look at it with `coalign check run.yaml`, start it with `coalign train run.yaml`.",
+    help="Alignment training of language models: SFT, PPO, GRPO and relatives, from a laptop to a Ray cluster.\n\n"
+    "Begin with `coalign init grpo > run.yaml`, look at it with `coalign check run.yaml`, "
+    "start it with `coalign train run.yaml`.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",

@@ -7,8 +7,8 @@ from coalign.types import Rollout, Scorer, Trainable
 class GRPO(Engine):
     """Policy, reward and trainer, and a frozen reference where the loss asks for it (`loss.kl_coef` above 0).
 
-    The divergence from the reference enters in the loss (k3 by default) and nowhere else. Other members of the family are
-    settings: `advantage: {fn: rloo}`, `loss: {clip_high: 0.28, aggregation: …}`.
+    The divergence from the reference enters in the loss (k3 by default) and nowhere else. Other members of the family
+    are settings: `advantage: {fn: rloo}`, `loss: {clip_high: 0.28, aggregation: …}`.
     """
 
     models = {"policy": Rollout, "reward": Scorer, "reference": Scorer, "trainer": Trainable}

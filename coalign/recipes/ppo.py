@@ -10,8 +10,8 @@ from coalign.types import Rollout, Scorer, Trainable
 class PPO(Engine):
     """Policy, reference, reward, trainer, and a value model that learns beside the trainer.
 
-    The divergence from the reference enters in the reward (k1 per token), with a fixed or adaptive coefficient, and nowhere
-    else: `loss.kl_coef` above 0 is refused.
+    The divergence from the reference enters in the reward (k1 per token), with a fixed or adaptive coefficient, and
+    nowhere else: `loss.kl_coef` above 0 is refused.
     """
 
     models = {"policy": Rollout, "reference": Scorer, "reward": Scorer, "trainer": Trainable, "value": Trainable}

@@ -36,7 +36,7 @@ class Buffer(Generic[T]):
         return len(self._entries)
 
     def fill(self, version: int, begin: Callable[[int], T]) -> None:
-        """Begin as many batches as the bound allows at this weight version; ``begin(step)`` starts the one for that step."""
+        """Begin as many batches as the bound allows at this version; ``begin(step)`` starts the one for that step."""
         while self.begun < self.last and self.begun - version <= self.max_staleness:
             self._entries.append(Entry(self.begun, version, begin(self.begun)))
             self.begun += 1

@@ -17,7 +17,7 @@ class Calls:
         self.futures: list[Future] = []
 
     def stats(self) -> Stats:
-        """Waits for every call; their metrics merged, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak)."""
+        """Waits for every call; their metrics, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak)."""
         parts: list[dict[str, Metric]] = []
         for future in self.futures:
             future.result()

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or not there: written aside, hashed, flushed, renamed.
 
 ``checkpoints/step_N/`` holds ``state.json`` (step, cursor, recipe state, metrics), ``buffer.pt`` (batches between
-environment and trainer), ``models/<name>/`` (what that backend needs to go on bit for bit), ``hf/`` (the trained model as
-a Hugging Face directory) and, last of all, ``manifest.json`` with the size and SHA-256 of every other file.
+environment and trainer), ``models/<name>/`` (what that backend needs to go on bit for bit), ``hf/`` (the trained model
+as a Hugging Face directory) and, last of all, ``manifest.json`` with the size and SHA-256 of every other file.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ class Checkpoints:
         return self.directory / f"step_{step}"
 
     def write(self, step: int, fill: Callable[[Path], None]) -> Path:
-        """Make the checkpoint of ``step``: ``fill(directory)`` writes its files. Raises what writing raises (a full disk is
-        an OSError, here or in a worker) and then leaves nothing behind; the checkpoints before it stay as they are."""
+        """Make the checkpoint of ``step``: ``fill(directory)`` writes its files.
+
+        Raises what writing raises (a full disk is an OSError, here or in a worker) and then leaves nothing behind; the
+        checkpoints before it stay as they are.
+        """
         final, aside = self.path(step), self.directory / f".writing-step_{step}"
         shutil.rmtree(aside, ignore_errors=True)
         try:

@@ -1,7 +1,7 @@
 """The engine: a flow over models, and the one loop that runs it.
 
-A recipe subclasses Engine and writes two methods. Everything else (what a step is, when weights move, when a checkpoint is
-taken) is here, once, for synchronous and asynchronous training alike.
+A recipe subclasses Engine and writes two methods. Everything else (what a step is, when weights move, when a checkpoint
+is taken) is here, once, for synchronous and asynchronous training alike.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Environment:
         return Entry(entry["step"], entry["version"], Rollout(batch, calls))
 
     def next(self, version: int) -> tuple[BatchRef, Stats]:
-        """The batch that the step at weight version ``version`` trains on, and its metrics (`time/rollout`: s waited)."""
+        """The batch that the step at this weight version trains on, and its metrics (`time/rollout`: s waited)."""
         begun = time.perf_counter()
         self.buffer.fill(version, self._begin)
         batch, stats = self.buffer.take(version).wait()

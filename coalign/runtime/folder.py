@@ -1,7 +1,7 @@
 """The run folder, a stable contract: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, plots/, log.txt.
 
-Lines are appended whole and flushed. A full disk does not stop a run: lines wait in memory and are written with the next.
-One run at a time owns a folder.
+Lines are appended whole and flushed. A full disk does not stop a run: lines wait in memory and are written with the
+next. One run at a time owns a folder.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115: held for the life of the run
+        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held for the life of the run)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

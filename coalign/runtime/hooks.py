@@ -1,4 +1,4 @@
-"""What hangs off the loop: evaluation, logs, checkpoints. A hook sees the engine after each step and may set its ``stop``."""
+"""What hangs off the loop: evaluation, logs, checkpoints. A hook sees the engine after each step."""
 
 from __future__ import annotations
 

@@ -49,10 +49,9 @@ class Record(Hook):
 
     def record_samples(self, engine: Engine, batch: Any, phase: str) -> None:
         """The first few rows of a batch, as people read them."""
-        rows = range(min(self.samples, len(batch)))
-        if not rows or engine.source != "prompts":
+        if not self.samples or engine.source != "prompts":
             return
-        for sample in batch.fetch(rows=list(rows)).samples():
+        for sample in batch.fetch(rows=self.samples).samples():
             readable(sample, engine.tokenizer)
             self.folder.samples.append(
                 {

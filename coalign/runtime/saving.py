@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from coalign.cluster.future import WorkerError
 from coalign.data.batch import Batch
 from coalign.runtime.checkpoint import Checkpoints
 from coalign.runtime.hooks import Hook
@@ -76,7 +77,8 @@ def restore(engine: Engine, directory: Path) -> dict[str, Any]:
 class Save(Hook):
     """Takes a checkpoint every ``every`` steps, at the end, and when the loop is asked to stop.
 
-    A full disk does not end the run: it goes on with the last good checkpoint and says so; only the last one must succeed.
+    A full disk does not end the run: it goes on with the last good checkpoint and says so; only the last one must
+    succeed.
     """
 
     def __init__(self, checkpoints: Checkpoints, every: int, best: str | None) -> None:
@@ -94,8 +96,8 @@ class Save(Hook):
             return
         try:
             self.checkpoints.write(engine.step, lambda d: fill(engine, d, {"best": self.best}))
-        except OSError as problem:
-            if last:
+        except (OSError, WorkerError) as problem:
+            if last or not isinstance(getattr(problem, "cause", problem), OSError):
                 raise
             good = self.checkpoints.steps()
             kept = f"the last good one is step {good[-1]}" if good else "there is no earlier one"

@@ -1,0 +1,83 @@
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from coalign.runtime.folder import FolderInUse, JsonLines, RunFolder, flatten
+from coalign.types import Max, Stat, Total, merge_stats
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_a_step_and_no_nan(tmp_path):
+    file = JsonLines(tmp_path / "metrics.jsonl")
+    file.append({"step": 1, "a": math.nan, "b": [math.inf, 2.0], "c": {"d": -math.inf}})
+    assert lines(file.path) == [{"step": 1, "a": None, "b": [None, 2.0], "c": {"d": None}}]
+
+
+def test_cut_forgets_later_steps_and_half_a_line(tmp_path):
+    file = JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(5):
+        file.append({"step": step})
+    with open(file.path, "a") as out:
+        out.write('{"step": 5, "rew')
+    file.cut(2)
+    assert [line["step"] for line in lines(file.path)] == [0, 1, 2]
+
+
+def test_a_full_disk_keeps_lines_until_there_is_room(tmp_path, monkeypatch):
+    file = JsonLines(tmp_path / "metrics.jsonl")
+    file.append({"step": 1})
+    real = open
+
+    class Full:
+        def __init__(self, path, mode):
+            self.out = real(path, mode)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.out.close()
+
+        def write(self, text):
+            self.out.write(text[:4])  # a full disk takes half a line
+            self.out.flush()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("builtins.open", Full)
+    file.append({"step": 2})
+    monkeypatch.undo()
+    assert [line["step"] for line in lines(file.path)] == [1]
+    file.append({"step": 3})
+    assert [line["step"] for line in lines(file.path)] == [1, 2, 3]
+
+
+def test_any_other_error_rises(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        JsonLines(tmp_path / "missing" / "metrics.jsonl").append({"step": 1})
+
+
+def test_two_runs_cannot_share_a_folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(FolderInUse, match="still going"):
+        RunFolder(tmp_path / "run")
+    code = f"from coalign.runtime.folder import RunFolder; RunFolder({str(tmp_path / 'run')!r})"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "FolderInUse" in other.stderr
+    folder.close()
+    RunFolder(tmp_path / "run").close()
+
+
+def test_metrics_merge_exactly():
+    merged = merge_stats(
+        [{"a": Stat(1.0, 2.0), "m": Max(3.0)}, {"a": Stat(5.0, 1.0), "t": Total(2.0)}, {"t": Total(0.5)}]
+    )
+    assert flatten(merged) == {"a": 2.0, "m": 3.0, "t": 2.5}
+    assert math.isnan(Stat(0.0, 0.0).value)
