@@ -1,0 +1,152 @@
+"""Advantages: how much better a token turned out than expected. Pure functions of a whole rollout.
+
+Positional arguments are columns: token columns [T] over all tokens, prompts included, sequence columns [N]. Results are
+f32[T], 0 wherever ``loss_mask`` is False; sums run in float64. Every function also returns metrics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.algorithms.segments import discounted_sum, segment_count, segment_sum
+from coalign.types import Stat
+
+
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    segment: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    whiten: bool = True,
+) -> dict[str, Any]:
+    """Generalised advantage estimation (1506.02438) over the trained tokens of each sequence.
+
+    δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1}, returns = A + V, with V = 0 after the last trained token.
+    t + 1 is the next *trained* token: what tools or users wrote in between takes no time and resets nothing. ``whiten``
+    brings the advantages of the whole rollout to mean 0 and variance 1, after the returns are taken.
+    """
+    trained = segment[loss_mask]
+    rewards, state_values = token_rewards[loss_mask].double(), values[loss_mask].double()
+    following = torch.zeros_like(state_values)
+    same = trained[1:] == trained[:-1]
+    following[:-1][same] = state_values[1:][same]
+    advantages = discounted_sum(rewards + gamma * following - state_values, trained, gamma * lam)
+    returns = advantages + state_values
+    return {
+        "advantages": _spread(_whiten(advantages) if whiten else advantages, loss_mask),
+        "returns": _spread(returns, loss_mask),
+        "returns/mean": Stat.of(returns),
+        "values/mean": Stat.of(state_values),
+        "values/squared_error": Stat.of((returns - state_values).square()),
+        **_advantage_stats(advantages),
+    }
+
+
+def group(
+    reward: Tensor,
+    group: Tensor,
+    loss_mask: Tensor,
+    segment: Tensor,
+    *,
+    scale: str = "std",
+    unbiased: bool = True,
+    eps: float = 1e-6,
+) -> dict[str, Any]:
+    """GRPO (2402.03300): the reward against its group's mean, divided by the group's standard deviation plus ``eps``.
+
+    ``scale``: `std`, or `none` (Dr. GRPO, 2503.20783). Groups may differ in size and lie in any order. A group of one,
+    or one whose rewards are all equal, has advantage 0 exactly and counts in `groups/zero_std`.
+    """
+    if scale not in ("std", "none"):
+        raise ValueError(f"advantage.scale is '{scale}': expected 'std' or 'none'")
+    groups = _Groups(reward, group)
+    advantages = groups.deviation
+    if scale == "std":
+        advantages = advantages / (groups.std(unbiased=unbiased)[groups.member] + eps)
+    return _outcome(advantages, groups, loss_mask, segment)
+
+
+def rloo(reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
+    """REINFORCE leave-one-out (2402.14740): the reward against the mean of the *other* samples of its group.
+
+    A group of one has no others and gets 0.
+    """
+    groups = _Groups(reward, group)
+    others = (groups.size - 1).clamp(min=1)
+    return _outcome(groups.deviation * (groups.size / others)[groups.member], groups, loss_mask, segment)
+
+
+def reinforce_pp(
+    token_rewards: Tensor, loss_mask: Tensor, segment: Tensor, *, gamma: float = 1.0, whiten: bool = True
+) -> dict[str, Any]:
+    """REINFORCE++ (2501.03262): the discounted return of each token (KL penalty inside), whitened over the rollout."""
+    returns = discounted_sum(token_rewards[loss_mask].double(), segment[loss_mask], gamma)
+    return {
+        "advantages": _spread(_whiten(returns) if whiten else returns, loss_mask),
+        "returns": _spread(returns, loss_mask),
+        "returns/mean": Stat.of(returns),
+        **_advantage_stats(returns),
+    }
+
+
+def reinforce_pp_baseline(
+    reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor, *, whiten: bool = True
+) -> dict[str, Any]:
+    """REINFORCE++-baseline (2501.03262): the reward against its group's mean, whitened over the rollout's tokens."""
+    groups = _Groups(reward, group)
+    result = _outcome(groups.deviation, groups, loss_mask, segment)
+    if whiten:
+        result["advantages"] = _spread(_whiten(result["advantages"][loss_mask].double()), loss_mask)
+    return result
+
+
+class _Groups:
+    """Rewards by group; G groups, numbered in ``member`` i64[N]."""
+
+    def __init__(self, reward: Tensor, group: Tensor) -> None:
+        rewards = reward.double()
+        ids, self.member = torch.unique(group, return_inverse=True)
+        self.size = segment_count(self.member, len(ids))
+        extremes = rewards.new_zeros(2, len(ids))
+        extremes[0].scatter_reduce_(0, self.member, rewards, "amax", include_self=False)
+        extremes[1].scatter_reduce_(0, self.member, rewards, "amin", include_self=False)
+        self.equal = extremes[0] == extremes[1]
+        mean = segment_sum(rewards, self.member, len(ids)) / self.size
+        # Rounding in the mean must not turn equal rewards into advantages that a tiny std then blows up.
+        self.deviation = torch.where(self.equal[self.member], 0.0, rewards - mean[self.member])
+
+    def std(self, *, unbiased: bool) -> Tensor:
+        squares = segment_sum(self.deviation.square(), self.member, len(self.size))
+        return (squares / (self.size - int(unbiased)).clamp(min=1)).sqrt()
+
+
+def _outcome(per_sequence: Tensor, groups: _Groups, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
+    advantages = per_sequence[segment[loss_mask]]
+    return {
+        "advantages": _spread(advantages, loss_mask),
+        "groups/zero_std": Stat.of(groups.equal),
+        "groups/std": Stat.of(groups.std(unbiased=False)),
+        **_advantage_stats(advantages),
+    }
+
+
+def _advantage_stats(advantages: Tensor) -> dict[str, Stat]:
+    """Before whitening, which would make them say nothing."""
+    return {"advantages/mean": Stat.of(advantages), "advantages/abs": Stat.of(advantages.abs())}
+
+
+def _whiten(values: Tensor) -> Tensor:
+    """Mean 0, (population) variance 1; all 0 if they are all equal."""
+    centred = values - values.mean() if len(values) else values
+    return centred / (centred.square().mean() + 1e-8).sqrt() if len(values) else values
+
+
+def _spread(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """f32[T]: the values of the trained tokens at their places."""
+    return torch.zeros(len(loss_mask), device=values.device).masked_scatter(loss_mask, values.float())

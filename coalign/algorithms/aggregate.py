@@ -1,0 +1,58 @@
+"""How per-token loss values become one number: weights whose denominators are global over an optimizer step.
+
+A loss never divides. The framework counts tokens and sequences over all micro-batches and ranks of the step, and adds
+up ``value * weight``: so neither the loss nor its gradient depends on how the step was cut. A sequence without trained
+tokens counts nowhere, neither as a token nor as a sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coalign.algorithms.segments import segment_count
+
+
+def trained_sequences(segment: Tensor, sequences: int) -> int:
+    """How many sequences have a trained token: what adds up to ``total_sequences``. ``segment``: of trained tokens."""
+    return int((segment_count(segment, sequences) > 0).sum())
+
+
+def aggregation_weights(
+    segment: Tensor,
+    sequences: int,
+    *,
+    aggregation: str,
+    total_tokens: int,
+    total_sequences: int,
+    constant_length: int | None = None,
+) -> Tensor:
+    """f64[T]: the weight of each trained token. The totals count trained tokens and the sequences that have any.
+
+    - ``token_mean``: 1 / total_tokens
+    - ``sequence_mean_token_mean``: 1 / (total_sequences · tokens of the sequence)
+    - ``sequence_mean_token_sum``: 1 / total_sequences
+    - ``constant``: 1 / (total_sequences · constant_length)   (Dr. GRPO, 2503.20783)
+
+    A micro-batch holds whole sequences. Raises ValueError for another name, or `constant` without a length.
+    """
+    ones = torch.ones(len(segment), dtype=torch.float64, device=segment.device)
+    if aggregation == "token_mean":
+        return ones / total_tokens
+    if aggregation == "sequence_mean_token_mean":
+        return ones / segment_count(segment, sequences)[segment] / total_sequences
+    if aggregation == "sequence_mean_token_sum":
+        return ones / total_sequences
+    if aggregation == "constant":
+        if constant_length is None:
+            raise ValueError("loss.aggregation is 'constant': set loss.constant_length, the token count to divide by")
+        return ones / (total_sequences * constant_length)
+    raise ValueError(
+        f"loss.aggregation '{aggregation}': expected token_mean, sequence_mean_token_mean, sequence_mean_token_sum "
+        "or constant"
+    )
+
+
+def sequence_weights(segment: Tensor, sequences: int, *, total_sequences: int) -> Tensor:
+    """f64[N]: the weights for a loss with one value per sequence: the mean over the sequences with trained tokens."""
+    return (segment_count(segment, sequences) > 0).double() / total_sequences

@@ -1,0 +1,231 @@
+"""Log-probs and entropies of chosen tokens straight from hidden states, without the [M, V] matrix of logits.
+
+The vocabulary is walked in tiles. Forward keeps a running log-sum-exp per token. Backward computes each tile's logits
+once more, since the gradient that arrives per token is not known before, and turns them in place into the gradient. A
+tile's rows of the weight's gradient are complete after one matrix product, so nothing accumulates in low precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Logits held at once: what stays near a CPU's caches, what fills a GPU. Measured in docs/lab.md.
+TILE = {"cpu": 2**21, "cuda": 2**26}
+MIN_ROWS = 64  # of the weight in a tile, below which a matrix product wastes its time
+
+Tiles = Iterable[tuple[int, Tensor]]  # (first column, logits [M, columns] that may be overwritten)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    tile: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of ``targets`` i64[M] and, if asked for, the entropy of the whole distribution, in nats: f32[M] each.
+
+    Logits are z / temperature with z = scale · (hidden [M, H] weightᵀ [H, V] + bias [V]), or, in place of z,
+    softcap · tanh(z / softcap) (Gemma's final_logit_softcapping). Products run in the dtype of ``hidden``, whatever
+    autocast says, everything else in float32 (float64 for float64). Differentiable, once, in hidden, weight and bias
+    through both results. ``tile`` is how many logits exist at a time. A target outside of the vocabulary gives nan.
+
+    Raises ValueError for a temperature that is not above 0.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}: log-probs need one above 0")
+    tile = tile or TILE.get(hidden.device.type, TILE["cuda"])
+    inner, outer = (scale / temperature, None) if softcap is None else (scale / softcap, softcap / temperature)
+    head = _Head(inner, outer, rows=max(MIN_ROWS, tile // max(1, len(hidden))))
+    with torch.autocast(hidden.device.type, enabled=False):
+        logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, head, entropy)
+    return logprobs, entropies
+
+
+def packed_logprobs(
+    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False, tile: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same from ``logits`` [M, V] that a backend has made already, without a float32 copy of them."""
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}: log-probs need one above 0")
+    tile = tile or TILE.get(logits.device.type, TILE["cuda"])
+    return _PackedLogprobs.apply(
+        logits, targets, 1.0 / temperature, max(MIN_ROWS, tile // max(1, len(logits))), entropy
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Logits as a function of hidden states: ``inner`` · product, or ``outer`` · tanh(``inner`` · product)."""
+
+    inner: float
+    outer: float | None
+    rows: int
+
+    def tiles(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """(first row of the weight, logits [M, rows]) in one buffer, which the next tile overwrites."""
+        count, rows = len(hidden), min(self.rows, len(weight))
+        product = hidden.new_empty(count * rows)
+        exact = product.new_empty(len(product), dtype=_exact(hidden)) if product.dtype != _exact(hidden) else product
+        for start in range(0, len(weight), rows):
+            block = weight[start : start + rows]
+            logits = torch.mm(hidden, block.t(), out=product[: count * len(block)].view(count, len(block)))
+            if exact is not product:
+                logits = exact[: logits.numel()].view_as(logits).copy_(logits)
+            if bias is not None:
+                logits.add_(bias[start : start + rows])
+            if self.inner != 1.0:
+                logits.mul_(self.inner)
+            if self.outer is not None:
+                logits.tanh_().mul_(self.outer)
+            yield start, logits
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """d logits / d (inner · product), where it is not 1."""
+        return None if self.outer is None else logits.square().div_(-self.outer).add_(self.outer)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tiles = head.tiles(hidden, weight.to(hidden.dtype), bias)
+        logprobs, normaliser, entropies = _reduce(tiles, targets, dtype=_exact(hidden), entropy=entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies)
+        ctx.head = head
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normaliser, entropies = ctx.saved_tensors
+        head, needed = ctx.head, ctx.needs_input_grad
+        cast = weight.to(hidden.dtype)
+        # Without entropy a row of the gradient is a row of (softmax - one-hot) times a number: scaling the narrow side
+        # of the products by that number saves a pass over the logits.
+        factor = -head.inner * (grad if entropies is None else torch.ones_like(grad))
+        scaled = (hidden * factor[:, None]).to(hidden.dtype)
+        grad_hidden = torch.zeros_like(hidden, dtype=factor.dtype) if needed[0] else None
+        grad_weight = torch.empty_like(weight) if needed[1] else None
+        grad_bias = torch.empty_like(bias) if needed[2] else None
+        for start, logits in head.tiles(hidden, cast, bias):
+            slope = head.slope(logits)
+            error = _error(start, logits, targets, normaliser, grad, grad_entropy, entropies)
+            if slope is not None:
+                error.mul_(slope)
+            rows = slice(start, start + error.shape[1])
+            if grad_bias is not None:
+                grad_bias[rows] = error.t() @ factor
+            error = error.to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight[rows] = error.t() @ scaled
+            if grad_hidden is not None:
+                _add_product(grad_hidden, error, cast[rows])
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(factor[:, None]).to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+class _PackedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, inner: float, columns: int, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.inner, ctx.columns = inner, columns
+        tiles = _column_tiles(logits, inner, columns)
+        logprobs, normaliser, entropies = _reduce(tiles, targets, dtype=_exact(logits), entropy=entropy)
+        ctx.save_for_backward(logits, targets, normaliser, entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, targets, normaliser, entropies = ctx.saved_tensors
+        factor = -ctx.inner * (grad if entropies is None else torch.ones_like(grad))
+        grad_logits = torch.empty_like(logits)
+        for start, tile in _column_tiles(logits, ctx.inner, ctx.columns):
+            error = _error(start, tile, targets, normaliser, grad, grad_entropy, entropies)
+            grad_logits[:, start : start + error.shape[1]] = error.mul_(factor[:, None])
+        return grad_logits, None, None, None, None
+
+
+def _column_tiles(logits: Tensor, inner: float, columns: int) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, logits.shape[1], columns):
+        yield start, logits[:, start : start + columns].to(_exact(logits), copy=True).mul_(inner)
+
+
+def _reduce(
+    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs, log-sum-exps and entropies in one walk over the vocabulary. All [M], in ``dtype``."""
+    top = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=targets.device)
+    total, moment, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.full_like(top, float("nan"))
+    for start, logits in tiles:
+        where, inside = _locate(targets, start, logits)
+        chosen = torch.where(inside, logits.gather(1, where)[:, 0], chosen)
+        higher = torch.maximum(top, logits.amax(1))
+        shrink = (top - higher).exp_()
+        logits.sub_(higher[:, None])
+        if entropy:  # moment: sum of exp(z - top) · (z - top), which moves with top
+            weights = logits.exp()
+            moment = shrink * (moment + total * (top - higher)) + weights.mul(logits).sum(1)
+            added = weights.sum(1)
+        else:
+            added = logits.exp_().sum(1)
+        total = shrink * total + added
+        top = higher
+    log_total = total.log()
+    sums = top + log_total
+    return chosen - sums, sums, log_total - moment / total if entropy else None
+
+
+def _error(
+    start: int,
+    logits: Tensor,
+    targets: Tensor,
+    normaliser: Tensor,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+    entropies: Tensor | None,
+) -> Tensor:
+    """Minus the gradient with respect to this tile's logits, made in place; without entropy, divided by ``grad``."""
+    where, inside = _locate(targets, start, logits)
+    logits.sub_(normaliser[:, None])
+    if entropies is None:
+        error, peak = logits.exp_(), inside.to(logits.dtype)
+    else:
+        probabilities = logits.exp()
+        error = logits.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None]).mul_(probabilities)
+        peak = inside * grad
+    return error.scatter_add_(1, where, -peak[:, None])
+
+
+def _locate(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(column of each target in this tile [M, 1], whether it lies there [M]), without waiting for a device."""
+    local = targets - start
+    return local.clamp(0, logits.shape[1] - 1)[:, None], (local >= 0) & (local < logits.shape[1])
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, with the sum in the dtype of ``total``."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    """The dtype in which sums and exponentials of ``tensor`` are taken."""
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,130 @@
+"""Losses: pure functions of one micro-batch of trained tokens. They return values per token; the framework adds up.
+
+Keyword-only arguments are configuration. A loss that reads something the framework does not compute unasked says so in
+its attribute ``needs``, a function of the same arguments; see `needs` below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.algorithms.kl import estimate_kl
+from coalign.types import Loss, LossInput, LossOutput, Max, Stat, Stats
+
+MAX_LOG_RATIO = 20.0  # e^20: a ratio that no clip range reaches and that does not overflow
+
+
+def needs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the LossInput fields that must be computed for ``loss`` with this configuration (today: ``entropy``).
+
+    ``loss.needs``, where there is one, is called with the loss's keyword arguments, its own defaults filled in.
+    """
+    if not hasattr(loss, "needs"):
+        return ()
+    bound = signature(loss).bind(None, **arguments)
+    bound.apply_defaults()
+    return tuple(loss.needs(**bound.kwargs))
+
+
+def policy_gradient(
+    x: LossInput,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+) -> LossOutput:
+    """The clipped surrogate of PPO (1707.06347), per token, with the settings of its descendants.
+
+    max(-ρA, -clip(ρ, 1 - clip_low, 1 + clip_high) A), with ρ = π/π_old; DAPO (2503.14476) raises ``clip_high``.
+    ``dual_clip`` c > 1 bounds it by -cA where A < 0 (1912.09729). ``kl_coef`` adds the divergence from the reference as
+    a loss (2402.03300), ``entropy_coef`` subtracts the entropy. log ρ is held within ±20, where the gradient is 0.
+
+    Reads logprobs, old, advantages; ref if ``kl_coef``, entropy if ``entropy_coef``; ValueError if one is missing.
+    """
+    if dual_clip is not None and dual_clip <= 1.0:
+        raise ValueError(
+            f"loss.dual_clip is {dual_clip}: it bounds the ratio from above and must exceed 1 (3 is usual)"
+        )
+    logprobs, old, advantages = (_read(x, name) for name in ("logprobs", "old", "advantages"))
+    ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    surrogate = torch.maximum(plain, clipped)
+    stats = {"clip_fraction": Stat.of(clipped > plain), **_ratio_stats(x, ratio)}
+    if dual_clip is not None:
+        bound = -dual_clip * advantages
+        too_far = (advantages < 0) & (surrogate > bound)
+        surrogate = torch.where(too_far, bound, surrogate)
+        stats["dual_clip_fraction"] = Stat.of(too_far)
+    stats["policy_gradient"] = Stat.of(surrogate)
+    value = surrogate
+    if kl_coef:
+        value = value + kl_coef * estimate_kl(logprobs, _read(x, "ref", "kl_coef"), kl_estimator)
+    if entropy_coef:
+        value = value - entropy_coef * _read(x, "entropy", "entropy_coef")
+    return LossOutput(value, stats)
+
+
+policy_gradient.needs = lambda *, entropy_coef, **_: ("entropy",) if entropy_coef else ()
+
+
+def value(x: LossInput, *, clip: float | None = None) -> LossOutput:
+    """½ (V - R)² per token; with ``clip`` c, ½ max((V - R)², (V_old + clip(V - V_old, -c, c) - R)²).
+
+    The clipped form is that of OpenAI's PPO. Reads values, returns; old_values if ``clip``.
+    """
+    values, returns = _read(x, "values"), _read(x, "returns")
+    error = (values - returns).square()
+    stats = {"value": Stat.of(values), "returns": Stat.of(returns), "squared_error": Stat.of(error)}
+    if clip is not None:
+        old = _read(x, "old_values", "clip")
+        clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+        stats["clip_fraction"] = Stat.of(clipped > error)
+        error = torch.maximum(error, clipped)
+    return LossOutput(error / 2, stats)
+
+
+def sft(x: LossInput) -> LossOutput:
+    """Negative log-likelihood of each trained token, in nats. Reads logprobs."""
+    nll = -_read(x, "logprobs")
+    return LossOutput(nll, {"nll": Stat.of(nll)})
+
+
+def _read(x: LossInput, name: str, because: str | None = None) -> Tensor:
+    column = getattr(x, name)
+    if column is None:
+        reason = f" because loss.{because} is set" if because else ""
+        raise ValueError(f"the loss needs `{name}`{reason}, but the batch does not have it")
+    return column
+
+
+@torch.no_grad()
+def _ratio_stats(x: LossInput, ratio: Tensor) -> Stats:
+    """How far the policy is from the one that sampled (`mismatch`), from the anchor (`approx_kl`) and the reference."""
+    log_ratio = x.logprobs - x.old
+    stats: Stats = {
+        "ratio": Stat.of(ratio),
+        "approx_kl": Stat.of(estimate_kl(x.old, x.logprobs, "k3")),
+        "approx_kl_k1": Stat.of(-log_ratio),
+        "logprob": Stat.of(x.logprobs),
+    }
+    if x.ref is not None:
+        stats["kl_ref"] = Stat.of(estimate_kl(x.logprobs, x.ref, "k3"))
+    if x.entropy is not None:
+        stats["entropy"] = Stat.of(x.entropy)
+    if len(ratio):
+        stats["ratio_max"] = Max(ratio.max().item())
+    if x.rollout is not None:
+        mismatch = (x.old - x.rollout).abs()
+        stats["mismatch"] = Stat.of(mismatch)
+        if len(mismatch):
+            stats["mismatch_max"] = Max(mismatch.max().item())
+    return stats
