@@ -31,8 +31,8 @@ def _byte_level() -> str:
 def tiny_tokenizer(dir: str | Path | None = None, *, chat_template: str | None = CHATML, **special: Any):
     """A byte-level tokenizer of 259 ids with a ChatML template; eos is `<|im_end|>` and there is no pad token.
 
-    ``special`` goes to PreTrainedTokenizerFast (``eos_token=None``, ``bos_token="<|endoftext|>"``, ...). With ``dir`` it
-    is also written there.
+    ``special`` goes to PreTrainedTokenizerFast (``eos_token=None``, ``bos_token="<|endoftext|>"``, ...). With ``dir``
+    it is also written there.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -61,8 +61,8 @@ def tiny_model_dir(
 ) -> Path:
     """Write a random causal LM of any decoder ``family`` of transformers (`qwen2`, `llama`, `qwen3`, ...) to ``path``.
 
-    The directory holds config.json, model.safetensors (fp32) and the tiny tokenizer; ``vocab`` must be at least 259. Further
-    keywords go to the family's config. The global torch RNG is left as it was.
+    The directory holds config.json, model.safetensors (fp32) and the tiny tokenizer; ``vocab`` must be at least 259.
+    Further keywords go to the family's config. The global torch RNG is left as it was.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

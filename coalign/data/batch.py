@@ -6,9 +6,11 @@ mean (see coalign.types for that) and never moves between devices by itself.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -20,12 +22,13 @@ from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Sample, Status
 Column = Tensor | list[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """N sequences as columns.
 
-    lengths i64[N]; ``token`` columns [sum(lengths), ...]; ``sequence`` columns [N, ...] or lists of N objects.
-    ``batch["name"]`` finds a column of either kind; ``segment`` (i64[T], which sequence a token belongs to) is derived.
+    lengths i64[N], always on the CPU; ``token`` columns [sum(lengths), ...]; ``sequence`` columns [N, ...] or lists of
+    N objects. ``batch["name"]`` finds a column of either kind; ``segment`` (i64[T], which sequence a token belongs to)
+    is derived. Two batches are equal only if they are the same object.
 
     Raises ValueError where a column's leading dimension does not fit, naming the column.
     """
@@ -35,22 +38,28 @@ class Batch:
     sequence: Mapping[str, Column] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", torch.as_tensor(self.lengths, dtype=torch.int64))
+        object.__setattr__(self, "lengths", torch.as_tensor(self.lengths, dtype=torch.int64, device="cpu"))
         object.__setattr__(self, "token", MappingProxyType(dict(self.token)))
         object.__setattr__(self, "sequence", MappingProxyType(dict(self.sequence)))
+        if self.lengths.dim() != 1 or bool((self.lengths < 0).any()):
+            raise ValueError(f"lengths must be one non-negative number per sequence, not {self.lengths.tolist()}")
         tokens = self.tokens_total
         for name, column in self.token.items():
             if len(column) != tokens:
                 raise ValueError(f"token column '{name}' has {len(column)} entries; the batch has {tokens} tokens")
         for name, column in self.sequence.items():
             if len(column) != len(self):
-                raise ValueError(f"sequence column '{name}' has {len(column)} entries; the batch has {len(self)} sequences")
+                raise ValueError(
+                    f"sequence column '{name}' has {len(column)} entries; the batch has {len(self)} sequences"
+                )
         if both := set(self.token) & set(self.sequence):
             raise ValueError(f"columns {sorted(both)} are declared both per token and per sequence")
 
-    # A mappingproxy cannot be pickled, and the cached properties need not travel.
+    # A mappingproxy cannot be pickled, the cached properties need not travel, and a view would take its whole storage
+    # along: a part of a split must weigh what it holds.
     def __reduce__(self) -> tuple[Any, ...]:
-        return Batch, (self.lengths, dict(self.token), dict(self.sequence))
+        token = {k: _own(v) for k, v in self.token.items()}
+        return Batch, (_own(self.lengths), token, {k: _own(v) for k, v in self.sequence.items()})
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -69,7 +78,7 @@ class Batch:
         raise KeyError(f"the batch has no column '{name}'; it has {sorted([*self.token, *self.sequence])}")
 
     def get(self, name: str) -> Column | None:
-        return self[name] if name in self else None
+        return self.token.get(name, self.sequence.get(name))
 
     @cached_property
     def tokens_total(self) -> int:
@@ -88,8 +97,9 @@ class Batch:
     def with_(self, **columns: Column) -> Batch:
         """A batch with these columns added or replaced.
 
-        A name declared in coalign.types has its kind from there; any other is per token if its leading dimension is
-        the number of tokens, per sequence if it is the number of sequences, refused (ValueError) if it could be both.
+        A name declared in coalign.types has its kind from there; ``reward/<name>`` and lists are per sequence; any
+        other is per token if its leading dimension is the number of tokens, per sequence if it is the number of
+        sequences, and refused (ValueError) if it could be both (an empty batch takes it as per token).
         """
         token, sequence = dict(self.token), dict(self.sequence)
         for name, column in columns.items():
@@ -99,46 +109,63 @@ class Batch:
         return Batch(self.lengths, token, sequence)
 
     def _is_token(self, name: str, column: Column) -> bool:
-        if name in TOKEN_COLUMNS or name in SEQUENCE_COLUMNS or isinstance(column, list):
-            return name in TOKEN_COLUMNS
-        fits = (len(column) == self.tokens_total, len(column) == len(self))
-        if fits == (True, True):
-            raise ValueError(f"column '{name}': every sequence has one token, so its kind cannot be read from its shape")
-        if not any(fits):
+        if name in TOKEN_COLUMNS:
+            return True
+        if name in SEQUENCE_COLUMNS or name.startswith("reward/") or isinstance(column, list):
+            return False
+        tokens, sequences = self.tokens_total, len(self)
+        if len(column) not in (tokens, sequences):
+            expected = f"expected {tokens} (per token) or {sequences} (per sequence)"
+            raise ValueError(f"column '{name}' has {len(column)} entries; {expected}")
+        if tokens == sequences > 0:
             raise ValueError(
-                f"column '{name}' has {len(column)} entries; expected {self.tokens_total} (per token) or {len(self)} (per sequence)"
+                f"column '{name}': {tokens} tokens in as many sequences, so its shape does not tell its kind"
             )
-        return fits[0]
+        return len(column) == tokens
 
     def without(self, *names: str) -> Batch:
         """A batch that lacks these columns (absent ones are ignored)."""
-        keep = lambda columns: {k: v for k, v in columns.items() if k not in names}  # noqa: E731
-        return Batch(self.lengths, keep(self.token), keep(self.sequence))
+        return self._pick({*self.token, *self.sequence} - set(names))
 
     def only(self, *names: str) -> Batch:
         """A batch with these columns alone; KeyError if one is missing."""
         for name in names:
             self[name]
-        keep = lambda columns: {k: v for k, v in columns.items() if k in names}  # noqa: E731
-        return Batch(self.lengths, keep(self.token), keep(self.sequence))
+        return self._pick(set(names))
+
+    def _pick(self, names: set[str]) -> Batch:
+        token = {k: v for k, v in self.token.items() if k in names}
+        return Batch(self.lengths, token, {k: v for k, v in self.sequence.items() if k in names})
 
     def select(self, rows: Sequence[int] | Tensor) -> Batch:
-        """The sequences ``rows`` (indices, any order, or a bool mask [N])."""
-        rows = torch.as_tensor(rows)
-        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows.to(torch.int64)
-        if rows.numel() and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + rows.numel())):
-            return self.slice(int(rows[0]), int(rows[0]) + rows.numel())
-        offsets, lengths = self.offsets, self.lengths
-        spans = [torch.arange(offsets[r], offsets[r + 1]) for r in rows.tolist()]
-        where = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+        """The sequences ``rows``: indices from 0 in any order, or a bool mask [N]. IndexError if one does not exist."""
+        rows = torch.as_tensor(rows, device="cpu")
+        if rows.dtype == torch.bool:
+            if rows.shape != self.lengths.shape:
+                raise IndexError(f"a mask of {len(rows)} entries cannot select from {len(self)} sequences")
+            rows = rows.nonzero().flatten()
+        rows = rows.to(torch.int64)
+        if rows.numel() == 0:
+            return self.slice(0, 0)
+        first, last = int(rows.min()), int(rows.max())
+        if first < 0 or last >= len(self):
+            raise IndexError(f"rows {first}..{last} do not lie in a batch of {len(self)} sequences")
+        if torch.equal(rows, torch.arange(first, last + 1)):
+            return self.slice(first, last + 1)
+        lengths = self.lengths[rows]
+        # Token t of the result comes from where its row started, plus its distance from where the row starts now.
+        moved = self.offsets[:-1][rows] - (lengths.cumsum(0) - lengths)
+        where = torch.repeat_interleave(moved, lengths) + torch.arange(int(lengths.sum()))
         return Batch(
-            lengths[rows],
+            lengths,
             {k: v[where] for k, v in self.token.items()},
             {k: _take(v, rows) for k, v in self.sequence.items()},
         )
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Sequences start..stop-1 as views, nothing copied."""
+        """Sequences start..stop-1 as views, nothing copied. IndexError outside 0 <= start <= stop <= N."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"rows {start}:{stop} do not lie in a batch of {len(self)} sequences")
         a, b = int(self.offsets[start]), int(self.offsets[stop])
         return Batch(
             self.lengths[start:stop],
@@ -149,39 +176,35 @@ class Batch:
     def split(self, n: int, *, keep: str | None = None, by: str = "tokens") -> list[Batch]:
         """n consecutive parts whose concatenation is this batch, balanced by ``tokens`` or ``sequences``.
 
-        ``keep`` names a sequence column whose equal neighbours stay together (``"group"``). Parts may be empty when
-        there are fewer units than n.
+        ``keep`` names a sequence column whose equal neighbours stay together (``"group"``). Parts are empty only when
+        there are fewer such runs than n. KeyError if there is no such column.
         """
-        return [self.slice(a, b) for a, b in split_ranges(self.lengths, n, keep=self.get(keep) if keep else None, by=by)]
+        ranges = split_ranges(self.lengths, n, keep=self[keep] if keep else None, by=by)
+        return [self.slice(a, b) for a, b in ranges]
 
     def micro(self, max_tokens: int | None, *, keep: str | None = None) -> list[Batch]:
         """Consecutive micro-batches of at most ``max_tokens`` tokens each (None: one).
 
         With ``keep``, equal neighbours of that column stay together as long as they fit. Raises ValueError for a
-        sequence longer than the budget: cutting it would change the result, exceeding it would break the promise on memory.
+        sequence longer than the budget: cutting it would change the result, exceeding it break the promise on memory.
         """
         if len(self) == 0:
             return []
         if max_tokens is None:
             return [self]
         if (longest := int(self.lengths.max())) > max_tokens:
-            raise ValueError(f"a sequence of {longest} tokens exceeds max_tokens_per_micro={max_tokens}; raise it or shorten the data")
+            remedy = "raise it or shorten the data"
+            raise ValueError(f"a sequence of {longest} tokens exceeds max_tokens_per_micro={max_tokens}; {remedy}")
         lengths = self.lengths.tolist()
-        units = _units(lengths, self.get(keep) if keep else None)
         cuts, filled = [0], 0
-        for start, stop in units:
-            size = sum(lengths[start:stop])
-            if filled and filled + size > max_tokens:
-                cuts.append(start)
-                filled = 0
-            if size <= max_tokens:
-                filled += size
-                continue
-            for row in range(start, stop):  # a unit over the budget is cut between its sequences
-                if filled and filled + lengths[row] > max_tokens:
-                    cuts.append(row)
+        for start, stop in _units(lengths, self[keep] if keep else None):
+            whole = sum(lengths[start:stop]) <= max_tokens
+            for first, last in [(start, stop)] if whole else [(row, row + 1) for row in range(start, stop)]:
+                size = sum(lengths[first:last])
+                if filled and filled + size > max_tokens:
+                    cuts.append(first)
                     filled = 0
-                filled += lengths[row]
+                filled += size
         return [self.slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(self)], strict=True)]
 
     @staticmethod
@@ -207,35 +230,31 @@ class Batch:
         offsets = self.offsets.tolist()
         for i in range(len(self)):
             row = {k: v[offsets[i] : offsets[i + 1]] for k, v in self.token.items()}
-            row |= {k: v[i] for k, v in self.sequence.items()}
-            yield row
+            yield row | {k: v[i] for k, v in self.sequence.items()}
 
     @staticmethod
     def from_samples(samples: Sequence[Sample]) -> Batch:
         """Samples as a batch with the columns of coalign.types."""
-        versions = []
-        for s in samples:
-            column = torch.full((len(s.tokens),), -1, dtype=torch.int32)
-            coded = [v for v, n in s.versions for _ in range(n)]
-            column[s.loss_mask] = torch.tensor(coded, dtype=torch.int32) if coded else -1
-            versions.append(column)
-        cat = lambda tensors, dtype: torch.cat(tensors).to(dtype) if tensors else torch.zeros(0, dtype=dtype)  # noqa: E731
         sequence: dict[str, Column] = {
             "group": torch.tensor([s.group for s in samples], dtype=torch.int64),
             "index": torch.tensor([s.index for s in samples], dtype=torch.int32),
+            "prompt_length": torch.tensor([_prompt_length(s) for s in samples], dtype=torch.int32),
             "status": torch.tensor([int(s.status) for s in samples], dtype=torch.uint8),
             "rows": [s.meta for s in samples],
         }
         if samples and all(s.reward is not None for s in samples):
             sequence["reward"] = torch.tensor([s.reward for s in samples], dtype=torch.float32)
+            for name in samples[0].rewards:
+                sequence[f"reward/{name}"] = torch.tensor([s.rewards[name] for s in samples], dtype=torch.float32)
+        columns = {
+            "tokens": [s.tokens for s in samples],
+            "loss_mask": [s.loss_mask for s in samples],
+            "rollout_logprobs": [s.logprobs for s in samples],
+            "versions": [_decode_versions(s) for s in samples],
+        }
         return Batch(
             torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64),
-            {
-                "tokens": cat([s.tokens for s in samples], torch.int32),
-                "loss_mask": cat([s.loss_mask for s in samples], torch.bool),
-                "rollout_logprobs": cat([s.logprobs for s in samples], torch.float32),
-                "versions": cat(versions, torch.int32),
-            },
+            {k: _flatten(v, TOKEN_COLUMNS[k]) for k, v in columns.items()},
             sequence,
         )
 
@@ -276,24 +295,17 @@ def split_ranges(lengths: Tensor, n: int, *, keep: Column | None = None, by: str
         raise ValueError(f"split by '{by}': expected 'tokens' or 'sequences'")
     sizes = lengths.tolist() if by == "tokens" else [1] * len(lengths)
     units = _units(sizes, keep)
-    ends, total = [], 0
-    for start, stop in units:
-        total += sum(sizes[start:stop])
-        ends.append(total)
-    ranges, unit = [], 0
-    for part in range(n):
-        first = unit
-        target = total * (part + 1) / n
-        last = len(units) if part == n - 1 else unit
-        if part < n - 1:
-            # Take a unit while that brings the boundary nearer to its ideal place.
-            while last < len(units) and abs(ends[last] - target) <= abs((ends[last - 1] if last else 0) - target):
-                last += 1
-        unit = last
-        start = units[first][0] if first < len(units) else len(sizes)
-        stop = units[last - 1][1] if last > first else start
-        ranges.append((start, stop))
-    return ranges
+    filled = [0, *accumulate(sum(sizes[a:b]) for a, b in units)]  # by the first u units
+    least = 1 if len(units) >= n else 0
+    cuts = [0]
+    for part in range(1, n):
+        ideal = filled[-1] * part / n
+        cut = bisect_left(filled, ideal)
+        if cut and ideal - filled[cut - 1] < filled[cut] - ideal:
+            cut -= 1
+        cuts.append(min(max(cut, cuts[-1] + least), len(units) - least * (n - part)))
+    rows = [*(start for start, _ in units), len(sizes)]
+    return [(rows[a], rows[b]) for a, b in zip(cuts, [*cuts[1:], len(units)], strict=True)]
 
 
 def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:
@@ -311,3 +323,28 @@ def _take(column: Column, rows: Tensor) -> Column:
 
 def _join(columns: Sequence[Column]) -> Column:
     return torch.cat(list(columns)) if isinstance(columns[0], Tensor) else [x for c in columns for x in c]
+
+
+def _own(column: Column) -> Column:
+    """The column without the rest of the storage that it is a view of."""
+    if isinstance(column, Tensor) and column.untyped_storage().nbytes() > column.nbytes:
+        return column.clone()
+    return column
+
+
+def _flatten(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=dtype), *(t.to(dtype) for t in tensors)])
+
+
+def _decode_versions(sample: Sample) -> Tensor:
+    """i32[T]: the weight version that chose each token, -1 elsewhere."""
+    versions = torch.full((len(sample.tokens),), -1, dtype=torch.int32)
+    coded = [version for version, count in sample.versions for _ in range(count)]
+    versions[sample.loss_mask] = torch.tensor(coded or -1, dtype=torch.int32)
+    return versions
+
+
+def _prompt_length(sample: Sample) -> int:
+    """The number of tokens before the first one that was chosen."""
+    chosen = sample.loss_mask.nonzero()
+    return int(chosen[0]) if len(chosen) else len(sample.tokens)

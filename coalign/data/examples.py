@@ -1,0 +1,142 @@
+"""The usable rows of one source: what prompts and conversations have in common.
+
+Every row is read, rendered and tokenised once when the source opens (thousands of rows a second), so what will be
+dropped is known before the first step; only row numbers are kept, and a row is tokenised again when it is drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from coalign.config.schema import DataConfig
+from coalign.data.batch import Batch
+from coalign.data.sources import BadRow, Rows
+from coalign.data.templates import Template
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row as the trainer sees it; ``loss_mask`` is None for a prompt."""
+
+    tokens: list[int]
+    row: dict[str, Any]
+    loss_mask: list[bool] | None = None
+
+    def cut_left(self, length: int, bos: int | None) -> Example:
+        """The last ``length`` tokens; a BOS stays in front."""
+        first = int(self.tokens[0] == bos)
+        rest = len(self.tokens) - length + first
+        mask = self.loss_mask
+        return replace(
+            self,
+            tokens=self.tokens[:first] + self.tokens[rest:],
+            loss_mask=None if mask is None else mask[:first] + mask[rest:],
+        )
+
+
+class Examples(ABC):
+    """The rows that can be used, in order: ``len(examples)``, ``examples[i]``, both without the dropped ones.
+
+    The policies ``on_missing_key``, ``on_empty`` and ``on_long`` say what happens to the others: dropped and counted
+    (see ``report``), or refused with a ValueError that says where the row is and what is wrong with it. A row that is
+    broken in another way is always refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: Rows,
+        config: DataConfig,
+        max_tokens: int | None,
+        template: Template,
+        limit: int | None = None,
+    ) -> None:
+        """``limit`` stops after that many usable rows."""
+        self.name = name
+        self.max_tokens = max_tokens
+        self.template = template
+        self._rows = rows
+        self._policy = {"missing": config.on_missing_key, "empty": config.on_empty, "long": config.on_long}
+        self._used = array("q")
+        self._counts: Counter[str] = Counter()
+        self._hash = self._scan(limit)
+
+    @abstractmethod
+    def encode(self, row: dict[str, Any]) -> Example:
+        """The row as an Example of whatever length. BadRow where that cannot be."""
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __getitem__(self, index: int) -> Example:
+        number = self._used[index]
+        example = self._fit(self.encode(self._rows[number]))
+        example.row.update(_source=self.name, _row=number)
+        return example
+
+    def report(self) -> str:
+        """What became of the rows: "7473 rows: 7470 used, 2 empty, 1 over 1024 tokens"."""
+        words = {
+            "missing": "without the key",
+            "empty": "empty",
+            "long": f"over {self.max_tokens} tokens",
+            "cut": f"of these cut to {self.max_tokens} tokens",
+        }
+        counted = [f"{self._counts[reason]} {text}" for reason, text in words.items() if self._counts[reason]]
+        return f"{self._counts['rows']} rows: " + ", ".join([f"{len(self)} used", *counted])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The number of usable rows, and a hash of their contents and tokens."""
+        return {"name": self.name, "rows": len(self), "hash": self._hash}
+
+    def _fit(self, example: Example) -> Example:
+        """The example within ``max_tokens``, with something to learn if it is a conversation."""
+        length = len(example.tokens)
+        if self.max_tokens is not None and length > self.max_tokens:
+            if self._policy["long"] != "truncate_left":
+                raise BadRow(f"{length} tokens; at most {self.max_tokens} are allowed", "long")
+            example = example.cut_left(self.max_tokens, self.template.tokenizer.bos_token_id)
+        if example.loss_mask is None:
+            return example
+        mask = [False, *example.loss_mask[1:]]  # nothing precedes the first token, so nothing can predict it
+        if not any(mask):
+            raise BadRow("no token of the assistant to learn", "empty")
+        return replace(example, loss_mask=mask)
+
+    def _scan(self, limit: int | None) -> str:
+        seen = hashlib.blake2b(digest_size=16)
+        for number in range(len(self._rows)):
+            if len(self._used) == limit:
+                break
+            self._counts["rows"] += 1
+            try:
+                whole = self.encode(self._rows[number])
+                example = self._fit(whole)
+            except BadRow as error:
+                if self._policy.get(error.reason, "error") == "error":
+                    raise ValueError(f"{self._rows.where(number)}: {error}") from error
+                self._counts[error.reason] += 1
+                continue
+            self._counts["cut"] += len(example.tokens) < len(whole.tokens)
+            self._used.append(number)
+            seen.update(array("i", example.tokens).tobytes())
+            seen.update(json.dumps(example.row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+        return seen.hexdigest()
+
+
+def to_batch(examples: Sequence[Example], groups: Sequence[int]) -> Batch:
+    """Examples of one kind as a Batch: tokens (and loss_mask), group, rows."""
+    token = {"tokens": torch.tensor([t for e in examples for t in e.tokens], dtype=torch.int32)}
+    if examples and examples[0].loss_mask is not None:
+        token["loss_mask"] = torch.tensor([m for e in examples for m in e.loss_mask or []], dtype=torch.bool)
+    sequence = {"group": torch.tensor(groups, dtype=torch.int64), "rows": [e.row for e in examples]}
+    return Batch(torch.tensor([len(e.tokens) for e in examples], dtype=torch.int64), token, sequence)

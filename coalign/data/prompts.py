@@ -1,0 +1,47 @@
+"""Prompts to generate from (reinforcement learning, evaluation, `coalign generate`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coalign.config.schema import DataConfig, SourceConfig
+from coalign.data.examples import Example, Examples
+from coalign.data.messages import RowReader, prompt_text
+from coalign.data.sources import BadRow, Rows
+from coalign.data.templates import Template
+
+
+class PromptSource(Examples):
+    """Rows as prompts, ready to be continued.
+
+    An Example's row is the data set's, and besides: ``prompt`` (the text of the prompt as people read it, without the
+    template; a list of messages under that key moves to ``messages``), ``answer`` (from the answer key, where the row
+    has it), ``_source`` and ``_row`` (file name and row number, from 0).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: Rows,
+        config: DataConfig,
+        source: SourceConfig,
+        template: Template,
+        limit: int | None = None,
+    ) -> None:
+        self.reader = RowReader.of(config, source)
+        super().__init__(name, rows, config, config.max_prompt_tokens, template, limit)
+
+    def encode(self, row: dict[str, Any]) -> Example:
+        messages = self.reader.prompt(row)
+        tokens = self.template.prompt(messages)
+        if not tokens:
+            raise BadRow("the prompt has no tokens", "empty")
+        return Example(tokens, self._row(row, prompt_text(messages)))
+
+    def _row(self, row: dict[str, Any], prompt: str) -> dict[str, Any]:
+        out = dict(row)
+        if isinstance(row.get("prompt"), list):
+            out.setdefault("messages", row["prompt"])
+        if self.reader.answer_key in row:
+            out["answer"] = row[self.reader.answer_key]
+        return out | {"prompt": prompt}

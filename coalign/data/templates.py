@@ -1,0 +1,195 @@
+"""From messages to tokens: a chat template applied the same way for prompts and for conversations to learn.
+
+The template decides what is in the text, BOS included: its result is tokenised without adding special tokens. A
+template is never guessed for a tokenizer that has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jinja2 import TemplateError
+
+from coalign.data.sources import BadRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+Messages = Sequence[Message]
+
+
+class Template(Protocol):
+    """How messages become tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """The tokens after which the model answers."""
+        ...
+
+    def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Tokens, and which of them are trained on: what the assistant says, and the end of its turns."""
+        ...
+
+
+def load_template(tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto") -> Template:
+    """The template that ``data.chat_template`` asks for: `auto`, `none`, a Jinja template or a file that holds one.
+
+    Raises ValueError for a tokenizer without an end-of-sequence token, and with `auto` for one without a template.
+    """
+    if tokenizer.eos_token_id is None:
+        name = tokenizer.name_or_path
+        raise ValueError(
+            f"tokenizer {name!r} has no eos_token, so no response could end; set it in tokenizer_config.json"
+        )
+    if chat_template == "none":
+        return PlainText(tokenizer)
+    return ChatTemplate(tokenizer, _jinja(tokenizer, chat_template))
+
+
+class PlainText:
+    """Text as it is: BOS if the tokenizer adds one, the prompt, then (for a conversation) the answer and EOS.
+
+    Prompt and answer are tokenised apart, as in generation. One user message and at most one answer; BadRow for more.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def prompt(self, messages: Messages) -> list[int]:
+        if [m["role"] for m in messages] != ["user"]:
+            raise BadRow(
+                f"data.chat_template: none takes a single user message, not {_roles(messages)}; set a template"
+            )
+        tokens = self.tokenizer(messages[0]["content"], verbose=False)["input_ids"]
+        eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+        if tokens[:2] == [bos, bos]:
+            tokens = tokens[1:]  # the text brought its own
+        return tokens[:-1] if tokens[-1:] == [eos] else tokens
+
+    def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        prompt = self.prompt(messages[:-1])
+        answer = self.tokenizer(messages[-1]["content"], add_special_tokens=False, verbose=False)["input_ids"]
+        answer = [*answer, self.tokenizer.eos_token_id]
+        return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+
+class ChatTemplate:
+    """A Jinja chat template.
+
+    The mask comes from the template's ``{% generation %}`` blocks if it has them. Else each assistant turn lies between
+    the rendering of what precedes it (with the generation prompt) and the rendering up to its end; a template for which
+    one of these does not begin the whole conversation's text (it rewrites earlier turns) is refused with BadRow.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, jinja: str) -> None:
+        self.tokenizer = tokenizer
+        self.jinja = jinja
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {i for i, token in added if token.special} | {tokenizer.eos_token_id}
+        self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
+
+    def render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
+        """The text. BadRow with the template's own words where it refuses the messages."""
+        return self._apply(messages, add_generation_prompt=generation_prompt, tokenize=False)
+
+    def prompt(self, messages: Messages) -> list[int]:
+        return self._tokenize(self.render(messages, generation_prompt=True))
+
+    def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        derive = self._from_generation_blocks if self._marks_generation else self._from_prefixes
+        tokens, mask = derive(messages)
+        return self._end_turns(tokens, mask)
+
+    def _from_generation_blocks(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        encoded = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return encoded["input_ids"], [bool(m) for m in encoded["assistant_masks"]]
+
+    def _from_prefixes(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        text = self.render(messages)
+        tokens = self._tokenize(text)
+        mask = [False] * len(tokens)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            start = self._boundary(text, tokens, messages[:i], generation_prompt=True)
+            stop = self._boundary(text, tokens, messages[: i + 1])
+            mask[start:stop] = [True] * (stop - start)
+        return tokens, mask
+
+    def _boundary(self, text: str, tokens: list[int], prefix: Messages, **render: bool) -> int:
+        """How many tokens belong to ``prefix``; one that crosses the border belongs to what follows."""
+        if not prefix:
+            raise BadRow("the conversation begins with the assistant")
+        head = self.render(prefix, **render)
+        if head == text:
+            return len(tokens)
+        if not text.startswith(head):
+            raise BadRow(
+                f"the chat template renders the first {len(prefix)} messages differently when more follow, so the "
+                "assistant's tokens cannot be told from the rest; put {% generation %} blocks into data.chat_template"
+            )
+        return _common(self._tokenize(head), tokens)
+
+    def _end_turns(self, tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+        """Each trained run up to and with the token that ends its turn; EOS is added to a conversation without one."""
+        tokens, mask = list(tokens), list(mask)
+        for start, stop in _runs(mask):
+            last = max((t for t in range(start, stop) if tokens[t] in self._special), default=None)
+            if last is not None and self._blank(tokens[last + 1 : stop]):
+                mask[last + 1 : stop] = [False] * (stop - last - 1)
+            elif stop < len(tokens) and tokens[stop] in self._special:
+                mask[stop] = True
+            elif self._blank(tokens[stop:]):
+                return [*tokens[:stop], self.tokenizer.eos_token_id], [*mask[:stop], True]
+        return tokens, mask
+
+    def _blank(self, tokens: list[int]) -> bool:
+        return not self.tokenizer.decode(tokens).strip()
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), chat_template=self.jinja, **options)
+        except TemplateError as error:
+            raise BadRow(f"the chat template refuses the messages ({_roles(messages)}): {error}") from error
+
+
+def _jinja(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
+    if chat_template == "auto":
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path!r} has no chat template: set data.chat_template to a Jinja "
+                "template or a file that holds one, or to `none` for plain text"
+            )
+        return tokenizer.get_chat_template()
+    if "{{" in chat_template or "{%" in chat_template:
+        return chat_template
+    path = Path(chat_template)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"data.chat_template: {chat_template!r} is neither `auto`, `none`, a Jinja template, nor a file that exists"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _roles(messages: Messages) -> str:
+    return ", ".join(str(m["role"]) for m in messages) or "none"
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _runs(mask: list[bool]) -> list[tuple[int, int]]:
+    """The (start, stop) of each run of True."""
+    starts = [i for i, m in enumerate(mask) if m and not (i and mask[i - 1])]
+    stops = [i + 1 for i, m in enumerate(mask) if m and not (i + 1 < len(mask) and mask[i + 1])]
+    return list(zip(starts, stops, strict=True))
