@@ -1,0 +1,40 @@
+"""Reward functions: plain Python functions of finished samples.
+
+**What a function takes** is said by the name of its first parameter:
+
+======================================================  ==========================================================
+``def f(sample: Sample, *, k=1) -> float``              one sample a call (any name but the two below)
+``def f(group: list[Sample], *, k=1) -> list[float]``   the samples of one prompt together: rankings, comparisons
+``def f(samples: list[Sample], *, k=1) -> list[float]``  everything this worker scores at once: batched services
+======================================================  ==========================================================
+
+Each may be ``async def``; samples and functions are scored concurrently, functions that wait for a network should be
+async. A plain function runs in a thread of its own, so it must not use signals, and one that never returns cannot be
+stopped: after a few such threads the run ends with an error. Keyword-only arguments are configuration::
+
+    reward:
+      - {fn: math, weight: 1.0}                                  # a function of this package
+      - {fn: "my_rewards:polite", weight: 0.2, timeout: 5, words: [please, thanks]}
+
+**What it sees**: ``sample.response`` (special tokens left out; ``sample.raw_response`` has them), ``sample.prompt``
+(as the model saw it), ``sample.messages`` (the conversation, response included), ``sample.meta`` (the data set's row:
+ground truth, unit tests, …), ``sample.status`` and the tokens. Samples whose generation failed are not shown, so a
+group may have fewer than n. A function must not change a sample: others read the same one.
+
+**What it returns**: a finite number for each sample (bool, NumPy and zero-dimensional tensors too). 0.0 is a reward. Or
+a dict with the key ``"reward"``; its other entries are logged as ``reward/<name>/<entry>``.
+
+**The reward** of a sample is the sum over functions of weight * value. The batch gets the columns ``reward`` and
+``reward/<name>``, where the name is the function's or the configuration's ``name``. A function of weight 0 is only
+logged.
+
+**Failure** is an exception, None, NaN, infinity, something that is no number, a list of the wrong length, or no answer
+within ``timeout`` seconds. The call is repeated ``retries`` times; then its samples get status ERROR and the reward
+NaN, leave the batch before any baseline sees them, and are counted in ``reward/failed/<reason>``. If no sample of a
+batch could be scored the run stops with the function's own traceback.
+"""
+
+from coalign.rewards.math import math
+from coalign.rewards.rules import contains, exact_match, length_penalty, regex
+
+__all__ = ["contains", "exact_match", "length_penalty", "math", "regex"]

@@ -1,0 +1,208 @@
+"""Calls reward functions: many at once, each with a deadline and retries, and says exactly what went wrong.
+
+A failure is never turned into a number. It does not know batches, models or where the samples come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from coalign.types import Sample
+
+_THREADS = min(32, (os.cpu_count() or 1) + 4)  # plain functions at once: enough to overlap some waiting
+_TASKS = 256  # async functions at once
+_HUNG_THREADS = 16  # plain functions that did not come back and still run
+
+
+class RewardError(RuntimeError):
+    """No sample could be scored, or too many calls never came back."""
+
+
+class Failure(NamedTuple):
+    """Why a sample has no value: ``raised``, ``timeout``, ``not_finite``, ``wrong_type`` or ``wrong_length``."""
+
+    reason: str
+    error: BaseException
+
+
+Outcome = dict[str, float] | Failure  # {"reward": value, further entries for the log}
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function with its place in the run.
+
+    ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+    timeout: float = 30.0
+    retries: int = 2
+    takes: str = field(init=False)
+    waits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = next(iter(inspect.signature(self.fn).parameters.values()), None)
+        if first is None or first.kind is first.KEYWORD_ONLY:
+            raise TypeError(
+                f"reward function '{self.name}' takes no positional argument; it needs one: sample, group or samples"
+            )
+        object.__setattr__(self, "takes", first.name if first.name in ("group", "samples") else "sample")
+        object.__setattr__(self, "waits", any(map(inspect.iscoroutinefunction, (self.fn, type(self.fn).__call__))))
+
+    def call(self, argument: Any) -> Any:
+        """The function's result, or an awaitable of it, for one unit."""
+        return self.fn(argument, **self.arguments)
+
+    def units(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """The samples of each call, in order."""
+        if self.takes == "sample":
+            return [[sample] for sample in samples]
+        if self.takes == "samples":
+            return [list(samples)] if samples else []
+        return [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.group)]
+
+
+class Caller:
+    """Scores samples with several functions concurrently, on an event loop in a thread of its own.
+
+    The loop lives as long as the Caller, so an async function may keep its client open between calls.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._threads, self._tasks = asyncio.Semaphore(_THREADS), asyncio.Semaphore(_TASKS)
+        self._hung: list[threading.Thread] = []
+        threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+
+    def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
+        """For each function the outcome of every sample, in order. Raises RewardError if too many threads hang."""
+        return asyncio.run_coroutine_threadsafe(self._score(functions, samples), self._loop).result()
+
+    def close(self) -> None:
+        """Stop the loop. Calls that still run are left to themselves."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
+        try:
+            async with asyncio.TaskGroup() as running:
+                tasks = [[running.create_task(self._persist(f, unit)) for unit in f.units(samples)] for f in functions]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return [list(itertools.chain.from_iterable(task.result() for task in row)) for row in tasks]
+
+    async def _persist(self, function: RewardFunction, unit: list[Sample]) -> list[Outcome]:
+        """Call until nothing fails or the retries are used up; the last attempt counts."""
+        for attempt in range(function.retries + 1):
+            if attempt:
+                await asyncio.sleep(0.1 * 2 ** (attempt - 1))  # a service that refused needs a moment
+            outcomes = await self._attempt(function, unit)
+            if not any(isinstance(outcome, Failure) for outcome in outcomes):
+                break
+        return outcomes
+
+    async def _attempt(self, function: RewardFunction, unit: list[Sample]) -> list[Outcome]:
+        argument = unit[0] if function.takes == "sample" else unit
+        run, free = (self._await, self._tasks) if function.waits else (self._thread, self._threads)
+        async with free:
+            returned, error = await run(function, argument)
+        if isinstance(error, _OutOfTime):
+            return [Failure("timeout", error)] * len(unit)
+        if error is not None:
+            return [Failure("raised", error)] * len(unit)
+        return read_outcomes(function, returned, len(unit))
+
+    async def _await(self, function: RewardFunction, argument: Any) -> tuple[Any, BaseException | None]:
+        task = asyncio.ensure_future(_settled(function.call, argument))
+        done, _ = await asyncio.wait({task}, timeout=function.timeout)
+        if done:
+            return task.result()
+        task.cancel()
+        return None, _OutOfTime(f"no answer within {function.timeout:g} s")
+
+    async def _thread(self, function: RewardFunction, argument: Any) -> tuple[Any, BaseException | None]:
+        future: Future[tuple[Any, BaseException | None]] = Future()
+        future.set_running_or_notify_cancel()
+        # Daemon threads, one a call: a pool would wait for its hung ones when the process ends.
+        thread = threading.Thread(
+            target=_settle, args=(future, function.call, argument), name=f"reward {function.name}", daemon=True
+        )
+        thread.start()
+        done, _ = await asyncio.wait({asyncio.wrap_future(future)}, timeout=function.timeout)
+        if done:
+            return future.result()
+        self._hung = [*(t for t in self._hung if t.is_alive()), thread]
+        if len(self._hung) > _HUNG_THREADS:
+            raise RewardError(
+                f"{len(self._hung)} calls of reward functions did not return in time and still run, the last one of "
+                f"'{function.name}' (timeout {function.timeout:g} s). Threads cannot be stopped: raise the timeout, "
+                "make the function `async def`, or let it work in a subprocess with a time limit of its own."
+            )
+        return None, _OutOfTime(f"no answer within {function.timeout:g} s")
+
+
+class _OutOfTime(Exception):
+    """Our deadline, as against a TimeoutError that the function raised itself."""
+
+
+def _settle(future: Future, call: Callable[[Any], Any], argument: Any) -> None:
+    try:
+        future.set_result((call(argument), None))
+    except BaseException as error:  # SystemExit too: a reward cannot end the run by calling exit()
+        future.set_result((None, error))
+
+
+async def _settled(call: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
+    try:
+        return await call(argument), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        return None, error
+
+
+def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> list[Outcome]:
+    """What a call returned, as one outcome for each of its ``expected`` samples."""
+    if function.takes == "sample":
+        return [_outcome(returned)]
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(values, (list, tuple)):
+        error = TypeError(f"returned {_shown(returned)} for {expected} samples; expected a list of {expected} numbers")
+        return [Failure("wrong_type", error)] * expected
+    if len(values) != expected:
+        error = ValueError(f"returned {len(values)} values for {expected} samples")
+        return [Failure("wrong_length", error)] * expected
+    return [_outcome(value) for value in values]
+
+
+def _outcome(value: Any) -> Outcome:
+    entries = dict(value) if isinstance(value, Mapping) else {"reward": value}
+    if "reward" not in entries:
+        return Failure("wrong_type", TypeError(f"returned a dict without the key 'reward': {_shown(value)}"))
+    for name, entry in entries.items():
+        if not hasattr(entry, "__float__") or getattr(entry, "ndim", 0):
+            return Failure("wrong_type", TypeError(f"returned {_shown(entry)}{_of(name)}; expected a number"))
+        entries[name] = float(entry)
+        if not math.isfinite(entries[name]):
+            return Failure("not_finite", ValueError(f"returned {entries[name]}{_of(name)}; expected a finite number"))
+    return entries
+
+
+def _of(name: str) -> str:
+    return "" if name == "reward" else f" for '{name}'"
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.80}" if value is not None else "None"

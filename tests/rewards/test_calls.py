@@ -1,0 +1,262 @@
+"""Calling people's functions: shapes, concurrency, deadlines, retries, and each way to fail."""
+
+import asyncio
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from coalign.rewards.calls import _HUNG_THREADS, Caller, Failure, RewardError, RewardFunction
+from tests.rewards.samples import sample
+
+SAMPLES = [sample(f"{g}{i}", group=g, index=i) for g in range(3) for i in range(2)]
+
+
+@pytest.fixture
+def caller():
+    caller = Caller()
+    yield caller
+    caller.close()
+
+
+def score(caller, fn, samples=SAMPLES, **limits):
+    arguments = limits.pop("arguments", {})
+    return caller.score([RewardFunction("f", fn, arguments, **({"retries": 0} | limits))], samples)[0]
+
+
+def values(outcomes):
+    return [o.reason if isinstance(o, Failure) else o["reward"] for o in outcomes]
+
+
+def per_sample(sample, *, plus=0.0):
+    return float(sample.response) + plus
+
+
+async def per_sample_async(s):
+    await asyncio.sleep(0)
+    return float(s.response)
+
+
+def per_group(group):
+    assert len({s.group for s in group}) == 1 and len(group) == 2
+    return [float(s.response) for s in group]
+
+
+async def per_group_async(group):
+    return per_group(group)
+
+
+def everything(samples):
+    assert len(samples) == 6
+    return np.array([float(s.response) for s in samples])
+
+
+def everything_as_tensor(samples):
+    return torch.tensor([float(s.response) for s in samples])
+
+
+class Scorer:
+    def __call__(self, sample):
+        return float(sample.response)
+
+
+class AsyncScorer:
+    async def __call__(self, sample):
+        return float(sample.response)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        per_sample,
+        per_sample_async,
+        per_group,
+        per_group_async,
+        everything,
+        everything_as_tensor,
+        Scorer(),
+        AsyncScorer(),
+    ],
+)
+def test_every_shape_of_function(caller, fn):
+    assert values(score(caller, fn)) == [0.0, 1.0, 10.0, 11.0, 20.0, 21.0]
+    assert score(caller, fn, samples=[]) == []
+
+
+def test_arguments_are_handed_on(caller):
+    assert values(score(caller, per_sample, arguments={"plus": 1.0}))[:2] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("returned", [True, np.float32(1), np.int64(1), torch.tensor(1.0), {"reward": 1, "part": 0.5}])
+def test_numbers_of_any_make(caller, returned):
+    assert values(score(caller, lambda s: returned)) == [1.0] * 6
+
+
+def test_further_entries_are_kept(caller):
+    assert score(caller, lambda s: {"reward": 0, "part": 0.5})[0] == {"reward": 0.0, "part": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason", "message"),
+    [
+        (None, "wrong_type", "returned None; expected a number"),
+        ("1", "wrong_type", "returned str '1'"),
+        ([1.0], "wrong_type", "returned list"),
+        (torch.ones(2), "wrong_type", "returned Tensor"),
+        (np.ones(1), "wrong_type", "returned ndarray"),
+        ({"score": 1.0}, "wrong_type", "without the key 'reward'"),
+        (float("nan"), "not_finite", "returned nan"),
+        (float("inf"), "not_finite", "returned inf"),
+        ({"reward": 1.0, "part": float("nan")}, "not_finite", "returned nan for 'part'"),
+        ({"reward": 1.0, "part": None}, "wrong_type", "returned None for 'part'"),
+    ],
+)
+def test_what_is_no_number_fails(caller, returned, reason, message):
+    (outcome,) = score(caller, lambda s: returned, SAMPLES[:1])
+    assert outcome.reason == reason and message in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("returned", "reasons"),
+    [
+        ([1.0], ["wrong_length"] * 2),
+        ([1.0, 2.0, 3.0], ["wrong_length"] * 2),
+        (1.0, ["wrong_type"] * 2),
+        ({"reward": 1.0}, ["wrong_type"] * 2),
+        ("12", ["wrong_type"] * 2),
+        ([0.0, None], [0.0, "wrong_type"]),
+        ([float("nan"), 0.5], ["not_finite", 0.5]),
+    ],
+)
+def test_lists_are_checked_entry_by_entry(caller, returned, reasons):
+    assert values(score(caller, lambda group: returned, SAMPLES[:2])) == reasons
+
+
+def raises(sample):
+    raise KeyError("nothing here")
+
+
+async def raises_async(sample):
+    raise KeyError("nothing here")
+
+
+def exits(sample):
+    sys.exit(3)
+
+
+def stops(sample):
+    raise StopIteration
+
+
+def times_out_itself(sample):
+    raise TimeoutError("my own")
+
+
+@pytest.mark.parametrize("fn", [raises, raises_async, exits, stops, times_out_itself])
+def test_exceptions_of_any_kind_are_failures(caller, fn):
+    outcomes = score(caller, fn)
+    assert values(outcomes) == ["raised"] * 6
+    assert outcomes[0].error.__traceback__ is not None
+
+
+def test_a_hanging_function_costs_its_timeout_and_no_more(caller):
+    release = threading.Event()
+
+    def hangs(sample):
+        release.wait(30 if sample.response == "01" else 0)
+        return 1.0
+
+    start = time.monotonic()
+    assert values(score(caller, hangs, timeout=0.3)) == [1.0, "timeout", 1.0, 1.0, 1.0, 1.0]
+    assert time.monotonic() - start < 5
+    release.set()
+    assert values(score(caller, lambda s: 1.0)) == [1.0] * 6
+
+
+def test_a_hanging_async_function_is_cancelled_even_if_it_resists(caller):
+    async def resists(sample):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            await asyncio.sleep(30)
+
+    start = time.monotonic()
+    assert values(score(caller, resists, timeout=0.2)) == ["timeout"] * 6
+    assert time.monotonic() - start < 5
+
+
+def test_too_many_hung_threads_end_the_run(caller):
+    release = threading.Event()
+    try:
+        with pytest.raises(RewardError, match=r"(?s)'f' \(timeout 0.05 s\).*async def.*subprocess"):
+            score(caller, lambda s: release.wait(60), SAMPLES * (_HUNG_THREADS + 1), timeout=0.05)
+    finally:
+        release.set()
+    assert values(score(caller, per_sample))[0] == 0.0
+
+
+@pytest.mark.parametrize("retries", [0, 1, 2])
+def test_calls_are_repeated_as_often_as_configured(caller, retries):
+    seen = []
+
+    def third_time_lucky(sample):
+        seen.append(sample.response)
+        return 0.5 if len(seen) == 3 else None
+
+    outcome = values(score(caller, third_time_lucky, SAMPLES[:1], retries=retries))
+    assert outcome == ([0.5] if retries == 2 else ["wrong_type"])
+    assert len(seen) == retries + 1
+
+
+def test_calls_and_functions_overlap(caller):
+    def sleeps(sample):
+        time.sleep(0.2)
+        return 1.0
+
+    async def sleeps_async(sample):
+        await asyncio.sleep(0.2)
+        return 2.0
+
+    start = time.monotonic()
+    one, two = caller.score([RewardFunction("a", sleeps), RewardFunction("b", sleeps_async)], SAMPLES)
+    assert time.monotonic() - start < 0.8  # 2.4 s one after the other
+    assert (values(one), values(two)) == ([1.0] * 6, [2.0] * 6)
+
+
+def test_an_async_function_keeps_its_loop_between_calls(caller):
+    loops = set()
+
+    async def fn(sample):
+        loops.add(asyncio.get_running_loop())
+        return 0.0
+
+    score(caller, fn)
+    score(caller, fn)
+    assert len(loops) == 1
+
+
+def test_works_inside_a_running_loop(caller):
+    async def main():
+        return score(caller, per_sample_async)
+
+    assert values(asyncio.run(main()))[1] == 1.0
+
+
+def test_a_function_without_a_parameter_is_refused():
+    with pytest.raises(TypeError, match="'f' takes no positional argument"):
+        RewardFunction("f", lambda *, k=1: 0.0)
+
+
+def test_hung_threads_do_not_keep_the_process_alive():
+    import subprocess
+
+    code = (
+        "import time; from coalign.rewards.calls import *; from tests.rewards.samples import sample\n"
+        "def f(s):\n    while True: time.sleep(0.01)\n"
+        "o = Caller().score([RewardFunction('f', f, timeout=0.1, retries=0)], [sample()])[0][0]\n"
+        "assert o.reason == 'timeout'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
