@@ -1,0 +1,164 @@
+"""The KV cache, and the attention function through which transformers models read and write it.
+
+A model runs on packed rows: tokens [1, T] of many sequences with their own positions. The attention function gets the
+running ``pass_`` (a Prefill or a Decode) through the model's keyword arguments, stores keys and values itself and knows which
+rows belong together; so the model needs no Cache object and builds no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
+STRIDE = 32  # decode attends over a whole number of such column blocks
+
+_UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
+
+
+class KVCache:
+    """Keys and values of ``slots`` sequences of up to ``length`` tokens; each layer [slots, length, heads, head_dim].
+
+    A layer is allocated when it first writes, with its own number of heads and head sizes. Memory is committed by the
+    operating system as it is touched.
+    """
+
+    def __init__(self, slots: int, length: int) -> None:
+        self.slots = slots
+        self.length = length
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Storage of layer ``index``; key and value [1, heads, T, head_dim] show its form."""
+        if index not in self.layers:
+            # Zeros, because a masked column still takes part in the products and must not hold a NaN.
+            self.layers[index] = tuple(
+                x.new_zeros(self.slots, self.length, x.shape[1], x.shape[3]) for x in (key, value)
+            )
+        return self.layers[index]
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first ``length`` tokens of one slot to others."""
+        for storage in (x for pair in self.layers.values() for x in pair):
+            for target in targets:
+                storage[target, :length] = storage[source, :length]
+
+
+class Prefill:
+    """Whole prompts, packed end to end; each one's keys and values go to all of its slots.
+
+    ``segments``: (first row, last row + 1, slots) of each prompt. Rows of no segment are padding: their output is zero.
+    """
+
+    def __init__(self, cache: KVCache, segments: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        self.cache = cache
+        self.segments = [(start, stop, list(slots)) for start, stop, slots in segments]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+        stored_keys, stored_values = self.cache.layer(layer, key, value)
+        out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+        for start, stop, slots in self.segments:
+            q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+            for slot in slots:
+                stored_keys[slot, : stop - start] = k[0].transpose(0, 1)
+                stored_values[slot, : stop - start] = v[0].transpose(0, 1)
+            out[:, start:stop] = rules.attend(q, k, v, rules.causal_mask(stop - start, q)).transpose(1, 2)
+        return out
+
+
+class Decode:
+    """One token of each of the slots 0..B-1, at ``positions`` i64[B]; ``columns`` bounds the positions from above."""
+
+    def __init__(self, cache: KVCache, positions: Tensor, columns: int) -> None:
+        self.cache = cache
+        self.positions = positions
+        self.columns = min(-(-columns // STRIDE) * STRIDE, cache.length)
+        self.rows = torch.arange(len(positions), device=positions.device) * cache.length + positions
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+        batch, heads, groups = query.shape[2], query.shape[1], key.shape[1]
+        keys, values = (
+            self._store(storage, new)[:batch, : self.columns].transpose(1, 2)
+            for storage, new in zip(self.cache.layer(layer, key, value), (key, value), strict=True)
+        )
+        # The query heads that share a key head stand as the rows of one product (no repetition of keys).
+        q = query[0].transpose(0, 1).reshape(batch, groups, heads // groups, -1)
+        out = rules.attend(q, keys, values, self._mask(rules.window, query.dtype))
+        return out.reshape(1, batch, heads, -1)
+
+    def _store(self, storage: Tensor, new: Tensor) -> Tensor:
+        flat = storage.view(self.cache.slots * self.cache.length, -1)
+        flat.index_copy_(0, self.rows, new[0].transpose(0, 1).reshape(len(self.rows), -1))
+        return storage
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B, 1, 1, columns]: each row sees its own past, at most ``window`` tokens of it."""
+        if window not in self.masks:
+            column = torch.arange(self.columns, device=self.positions.device)
+            distance = self.positions[:, None] - column
+            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+            self.masks[window] = mask[:, None, None]
+        return self.masks[window]
+
+
+class Rules:
+    """What a layer asks of its attention: scale, sliding window (tokens), soft cap of the scores."""
+
+    def __init__(self, scale: float | None, window: int | None, softcap: float | None) -> None:
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
+
+    def causal_mask(self, length: int, query: Tensor) -> Tensor | None:
+        """Additive mask [length, length], or None where SDPA's own causal rule says it all."""
+        if self.softcap is None and (self.window is None or self.window >= length):
+            return None
+        row = torch.arange(length, device=query.device)
+        distance = row[:, None] - row
+        hidden = (distance < 0) | (distance >= (self.window or length))
+        return query.new_zeros(length, length).masked_fill_(hidden, float("-inf"))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """query [B, heads, rows, d], key / value [B, kv heads, columns, d]; no mask: causal, rows = columns."""
+        if self.softcap is None:
+            causal = mask is None
+            grouped = query.shape[1] != key.shape[1]
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+            )
+        repeat = query.shape[1] // key.shape[1]
+        if repeat > 1:
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = torch.tanh(query @ key.transpose(2, 3) * (scale / self.softcap)) * self.softcap + mask
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    pass_: Prefill | Decode,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **rest: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, heads, T, d], key / value [1, kv heads, T, d] -> [1, T, heads, d]."""
+    if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
+        raise NotImplementedError(
+            f"the native engine's attention does not know {unknown}, which {type(module).__name__} asks for"
+        )
+    return pass_.attend(module.layer_idx, query, key, value, Rules(scaling, sliding_window, softcap)), None
+
+
+AttentionInterface.register(NAME, attention)

@@ -1,0 +1,165 @@
+"""The engine's model: a transformers causal LM built without weights, and the weights it is given.
+
+Built on the meta device, it owns no memory until ``Model.load`` adopts the tensors of another model (zero copy) or
+copies them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from coalign.native import attention
+from coalign.native.linear import ROWS, replace_linears
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class Model:
+    """A causal LM on ``device`` in ``dtype`` that the engine can drive.
+
+    Raises ValueError for a model that keeps state other than keys and values, or does not use transformers' attention
+    interface.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, *, dtype: torch.dtype, device: str, trust_remote_code: bool = False
+    ) -> None:
+        self.dtype = dtype
+        self.device = torch.device(device)
+        with torch.device("meta"):
+            self.module = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=attention.NAME,
+                trust_remote_code=trust_remote_code,
+            ).eval()
+        _refuse_foreign_state(self.module)
+        self.module.requires_grad_(False)
+        _materialise_buffers(self.module, self.device)
+        self.linears = replace_linears(self.module)
+        self._homes = _homes(self.module)
+        self._shared: set[str] = set()  # names whose storage belongs to somebody else
+
+    @property
+    def vocabulary(self) -> int:
+        return self.module.get_input_embeddings().weight.shape[0]
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
+        """Take all parameters and persistent buffers, by their Hugging Face names (of tied ones, one is enough).
+
+        ``adopt``: use the given tensors as storage where dtype and device allow. Otherwise copy into own storage, which
+        is allocated the first time. Raises ValueError for missing, unexpected or misshapen names.
+        """
+        missing = {home[0] for home in self._homes.values()}
+        unexpected = []
+        for name, tensor in weights:
+            if name not in self._homes:
+                unexpected.append(name)
+                continue
+            self._take(name, tensor.detach(), adopt)
+            missing.discard(self._homes[name][0])
+        if missing or unexpected:
+            raise ValueError(
+                f"the weights do not fit {type(self.module).__name__}: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
+            )
+
+    def _take(self, name: str, tensor: Tensor, adopt: bool) -> None:
+        aliases = self._homes[name]
+        current = _get(self.module, name)
+        if tensor.shape != current.shape:
+            raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(current.shape)}")
+        if adopt and tensor.dtype == current.dtype and tensor.device == self.device:
+            self._shared.add(aliases[0])
+        elif current.is_meta or aliases[0] in self._shared:
+            self._shared.discard(aliases[0])
+            tensor = tensor.to(self.device, current.dtype, copy=True)
+        else:
+            current.copy_(tensor)
+            return
+        tensor = nn.Parameter(tensor, requires_grad=False) if isinstance(current, nn.Parameter) else tensor
+        for alias in aliases:
+            _set(self.module, alias, tensor)
+
+    @contextlib.contextmanager
+    def packed(self) -> Iterator[None]:
+        """Within this context the linear layers compute with packed copies of their weights."""
+        self.pack()
+        try:
+            yield
+        finally:
+            for linear in self.linears:
+                linear.unpack()
+
+    def pack(self) -> None:
+        """Derive the packed copies from the current weights."""
+        for linear in self.linears:
+            linear.pack()
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, pass_: attention.Prefill | attention.Decode, rows: Tensor | None
+    ) -> Tensor:
+        """Logits [len(rows), V] of the packed ``tokens`` i64[T] at ``positions`` i64[T]; T a multiple of ROWS.
+
+        ``rows`` i64: where logits are wanted (None: everywhere).
+        """
+        keep = 0 if rows is None else torch.cat([rows, rows[-1:].expand(-len(rows) % ROWS)])
+        out = self.module(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, pass_=pass_
+        )
+        return out.logits[0] if rows is None else out.logits[0, : len(rows)]
+
+
+def _refuse_foreign_state(module: nn.Module) -> None:
+    kind, config = type(module).__name__, module.config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if other or module._is_stateful:
+        raise ValueError(
+            f"the native engine cannot run {kind}: it has layers other than causal attention {sorted(other)}"
+        )
+    if not module._supports_attention_backend:
+        raise ValueError(f"the native engine cannot run {kind}: it does not use transformers' attention interface")
+
+
+def _materialise_buffers(module: nn.Module, device: torch.device) -> None:
+    """Give non-persistent buffers (rotary frequencies, embedding scales) their values: no checkpoint holds them."""
+    rebuilt = []
+    for name, child in module.named_modules():
+        for key in child._non_persistent_buffers_set:
+            buffer = child._buffers[key]
+            if buffer is not None:
+                fill = float("nan") if buffer.is_floating_point() else 0
+                child._buffers[key] = torch.full_like(buffer, fill, device=device)
+                rebuilt.append((f"{name}.{key}", child, key))
+        # The initialiser writes what the constructor would have computed off the meta device.
+        if child._non_persistent_buffers_set:
+            module._init_weights(child)
+    if lost := [name for name, child, key in rebuilt if child._buffers[key].isnan().any()]:
+        raise ValueError(
+            f"cannot rebuild the buffers {lost} of {type(module).__name__}: its _init_weights does not set them"
+        )
+
+
+def _homes(module: nn.Module) -> dict[str, list[str]]:
+    """Every name of a weight -> all names of that weight (tied ones share a tensor), the first as its identity."""
+    named = [*module.named_parameters(remove_duplicate=False)]
+    named += [(n, b) for n, b in module.named_buffers(remove_duplicate=False) if b.is_meta]
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: names for names in groups.values() for name in names}
+
+
+def _get(module: nn.Module, name: str) -> Tensor:
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), leaf)
+
+
+def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, tensor)

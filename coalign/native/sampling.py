@@ -1,0 +1,147 @@
+"""How the next token is drawn from logits: pure functions, a row never sees its neighbours.
+
+Randomness is counter-based: the uniform number of a token is a hash of (seed, group, index, position), so it does not
+depend on the batch, the replica or the order of arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CHUNK = 128
+_CANDIDATES = 1024  # the top-p nucleus is looked for among so many tokens before the whole vocabulary is sorted
+_MASK = (1 << 64) - 1
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64, Steele et al. 2014
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The fields of coalign.config.schema.SamplingConfig, where their meaning and defaults are stated."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    stop: tuple[str, ...]
+
+
+def stream_key(seed: int, group: int, index: int) -> int:
+    """The key (a signed 64-bit number) of one sample's random stream."""
+    key = 0
+    for part in (seed, group, index):
+        key = _mix_int((key + _GOLDEN + part) & _MASK)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in [0, 1) with 53 random bits, one for each (stream key, token position). i64[B], i64[B] -> f64[B]."""
+    state = keys + positions * _signed(_GOLDEN)
+    state = (state ^ _shift(state, 30)) * _signed(_MIX1)
+    state = (state ^ _shift(state, 27)) * _signed(_MIX2)
+    return _shift(state ^ _shift(state, 31), 11).to(torch.float64) * 2.0**-53
+
+
+def sample(logits: Tensor, uniform: Tensor, sampling: Sampling, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One token for each row.
+
+    logits [B, V]; uniform f64[B]; seen bool[B, V], which tokens the repetition penalty applies to (prompt and response).
+    Returns tokens i64[B] and their log-probs f32[B] under the penalised, temperature-scaled distribution before top-k,
+    top-p and min-p. Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
+    """
+    logits = logits.float()
+    if seen is not None:
+        logits = penalise(logits, seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        tokens = logits.max(-1).indices
+        return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    probs = logits.softmax(-1)
+    tokens = draw(truncate(probs, sampling), uniform)
+    return tokens, _log(probs.gather(1, tokens[:, None])[:, 0])
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Positive logits of seen tokens divided by ``penalty``, negative ones multiplied (Keskar et al. 2019, CTRL)."""
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def truncate(probs: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities ([B, V], not renormalised) with those outside top-k, then top-p, then min-p set to zero.
+
+    Every rule keeps the tokens whose probability reaches a threshold, so equal tokens are kept or dropped together.
+    """
+    vocabulary = probs.shape[-1]
+    threshold = torch.zeros(len(probs), 1, dtype=probs.dtype, device=probs.device)
+    top_k = min(sampling.top_k, vocabulary)
+    if top_k:
+        threshold = probs.topk(top_k).values[:, -1:]
+    if sampling.top_p < 1:
+        threshold = torch.maximum(threshold, _nucleus_threshold(probs, sampling.top_p, top_k or vocabulary))
+    if sampling.min_p:
+        threshold = torch.maximum(threshold, probs.amax(-1, keepdim=True) * sampling.min_p)
+    if not (top_k or sampling.top_p < 1 or sampling.min_p):
+        return probs
+    return torch.where(probs >= threshold, probs, 0.0)
+
+
+def _nucleus_threshold(probs: Tensor, top_p: float, top_k: int) -> Tensor:
+    """The smallest probability in the top-p nucleus of each row's ``top_k`` most likely tokens. [B, 1]"""
+    for count in sorted({min(_CANDIDATES, top_k), top_k}):
+        ranked = probs.topk(count).values
+        mass = ranked.cumsum(-1, dtype=torch.float64)
+        whole = mass[:, -1:] if count == top_k else torch.ones_like(mass[:, -1:])
+        last = (mass < top_p * whole).sum(-1, keepdim=True)
+        if count == top_k or bool((last < count).all()):
+            return ranked.gather(1, last.clamp(max=count - 1))
+    raise AssertionError("unreachable: the last count is top_k")
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF sampling from unnormalised ``weights`` [B, V] at ``uniform`` f64[B]. Returns i64[B].
+
+    Two levels: chunk sums choose a chunk, a running sum inside the chunk the token; so only chunk sums touch all of V.
+    """
+    chunks = F.pad(weights, (0, -weights.shape[-1] % _CHUNK)).view(len(weights), -1, _CHUNK)
+    bounds = chunks.sum(-1).double().cumsum(-1)
+    chunk, rest = _locate(bounds, uniform * bounds[:, -1])
+    inside = chunks.gather(1, chunk[:, None, None].expand(-1, 1, _CHUNK))[:, 0].double().cumsum(-1)
+    token, _ = _locate(inside, rest)
+    return chunk * _CHUNK + token
+
+
+def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first entry of each row of running sums above ``target``, and what is left of the target inside it.
+
+    Rounding may put the target at or past the end; then it is the last entry that added anything.
+    """
+    last = (bounds < bounds[:, -1:]).sum(-1)
+    place = torch.minimum((bounds <= target[:, None]).sum(-1), last)
+    before = bounds.gather(1, (place - 1).clamp(min=0)[:, None])[:, 0] * (place > 0)
+    return place, target - before
+
+
+def _log(values: Tensor) -> Tensor:
+    """Logarithms whose bits do not depend on how many there are: whole vectors, no scalar tail. f32[B] -> f32[B]"""
+    return F.pad(values, (0, -len(values) % 64), value=1.0).log()[: len(values)]
+
+
+def _mix_int(state: int) -> int:
+    state = ((state ^ (state >> 30)) * _MIX1) & _MASK
+    state = ((state ^ (state >> 27)) * _MIX2) & _MASK
+    return state ^ (state >> 31)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64)
+
+
+def _shift(state: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right (torch's keeps the sign)."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)

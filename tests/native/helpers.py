@@ -1,0 +1,72 @@
+"""Small models and engines for the tests of the native engine."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace  # noqa: F401  (for the tests)
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
+
+from coalign.native.engine import Engine, Request, Response
+from coalign.native.model import Model
+from coalign.native.sampling import Sampling
+
+VOCABULARY = 160
+SAMPLING = Sampling(max_new_tokens=12, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=())
+
+
+def qwen2(**changes) -> Qwen2Config:
+    shape = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    return Qwen2Config(**{**shape, **changes})
+
+
+def reference(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A transformers model with weights large enough that its distributions are far from uniform."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def engine(model: PreTrainedModel, **changes) -> Engine:
+    """An engine that has adopted the parameters of ``model`` as version 0."""
+    settings = dict(seed=7, max_sequences=64, kv_tokens=None, prefill_tokens=256, end_tokens=[], decode=str)
+    made = Engine(Model(model.config, dtype=model.dtype, device="cpu"), **{**settings, **changes})
+    made.load_weights(model.state_dict().items(), version=0, adopt=True)
+    return made
+
+
+def requests(count: int, samples: int = 1, seed: int = 1) -> list[Request]:
+    """Prompts of 3 to 40 tokens; group i for the i-th."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 41, (count,), generator=generator).tolist()
+    return [
+        Request(torch.randint(0, VOCABULARY, (n,), generator=generator).tolist(), group, samples)
+        for group, n in enumerate(lengths)
+    ]
+
+
+@torch.no_grad()
+def reference_logprobs(
+    model: PreTrainedModel, prompt: list[int], response: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs of the response under a plain forward of ``model``, one sequence by itself. f32[R]"""
+    tokens = torch.cat([torch.tensor(prompt), response.long()])
+    logits = model(tokens[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, response.long()[:, None])[:, 0]
+
+
+def flat(responses: list[list[Response]]) -> list[Response]:
+    return [r for some in responses for r in some]
