@@ -6,12 +6,45 @@ updates, count the global denominators, cut into micro-batches, forward and back
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from coalign.algorithms.aggregate import trained_sequences
 from coalign.config.schema import ModelConfig
-from coalign.types import Context
+from coalign.data.batch import Batch
+from coalign.modules.layout import trained
+from coalign.modules.objective import Objective
+from coalign.types import Context, Stat, Stats, Total, merge_stats
+
+# What a model computed of one micro-batch: logprobs [T] (and entropy [T]) | values [T] | scores [N].
+Outputs = dict[str, Tensor]
+Measure = Callable[[Batch, Outputs], Tensor]
+# head -> (its output, the column that it scores a batch with)
+HEADS = {"lm": ("logprobs", "ref_logprobs"), "value": ("values", "values"), "reward": ("scores", "reward")}
+# Keeps a rank without work in step with the others: gradient zero for every parameter.
+IDLE = Batch(torch.tensor([2]), {"tokens": torch.zeros(2, dtype=torch.int32), "loss_mask": torch.tensor([False, True])})
 
 
 class Module:
-    """One process's share of one model."""
+    """One process's share of one model.
+
+    ``spmd``: the processes of a trainable model form one group, whose ranks call every method together; otherwise they
+    are independent replicas. ``exclusive``: a call computes, so it has the model's devices to itself; False for modules
+    that mostly wait for something else (rewards).
+    """
+
+    spmd: ClassVar[bool] = False
+    exclusive: ClassVar[bool] = True
+
+    @classmethod
+    def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
+        """The columns that ``forward_step`` adds, told without loading it (`coalign check` runs flows on them)."""
+        return (HEADS[config.head][1],)
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config
@@ -22,3 +55,174 @@ class Module:
 
     def close(self) -> None:
         """Give back what was taken."""
+
+
+class TrainableModule(Module):
+    """A Scorer and a Trainable (coalign.types) on the verbs of a backend.
+
+    Over several ranks each one gets its share of the batch and all of them call the same method; ``version`` counts
+    the finished train_steps, ``updates`` the optimizer steps tried.
+    """
+
+    spmd = True
+    version = 0
+    updates = 0
+
+    # ---- what a backend supplies
+
+    def run(
+        self,
+        micros: Sequence[Batch],
+        loss: Measure | None = None,
+        *,
+        entropy: bool = False,
+    ) -> list[Outputs]:
+        """Forward over each micro-batch, without dropout or gradient; with ``loss``, in training mode, and add the
+        gradient of each loss. A collective: every rank passes the same number of micro-batches."""
+        raise NotImplementedError
+
+    def optimizer_step(self) -> float:
+        """Clip, apply and clear the accumulated gradient; returns its norm before clipping.
+
+        A gradient that is not finite is cleared without touching weights or optimizer.
+        """
+        raise NotImplementedError
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor), one at a time, on rank 0; the other ranks take part and yield nothing.
+
+        In one process the tensors are the live parameters: later training steps show through them.
+        """
+        raise NotImplementedError
+
+    def save(self, dir: str | Path) -> None:
+        """Write everything that a bit-for-bit continuation needs into ``dir``. A collective."""
+        raise NotImplementedError
+
+    def load(self, dir: str | Path) -> None:
+        """Continue from what `save` wrote; ValueError names what does not fit this model. A collective."""
+        raise NotImplementedError
+
+    def save_hf(self, dir: str | Path) -> None:
+        """Write a Hugging Face directory that `from_pretrained` loads. A collective."""
+        raise NotImplementedError
+
+    def move(self, device: str) -> None:
+        """Take weights, gradients and optimizer state to ``device``."""
+        raise NotImplementedError
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        raise NotImplementedError
+
+    def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        """The ``sum`` or ``max`` of each value over the ranks of this model."""
+        return list(values)
+
+    # ---- what the rest of Coalign calls
+
+    def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor]:
+        """One column for ``batch``: ref_logprobs or values (f32 [sum T], 0.0 outside of the loss mask), or reward (f32
+        [N]). ``into`` gives it another name."""
+        output, column = HEADS[self.config.head]
+        micros = self._micros(batch)
+        computed = zip(micros, self.run(micros), strict=True)
+        parts = [out[output].float().cpu() for micro, out in computed if micro is not IDLE]
+        result = torch.cat(parts) if parts else torch.zeros(0)
+        if output != "scores":
+            full = torch.zeros(batch.tokens_total)
+            full[trained(batch)] = result
+            result = full
+        return {into or column: result}
+
+    def train_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
+        """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps.
+
+        Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained and
+        the loss's own statistics as loss/<name>. ``loss`` names another loss than the configured one.
+        """
+        objective = self._objective(loss)
+        batch = self._with_old_logprobs(batch)
+        stats = [
+            self._update(part, objective)
+            for _ in range(self.config.epochs_per_batch)
+            for part in batch.split(self.config.updates_per_batch, keep="group")
+        ]
+        self.version += 1
+        return merge_stats(stats)
+
+    def eval_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
+        """loss/value and loss/<name> over ``batch``; nothing is learned."""
+        objective = self._objective(loss)
+        micros, measure, seen = self._prepare(batch, objective)
+        outputs = self.run(micros, entropy=objective.entropy)
+        for micro, out in zip(micros, outputs, strict=True):
+            measure(micro, out)
+        return merge_stats(seen)
+
+    # ---- one update
+
+    def _update(self, batch: Batch, objective: Objective) -> Stats:
+        micros, measure, seen = self._prepare(batch, objective)
+        with torch.random.fork_rng([] if self.context.device == "cpu" else [self.context.device]):
+            # Dropout depends on the place in the run, not on what ran before in this process: no RNG state to save.
+            torch.manual_seed(hash((self.context.seed, self.context.rank, self.updates)))
+            self.run(micros, measure, entropy=objective.entropy)
+        lr = self.learning_rate
+        norm = self.optimizer_step()
+        self.updates += 1
+        finite = math.isfinite(norm)
+        step: Stats = {
+            "loss/lr": Stat(lr),
+            "loss/grad_norm": Stat(norm if finite else 0.0, float(finite)),
+            "loss/skipped_updates": Total(float(not finite and self.context.rank == 0)),
+            "tokens/trained": Total(float(trained(batch).sum())),
+        }
+        return merge_stats([step, *seen])
+
+    def _prepare(self, batch: Batch, objective: Objective) -> tuple[list[Batch], Measure, list[Stats]]:
+        """The micro-batches, the function from (micro-batch, outputs) to a loss, and where it notes statistics."""
+        segment = batch.segment[trained(batch)]
+        tokens, sequences = self.all_reduce([float(len(segment)), float(trained_sequences(segment, len(batch)))])
+        seen: list[Stats] = [{"loss/value": Stat(0.0)}]
+
+        def measure(micro: Batch, outputs: Outputs) -> Tensor:
+            if micro is IDLE:
+                return sum(out.sum() for out in outputs.values()) * 0.0
+            value, stats = objective(micro, outputs, tokens=tokens, sequences=sequences)
+            seen.append({f"loss/{name}": stat for name, stat in stats.items()})
+            # Ranks are averaged by whoever merges their statistics; the loss is a sum over ranks.
+            seen.append({"loss/value": Stat(value.item() * self.context.world_size, 0.0)})
+            return value
+
+        return self._micros(batch), measure, seen
+
+    def _micros(self, batch: Batch) -> list[Batch]:
+        """This rank's micro-batches, filled up with idle ones to the greatest number that any rank has: forward and
+        backward of a sharded model are collectives."""
+        micros = batch.micro(self.config.max_tokens_per_micro, keep="group")
+        (most,) = self.all_reduce([float(len(micros))], "max")
+        return micros + [IDLE] * (int(most) - len(micros))
+
+    def _objective(self, name: str | None) -> Objective:
+        own = self.config.loss
+        settings = own.model_dump(exclude_none=True) if own else dict(self.context.loss or {})
+        if name is not None:
+            settings = {"fn": name}
+        if not settings:
+            where = f"models.{self.context.model}.loss"
+            raise ValueError(
+                f"model '{self.context.model}' is to be trained, but there is neither a `loss` nor a `{where}`"
+            )
+        return Objective(**settings)
+
+    def _with_old_logprobs(self, batch: Batch) -> Batch:
+        """The anchor of the importance ratio, where it will differ from the policy that is being updated."""
+        if self.config.head != "lm" or "rollout_logprobs" not in batch or "old_logprobs" in batch:
+            return batch
+        versions = batch.get("versions")
+        stale = versions is not None and bool((versions[trained(batch)] < self.version).any())
+        several = self.config.updates_per_batch * self.config.epochs_per_batch > 1
+        (needed,) = self.all_reduce([float(stale or several)], "max")
+        return batch.with_(**self.forward_step(batch, into="old_logprobs")) if needed else batch

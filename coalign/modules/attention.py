@@ -1,0 +1,126 @@
+"""Attention over one packed row, block by block, behind transformers' attention interface.
+
+Any decoder whose layers call the interface works, sliding windows, soft-capped scores and grouped heads included. No
+[P, P] mask is built: each block of coalign.modules.layout is one call of scaled_dot_product_attention. A setting that
+this function does not know is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from coalign.modules.layout import Block
+
+NAME = "coalign_packed"
+
+# What decoders hand through to attention without meaning anything for it here.
+HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    blocks: tuple[Block, ...],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, P, D], key and value [1, kv_heads, P, D] -> [1, P, heads, D].
+
+    Raises NotImplementedError for a dense mask, for attention that is not causal, and for further settings that would
+    change the result (attention sinks, position biases).
+    """
+    unknown = sorted(k for k, v in other.items() if v is not None and k not in HARMLESS)
+    if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
+        what = unknown or (["attention_mask"] if attention_mask is not None else ["is_causal=False"])
+        raise NotImplementedError(f"packed attention does not know {what} of {type(module).__name__}")
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    attend = _softcapped if softcap else F.scaled_dot_product_attention
+    options = {"scale": scaling, "dropout_p": dropout} | ({"softcap": softcap} if softcap else {})
+    out = []
+    for block in blocks:
+        k, v = (_with_prefix(x, block) for x in (key, value))
+        mask = _mask(block, sliding_window, query.device)
+        rows = attend(
+            _stack(query, block).transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=query.shape[1] != key.shape[1],
+            **options,
+        )
+        out.append(_unstack(rows.transpose(1, 2), block))
+    return torch.cat(out)[None], None
+
+
+def _stack(x: Tensor, block: Block) -> Tensor:
+    """[P, H, D] -> [n, longest, H, D]. Shorter spans are filled up with their last token, which no one reads back."""
+    own, n, longest = x[block.start : block.stop], len(block.lengths), max(block.lengths)
+    if own.shape[0] == n * longest:
+        return own.unflatten(0, (n, longest))
+    lengths = torch.tensor(block.lengths)
+    starts = lengths.cumsum(0) - lengths
+    index = starts[:, None] + torch.arange(longest).clamp(max=lengths[:, None] - 1)
+    return own.index_select(0, index.flatten().to(x.device)).unflatten(0, (n, longest))
+
+
+def _unstack(x: Tensor, block: Block) -> Tensor:
+    """[n, longest, H, D] -> [sum(lengths), H, D]."""
+    longest = x.shape[1]
+    rows = x.flatten(0, 1)
+    if rows.shape[0] == sum(block.lengths):
+        return rows
+    real = torch.arange(longest) < torch.tensor(block.lengths)[:, None]
+    return rows.index_select(0, real.flatten().nonzero().flatten().to(x.device))
+
+
+def _with_prefix(x: Tensor, block: Block) -> Tensor:
+    """[P, H, D] -> [n, prefix + longest, H, D]."""
+    own = _stack(x, block)
+    if block.prefix is None:
+        return own
+    prefix = x[block.prefix[0] : block.prefix[1]]
+    return torch.cat([prefix.expand(len(own), *prefix.shape), own], dim=1)
+
+
+def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:
+    """bool[longest, prefix + longest], True where a query may look; None for plain causal attention."""
+    before = block.prefix[1] - block.prefix[0] if block.prefix else 0
+    longest = max(block.lengths)
+    windowed = window is not None and window < before + longest
+    if not before and not windowed:
+        return None
+    query = torch.arange(before, before + longest, device=device)[:, None]
+    key = torch.arange(before + longest, device=device)
+    mask = key <= query
+    return mask & (key > query - window) if windowed else mask
+
+
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool,
+    scale: float | None, dropout_p: float, softcap: float,
+) -> Tensor:  # fmt: skip
+    """scaled_dot_product_attention on softcap * tanh(scores / softcap) (Gemma 2), which no kernel of torch offers."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    weights = scores.masked_fill(~attn_mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    return F.dropout(weights, dropout_p) @ value
+
+
+AttentionInterface.register(NAME, packed_attention)

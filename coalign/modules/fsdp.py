@@ -1,0 +1,186 @@
+"""Hugging Face models in torch: one process is the plain case, several ranks shard everything with FSDP2.
+
+It knows no loss and no family of models: log-probs come from coalign.modules.heads, attention over packed sequences
+from coalign.modules.attention, the order of events from coalign.modules.base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.modules import checkpoint, optim, pretrained
+from coalign.modules.base import Measure, Outputs, TrainableModule
+from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
+from coalign.modules.layout import pack
+from coalign.types import Context
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+class FSDPModule(TrainableModule):
+    """A causal LM, value model or reward model, frozen or trained."""
+
+    model: PackedModel
+    optimizer: torch.optim.AdamW | None = None
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self.device = torch.device(context.device)
+        compute = getattr(torch, config.compute_dtype or config.dtype)
+        self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
+
+    def setup(self) -> None:
+        """Load the model; with several ranks join the others first. Raises what coalign.modules.pretrained raises."""
+        if self.context.world_size == 1:
+            self.model = self._wrap(pretrained.load(self.config, seed=self.context.seed)).to(self.device)
+            self._check(self.model)
+        else:
+            self.mesh = join(self.context)
+            self.model = self._load_sharded()
+        if self.config.frozen:
+            self.model.requires_grad_(False)
+        else:
+            self.optimizer = optim.adamw(self.model.parameters(), self.config.optimizer)
+
+    def close(self) -> None:
+        if self.context.world_size > 1:
+            dist.destroy_process_group()
+
+    # ---- verbs of TrainableModule
+
+    def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, entropy: bool = False) -> list[Outputs]:
+        self.model.train(loss is not None)
+        results = []
+        for micro in micros:
+            layout = pack(micro, share_prefix=self.config.share_prefix).to(self.device)
+            with torch.set_grad_enabled(loss is not None):
+                with self._autocast():
+                    outputs = self.model(layout, entropy=entropy)
+                if loss is not None:
+                    loss(micro, outputs).backward()
+            results.append({name: out.detach() for name, out in outputs.items()})
+        return results
+
+    def optimizer_step(self) -> float:
+        norm = optim.clip(self.model.parameters(), self.config.optimizer.clip_grad_norm)
+        if norm < float("inf"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @property
+    def learning_rate(self) -> float:
+        total = self.context.steps * self.config.updates_per_batch * self.config.epochs_per_batch
+        return optim.learning_rate(self.updates, self.config.optimizer, total=total)
+
+    def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        if self.context.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
+        return tensor.tolist()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in checkpoint.weights(self.model.model).items():
+            full = tensor.full_tensor() if self.context.world_size > 1 else tensor
+            if self.context.rank == 0:
+                yield name, full.detach()
+
+    def save(self, dir: str | Path) -> None:
+        state = checkpoint.training_state(self.model, self.optimizer)
+        checkpoint.save(dir, state, {"version": self.version, "updates": self.updates})
+
+    def load(self, dir: str | Path) -> None:
+        progress = checkpoint.load(dir, checkpoint.training_state(self.model, self.optimizer))
+        self.version, self.updates = progress["version"], progress["updates"]
+
+    def save_hf(self, dir: str | Path) -> None:
+        weights = dict(self.export_weights())
+        if self.context.rank == 0:
+            pretrained.save(self.model.model, weights, self.config, dir)
+
+    def move(self, device: str) -> None:
+        self.model.to(device)
+        if self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state.update({key: value.to(device) for key, value in state.items()})
+        self.device = torch.device(device)
+
+    # ---- building
+
+    def _wrap(self, model: pretrained.PreTrainedModel) -> PackedModel:
+        if self.config.gradient_checkpointing and not self.config.frozen:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.config.head == "lm":
+            # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
+            return LanguageModel(model, temperature=self.config.sampling.temperature or 1.0)
+        return ScalarModel(model, output={"value": "values", "reward": "scores"}[self.config.head])
+
+    def _check(self, model: PackedModel) -> None:
+        if self.config.head == "lm":
+            model.check_head()
+
+    def _autocast(self):
+        # Over several ranks FSDP casts the parameters itself.
+        if self.compute_dtype is None or self.context.world_size > 1:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+    def _load_sharded(self) -> PackedModel:
+        """Rank 0 reads the weights and hands every rank its shards; no other rank ever holds the whole model."""
+        full = self._wrap(pretrained.load(self.config, seed=self.context.seed)) if self.context.rank == 0 else None
+        if full is not None:
+            self._check(full)
+        model = self._wrap(pretrained.skeleton(self.config))
+        shard(model, self.mesh, self.compute_dtype)
+        model.to_empty(device=self.device)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
+        # Buffers outside of the state dict (rotary frequencies) hold whatever memory held.
+        whole = dict(full.named_buffers()) if full is not None else {}
+        for name, buffer in model.named_buffers():
+            if name in whole:
+                buffer.copy_(whole[name])
+            dist.broadcast(buffer, 0)
+        return model
+
+
+def join(context: Context) -> DeviceMesh:
+    """The mesh of this model's ranks, which meet at ``context.rendezvous``."""
+    if context.rendezvous is None:
+        raise ValueError(f"model '{context.model}' has {context.world_size} ranks and no rendezvous address")
+    device = torch.device(context.device)
+    dist.init_process_group(
+        {"cpu": "gloo", "cuda": "nccl"}[device.type],
+        init_method=f"tcp://{context.rendezvous}",
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    return init_device_mesh(device.type, (context.world_size,))
+
+
+def shard(model: PackedModel, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
+    """FSDP2 on every decoder layer and on the rest; gradients are summed over ranks, never averaged: the loss already
+    carries global denominators."""
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    blocks = set(model.model._no_split_modules or ())
+    layers: list[nn.Module] = [m for m in model.modules() if type(m).__name__ in blocks]
+    for module in [*layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)

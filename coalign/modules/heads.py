@@ -1,0 +1,96 @@
+"""A Hugging Face decoder run over one packed row, with the head applied only where something is read.
+
+The decoder's body is the model's own; the head is not, because nobody needs the logits of a prompt, nor any logits at
+all beyond the log-prob of the token that stands there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coalign.algorithms.logprobs import linear_logprobs
+from coalign.data.batch import Batch
+from coalign.modules.layout import Layout, pack
+
+
+class PackedModel(nn.Module):
+    """``model`` is a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def hidden(self, layout: Layout) -> Tensor:
+        """[P, hidden], after the final norm."""
+        return self.model.base_model(
+            input_ids=layout.tokens[None],
+            position_ids=layout.positions[None],
+            use_cache=False,
+            blocks=layout.blocks,
+        ).last_hidden_state[0]
+
+
+class LanguageModel(PackedModel):
+    """Log-probs of the trained tokens at the sampling temperature."""
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
+        super().__init__(model)
+        text = model.config.get_text_config()
+        # What families do to their logits: Cohere, Granite, Gemma.
+        self.logit_scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
+        self.softcap = getattr(text, "final_logit_softcapping", None)
+        self.temperature = temperature
+
+    def forward(self, layout: Layout, *, entropy: bool = False) -> dict[str, Tensor]:
+        """logprobs f32[T], and with ``entropy`` that of the whole next-token distribution, f32[T]."""
+        hidden = self.hidden(layout)[layout.predictors]
+        return self.head(hidden, layout.targets, entropy=entropy)
+
+    def head(self, hidden: Tensor, targets: Tensor, *, entropy: bool = False) -> dict[str, Tensor]:
+        head = self.model.get_output_embeddings()
+        logprobs, entropies = linear_logprobs(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperature=self.temperature,
+            scale=self.logit_scale,
+            softcap=self.softcap,
+            entropy=entropy,
+        )
+        return {"logprobs": logprobs} | ({"entropy": entropies} if entropy else {})
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Compare with the model's own logits on a few tokens.
+
+        Raises NotImplementedError for a family that does something to its logits that this class does not know:
+        training on wrong log-probs would go unnoticed.
+        """
+        tokens = torch.arange(8, device=self.model.device) % self.model.get_output_embeddings().weight.shape[0]
+        layout = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
+        own = self.model(
+            input_ids=tokens[None], position_ids=layout.positions[None], use_cache=False, blocks=layout.blocks
+        ).logits[0, :-1]
+        expected = (own.double() / self.temperature).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        difference = float((self(layout)["logprobs"].double() - expected).abs().max())
+        if not difference < 0.05:
+            raise NotImplementedError(
+                f"{type(self.model).__name__} changes its logits in a way that coalign.modules.heads does not know: "
+                f"log-probs differ by {difference:.3g}"
+            )
+
+
+class ScalarModel(PackedModel):
+    """One number per trained token (``values``) or per sequence (``scores``), from the weight `score`."""
+
+    def __init__(self, model: PreTrainedModel, *, output: str) -> None:
+        super().__init__(model)
+        self.output = output
+
+    def forward(self, layout: Layout, *, entropy: bool = False) -> dict[str, Tensor]:
+        """values f32[T], read from the hidden state that predicts the token, or scores f32[N], from the last token."""
+        where = layout.predictors if self.output == "values" else layout.last
+        return {self.output: self.model.score(self.hidden(layout)[where])[:, 0].float()}

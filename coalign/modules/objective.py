@@ -1,0 +1,75 @@
+"""From model outputs through a loss function to one number: what a loss reads, and the global weights of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from coalign.algorithms.aggregate import aggregation_weights, sequence_weights
+from coalign.algorithms.losses import needs
+from coalign.config.functions import bind, resolve
+from coalign.data.batch import Batch
+from coalign.modules.layout import trained
+from coalign.types import LossInput, Stats
+
+# Where a field of LossInput comes from, if the batch has that column.
+FIELDS = {
+    "old": "old_logprobs",
+    "rollout": "rollout_logprobs",
+    "ref": "ref_logprobs",
+    "advantages": "advantages",
+    "returns": "returns",
+    "old_values": "values",
+}
+
+
+class Objective:
+    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss."""
+
+    def __init__(
+        self, fn: str, *, aggregation: str = "token_mean", constant_length: int | None = None, **arguments: Any
+    ) -> None:
+        loss = resolve(fn, home="coalign.algorithms.losses")
+        arguments = bind(loss, arguments, where="loss")
+        self.loss = partial(loss, **arguments)
+        self.entropy = "entropy" in needs(loss, arguments)
+        self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
+
+    def __call__(
+        self, micro: Batch, outputs: Mapping[str, Tensor], *, tokens: float, sequences: float
+    ) -> tuple[Tensor, Stats]:
+        """The scalar to differentiate, and the loss's statistics.
+
+        ``tokens`` and ``sequences`` are those of the whole optimizer step over all ranks, so the gradient does not
+        depend on how the step was cut.
+        """
+        x = loss_input(micro, outputs)
+        result = self.loss(x)
+        if len(result.value) == len(x.segment) and x.scores is None:
+            weights = self.weights(x.segment, x.sequences, total_tokens=tokens, total_sequences=sequences)
+        elif len(result.value) == x.sequences:
+            weights = sequence_weights(x.segment, x.sequences, total_sequences=sequences)
+        else:
+            raise ValueError(
+                f"the loss returned {len(result.value)} values; expected {len(x.segment)} (one per trained token) or "
+                f"{x.sequences} (one per sequence)"
+            )
+        return (result.value * weights.to(result.value)).sum(), result.stats
+
+
+def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
+    """The trained tokens of ``micro`` with the model's outputs, on the outputs' device.
+
+    Without an ``old_logprobs`` column the anchor of the importance ratio is the current policy itself.
+    """
+    mask = trained(micro)
+    device = next(iter(outputs.values())).device
+    columns = {name: column[mask].to(device) for name, column in micro.token.items()}
+    columns |= {name: c.to(device) if isinstance(c, Tensor) else c for name, c in micro.sequence.items()}
+    fields = {field: columns.get(column) for field, column in FIELDS.items()}
+    if fields["old"] is None and "logprobs" in outputs:
+        fields["old"] = outputs["logprobs"].detach()
+    return LossInput(segment=micro.segment[mask].to(device), sequences=len(micro), columns=columns, **fields, **outputs)

@@ -1,0 +1,39 @@
+"""Small batches as a rollout would make them."""
+
+from __future__ import annotations
+
+import torch
+
+from coalign.data.batch import Batch
+
+
+def rollout(
+    prompts: tuple[int, ...] = (5, 9), samples: int = 3, *, longest: int = 8, vocab: int = 259, seed: int = 0
+) -> Batch:
+    """``samples`` responses of 1..longest tokens to each prompt of the given lengths, with random advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(0, vocab, (n,), generator=generator)  # noqa: E731
+    tokens, mask, lengths = [], [], []
+    for length in prompts:
+        prompt = draw(length)
+        for _ in range(samples):
+            response = draw(int(torch.randint(1, longest + 1, (1,), generator=generator)))
+            tokens += [prompt, response]
+            mask += [torch.zeros(length, dtype=torch.bool), torch.ones(len(response), dtype=torch.bool)]
+            lengths.append(length + len(response))
+    total = sum(lengths)
+    noise = lambda: torch.randn(total, generator=generator)  # noqa: E731
+    return Batch(
+        torch.tensor(lengths),
+        {
+            "tokens": torch.cat(tokens).int(),
+            "loss_mask": torch.cat(mask),
+            "advantages": noise(),
+            "returns": noise(),
+            "rollout_logprobs": -noise().abs(),
+        },
+        {
+            "group": torch.arange(len(prompts)).repeat_interleave(samples),
+            "prompt_length": torch.tensor(prompts).repeat_interleave(samples),
+        },
+    )
