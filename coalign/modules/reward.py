@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,18 +30,21 @@ class RewardModule(Module):
             raise ValueError("the run names no reward function: add `reward: {fn: …}` to the configuration")
         if context.tokenizer is None:
             raise ValueError("module 'reward' needs the policy's tokenizer to read responses; the context names none")
+        self.caller: Caller | None = None
 
     def setup(self) -> None:
         trust = self.config.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
-        self.functions = [reward_function(RewardConfig(**entry)) for entry in self.context.rewards]
+        configs = [RewardConfig(**entry) for entry in self.context.rewards]
+        self.functions = [reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
         names = Counter(function.name for function in self.functions)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"two reward functions are called '{twice[0]}': give one of them another `name`")
         self.caller = Caller()
 
     def close(self) -> None:
-        self.caller.close()
+        if self.caller is not None:
+            self.caller.close()
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Any]:
         """Columns ``reward`` f32[N], ``reward/<function>`` f32[N] and ``status`` u8[N]; and Stats of the failures.
@@ -81,11 +85,14 @@ class RewardModule(Module):
             log.warning(message, exc_info=first.error if first.reason == "raised" else None)
 
 
-def reward_function(config: RewardConfig) -> RewardFunction:
-    """The function that a configuration names, with its arguments bound. A short name is one of coalign.rewards."""
-    name = config.name or config.fn.rpartition(":")[2].rpartition(".")[2]
+def reward_function(config: RewardConfig, where: str) -> RewardFunction:
+    """The function that a configuration names, with its arguments checked. A short name is one of coalign.rewards.
+
+    Raises ConfigError for wrong arguments (``where`` is the section's path), ValueError if there is no such function.
+    """
     fn = resolve(config.fn, "coalign.rewards")
-    arguments = bind(fn, config.arguments, f"reward '{name}'")
+    name = config.name or getattr(fn, "__name__", type(fn).__name__)
+    arguments = bind(fn, config.arguments, where)
     limits = {"weight": config.weight, "timeout": config.timeout, "retries": config.retries}
     return RewardFunction(name, fn, arguments, **limits)
 
@@ -93,18 +100,13 @@ def reward_function(config: RewardConfig) -> RewardFunction:
 def read_samples(batch: Batch, tokenizer: Any) -> list[Sample]:
     """The batch as Samples with their texts: prompt as the model saw it, response without and with special tokens."""
     samples = batch.samples()
-    starts = batch["prompt_length"].tolist()
-    prompts = [sample.tokens[:start] for sample, start in zip(samples, starts, strict=True)]
-    responses = [sample.tokens[start:] for sample, start in zip(samples, starts, strict=True)]
-    texts = zip(
-        tokenizer.batch_decode(prompts, clean_up_tokenization_spaces=False),
-        tokenizer.batch_decode(responses, clean_up_tokenization_spaces=False),
-        tokenizer.batch_decode(responses, clean_up_tokenization_spaces=False, skip_special_tokens=True),
-        strict=True,
-    )
-    for sample, (prompt, raw, response) in zip(samples, texts, strict=True):
-        sample.prompt, sample.raw_response, sample.response = prompt, raw, response
-        sample.messages = [*_conversation(sample.meta, prompt), {"role": "assistant", "content": response}]
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    for sample, start in zip(samples, batch["prompt_length"].tolist(), strict=True):
+        sample.prompt = decode(sample.tokens[:start])
+        sample.raw_response = decode(sample.tokens[start:])
+        sample.response = decode(sample.tokens[start:], skip_special_tokens=True)
+        answer = {"role": "assistant", "content": sample.response}
+        sample.messages = [*_conversation(sample.meta, sample.prompt), answer]
     return samples
 
 

@@ -30,9 +30,9 @@ def math(sample: Sample, *, answer_key: str = "answer", strict: bool = False) ->
     Ground truth: after ``####`` (GSM8K), in ``\\boxed{}`` (MATH), after "the answer is" / "A:", else the whole text or
     number. Prediction: the last such mark in the response (after ``</think>`` if there is one), else the last number.
     ``strict`` accepts only ``####`` and ``\\boxed{}`` from the response. Thousands commas, currency signs, units and
-    percent signs are ignored, so 50% equals 50 and not 0.5; fractions and decimals are equal when exactly equal. A truth
-    that is a number takes a prediction that is one. Other truths (roots, intervals, polynomials) match as text or by
-    math-verify.
+    percent signs are ignored, so 50% equals 50 and not 0.5; fractions and decimals are equal when exactly equal. A
+    truth that is a number takes a prediction that is one. Other truths (roots, intervals, polynomials) match as text
+    or by math-verify.
 
     Raises KeyError / ValueError for a row without a ground truth, ModuleNotFoundError if math-verify is needed and
     missing.

@@ -1,8 +1,8 @@
 """Symbolic equality by math-verify (the extra [math]), in a process of its own that can be killed.
 
-A response can hold anything, `9^{9^{9^9}}` too: computer algebra then works for hours inside one C call, which no signal
-and no thread timeout interrupts and which would freeze the worker. Run as a script, this file is the other end of the
-pipe.
+A response can hold anything, `9^{9^{9^9}}` too: computer algebra then works for hours inside one C call, which no
+signal and no thread timeout interrupts and which would freeze the worker. Run as a script, this file is the other end
+of the pipe.
 """
 
 from __future__ import annotations

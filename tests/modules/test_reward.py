@@ -1,0 +1,176 @@
+"""The reward module: text in, columns out, failures kept apart."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from coalign.config.schema import ModelConfig, RewardConfig
+from coalign.data.batch import Batch
+from coalign.modules.reward import RewardModule
+from coalign.rewards.calls import RewardError
+from coalign.types import Context, Stat, Status, Total
+from tests.tiny import tiny_tokenizer
+
+HERE = "tests.modules.test_reward:"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer(path)
+    return str(path)
+
+
+@pytest.fixture
+def build(tokenizer_dir):
+    modules = []
+
+    def build(*rewards, tokenizer=tokenizer_dir):
+        entries = tuple(RewardConfig(**{"retries": 0} | reward).model_dump() for reward in rewards)
+        modules.append(RewardModule(ModelConfig(module="reward"), Context(rewards=entries, tokenizer=tokenizer)))
+        modules[-1].setup()
+        return modules[-1]
+
+    yield build
+    for module in modules:
+        module.close()
+
+
+def batch(*responses, prompt="<|im_start|>user\n2+2?<|im_end|>\n", n=2, errors=(), **row):
+    """Groups of ``n`` responses to one prompt; each response ends with the end-of-turn token."""
+    tokenizer = tiny_tokenizer()
+    before = tokenizer(prompt)["input_ids"]
+    after = [tokenizer(response + "<|im_end|>")["input_ids"] for response in responses]
+    tokens = [before + ids for ids in after]
+    mask = [[False] * len(before) + [True] * len(ids) for ids in after]
+    return Batch(
+        torch.tensor([len(ids) for ids in tokens]),
+        {
+            "tokens": torch.tensor([i for ids in tokens for i in ids], dtype=torch.int32),
+            "loss_mask": torch.tensor([m for part in mask for m in part]),
+        },
+        {
+            "group": torch.arange(len(responses)) // n,
+            "index": (torch.arange(len(responses)) % n).int(),
+            "prompt_length": torch.full((len(responses),), len(before), dtype=torch.int32),
+            "status": torch.tensor([2 if i in errors else 0 for i in range(len(responses))], dtype=torch.uint8),
+            "rows": [{"answer": "4"} | row] * len(responses),
+        },
+    )
+
+
+def as_number(sample):
+    return float(sample.response)
+
+
+def fails_on_words(sample):
+    return {"reward": float(sample.response), "length": len(sample.response)}
+
+
+async def group_rank(group, *, scale=1.0):
+    return [scale * sum(other.response < s.response for other in group) for s in group]
+
+
+SEEN = []
+
+
+def spy(sample):
+    SEEN.append(sample)
+    return 0.0
+
+
+def test_columns_of_several_functions_and_their_weighted_sum(build):
+    module = build({"fn": "math"}, {"fn": HERE + "group_rank", "weight": 0.5, "scale": 3.0})
+    columns = module.forward_step(batch("so 4", "so 5", "#### 4", "#### 3"))
+    assert columns["reward/math"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert columns["reward/group_rank"].tolist() == [0.0, 3.0, 3.0, 0.0]
+    assert columns["reward"].tolist() == [1.0, 1.5, 2.5, 0.0]
+    assert columns["reward"].dtype == torch.float32
+    assert columns["status"].tolist() == [0] * 4 and columns["status"].dtype == torch.uint8
+    assert set(columns) == {"reward", "reward/math", "reward/group_rank", "status"}
+
+
+def test_into_renames_the_columns(build):
+    columns = build({"fn": "math", "name": "right"}).forward_step(batch("4", "5"), into="score")
+    assert set(columns) == {"score", "score/right", "status"}
+
+
+def test_what_a_function_sees(build):
+    SEEN.clear()
+    build({"fn": HERE + "spy"}).forward_step(batch("héllo", n=1, question="2+2?"))
+    (sample,) = SEEN
+    assert sample.response == "héllo" and sample.raw_response == "héllo<|im_end|>"
+    assert sample.prompt == "<|im_start|>user\n2+2?<|im_end|>\n"
+    assert sample.meta == {"answer": "4", "question": "2+2?"}
+    assert sample.messages[-1] == {"role": "assistant", "content": "héllo"}
+    assert int(sample.loss_mask.sum()) == len("héllo".encode()) + 1
+
+
+def test_the_conversation_comes_from_the_row_where_it_is_there(build):
+    SEEN.clear()
+    question = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
+    build({"fn": HERE + "spy"}).forward_step(
+        batch("4", n=1, messages=[*question, {"role": "assistant", "content": "5"}])
+    )
+    assert SEEN[0].messages == [*question, {"role": "assistant", "content": "4"}]
+
+
+def test_a_failed_sample_is_an_error_and_never_a_number(build, caplog):
+    with caplog.at_level(logging.WARNING):
+        columns = build({"fn": HERE + "fails_on_words"}).forward_step(batch("0", "word", "nan", "7"))
+    assert columns["status"].tolist() == [Status.OK, Status.ERROR, Status.ERROR, Status.OK]
+    assert columns["reward"][0] == 0.0 and columns["reward"][3] == 7.0
+    assert columns["reward"][1:3].isnan().all() and columns["reward/fails_on_words"][1:3].isnan().all()
+    assert columns["reward/failed/raised"] == Total(1.0) and columns["reward/failed/not_finite"] == Total(1.0)
+    assert columns["reward/fails_on_words/length"] == Stat(2.0, 2.0)
+    assert "'fails_on_words' failed on 2 of 4 samples" in caplog.text and "group 0, index 1" in caplog.text
+    assert "could not convert string to float" in caplog.text
+
+
+def test_rows_that_failed_before_are_not_scored(build):
+    SEEN.clear()
+    module = build({"fn": HERE + "spy"})
+    columns = module.forward_step(batch("1", "2", "3", errors=(1,)))
+    assert [sample.response for sample in SEEN] != [] and {s.response for s in SEEN} == {"1", "3"}
+    assert columns["status"].tolist() == [0, 2, 0] and math.isnan(columns["reward"][1])
+    everything = module.forward_step(batch("1", "2", errors=(0, 1)))
+    assert everything["status"].tolist() == [2, 2]
+    assert len(module.forward_step(batch("1").slice(0, 0))["reward"]) == 0
+
+
+def test_if_nothing_can_be_scored_the_run_stops_with_the_cause(build):
+    with pytest.raises(
+        RewardError, match=r"'as_number' failed on 2 of 2 samples \(2 attempts each\).*ValueError"
+    ) as raised:
+        build({"fn": HERE + "as_number", "retries": 1}).forward_step(batch("a", "b"))
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert raised.value.__cause__.__traceback__.tb_next.tb_next.tb_frame.f_code.co_name == "as_number"
+
+
+def test_a_function_of_weight_zero_is_only_logged(build, caplog):
+    module = build({"fn": "math"}, {"fn": HERE + "as_number", "weight": 0.0})
+    columns = module.forward_step(batch("x 4", "x 5"))
+    assert columns["reward"].tolist() == [1.0, 0.0] and columns["status"].tolist() == [0, 0]
+    assert columns["reward/as_number"].isnan().all() and columns["reward/failed/raised"] == Total(2.0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([], "names no reward function"),
+        ([{"fn": "maths"}], "math"),
+        ([{"fn": HERE + "absent"}], "absent"),
+        ([{"fn": "math", "answer": "x"}], r"reward\.0\.answer"),
+        ([{"fn": "math"}, {"fn": "math"}], "two reward functions are called 'math'"),
+    ],
+)
+def test_bad_configurations_are_refused_at_once(build, rewards, message):
+    with pytest.raises(ValueError, match=message):
+        build(*rewards)
+
+
+def test_it_needs_a_tokenizer(build):
+    with pytest.raises(ValueError, match="tokenizer"):
+        build({"fn": "math"}, tokenizer=None)
