@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -205,7 +205,7 @@ class Batch:
                     cuts.append(first)
                     filled = 0
                 filled += size
-        return [self.slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(self)], strict=True)]
+        return [self.slice(a, b) for a, b in pairwise([*cuts, len(self)])]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -305,7 +305,7 @@ def split_ranges(lengths: Tensor, n: int, *, keep: Column | None = None, by: str
             cut -= 1
         cuts.append(min(max(cut, cuts[-1] + least), len(units) - least * (n - part)))
     rows = [*(start for start, _ in units), len(sizes)]
-    return [(rows[a], rows[b]) for a, b in zip(cuts, [*cuts[1:], len(units)], strict=True)]
+    return [(rows[a], rows[b]) for a, b in pairwise([*cuts, len(units)])]
 
 
 def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:
@@ -314,7 +314,7 @@ def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:
         return [(i, i + 1) for i in range(len(sizes))]
     values = keep.tolist() if isinstance(keep, Tensor) else list(keep)
     starts = [i for i in range(len(values)) if i == 0 or values[i] != values[i - 1]]
-    return list(zip(starts, [*starts[1:], len(values)], strict=True))
+    return list(pairwise([*starts, len(values)]))
 
 
 def _take(column: Column, rows: Tensor) -> Column:

@@ -39,12 +39,10 @@ class Loader:
     def __init__(
         self, sources: Sequence[Examples], weights: Sequence[float], *, seed: int, shuffle: bool, batch_size: int
     ) -> None:
-        """ValueError for a source without usable rows, and when no source has a positive weight."""
+        """Raises ValueError for a source without usable rows. At least one weight must be positive."""
         for source in sources:
             if not len(source):
                 raise ValueError(f"{source.name} has no usable rows ({source.report()})")
-        if not any(weights):
-            raise ValueError("no source of the data has a positive weight")
         self.sources = list(sources)
         self.batch_size = batch_size
         self._seed, self._shuffle = seed, shuffle

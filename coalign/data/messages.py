@@ -6,7 +6,6 @@ It judges whether a row has what it needs (BadRow with the reason otherwise) and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from string import Formatter
 from typing import Any
 
 from coalign.config.schema import DataConfig, SourceConfig
@@ -26,15 +25,7 @@ class RowReader:
 
     @staticmethod
     def of(config: DataConfig, source: SourceConfig) -> RowReader:
-        """The run's keys, with those that the source sets itself. ValueError for a malformed ``data.prompt_format``."""
-        try:
-            fields = [name for _, name, _, _ in Formatter().parse(config.prompt_format) if name is not None]
-        except ValueError as error:
-            raise ValueError(f"data.prompt_format {config.prompt_format!r} is not a format string: {error}") from error
-        if any(not name or name[0].isdigit() for name in fields):
-            raise ValueError(
-                f"data.prompt_format {config.prompt_format!r}: braces need a key of the row, as in {{prompt}}"
-            )
+        """The run's keys, with those that the source sets itself."""
         return RowReader(
             prompt_key=source.prompt_key or config.prompt_key,
             answer_key=source.answer_key or config.answer_key,

@@ -1,0 +1,246 @@
+"""Packed columns: no verb loses, reorders or invents a token."""
+
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coalign.data.batch import Batch, split_ranges
+from coalign.types import Sample, Status
+
+settings.register_profile("quick", max_examples=60, deadline=None, derandomize=True)
+settings.load_profile("quick")
+
+
+def make(lengths, groups=None):
+    """A batch in which every value says where it came from."""
+    total = sum(lengths)
+    return Batch(
+        torch.tensor(lengths, dtype=torch.int64),
+        {"tokens": torch.arange(total, dtype=torch.int32), "hidden": torch.arange(2.0 * total).view(total, 2)},
+        {
+            "group": torch.tensor(groups if groups is not None else range(len(lengths)), dtype=torch.int64),
+            "rows": [{"row": i} for i in range(len(lengths))],
+        },
+    )
+
+
+def same(a, b):
+    assert a.lengths.tolist() == b.lengths.tolist()
+    assert set(a.token) == set(b.token) and set(a.sequence) == set(b.sequence)
+    for name in [*a.token, *a.sequence]:
+        x, y = a[name], b[name]
+        assert torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, torch.Tensor) else x == y, name
+
+
+lengths = st.lists(st.integers(0, 9), max_size=14)
+
+
+@st.composite
+def grouped(draw):
+    sizes = draw(lengths)
+    ids, out = 0, []
+    for _ in sizes:
+        ids += draw(st.integers(0, 1))
+        out.append(ids)
+    return make(sizes, out)
+
+
+@given(grouped(), st.integers(1, 6), st.sampled_from([None, "group"]), st.sampled_from(["tokens", "sequences"]))
+def test_split_is_a_partition_in_order_that_keeps_groups(batch, n, keep, by):
+    parts = batch.split(n, keep=keep, by=by)
+    assert len(parts) == n
+    same(Batch.concat(parts), batch)
+    if keep:
+        seen = [set(p["group"].tolist()) for p in parts]
+        assert sum(map(len, seen)) == len(set(batch["group"].tolist()))
+    units = len(set(batch["group"].tolist())) if keep else len(batch)
+    if units >= n:
+        assert all(len(p) for p in parts)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 5))
+def test_no_part_exceeds_its_share_by_more_than_the_longest_sequence(sizes, n):
+    assert max(p.tokens_total for p in make(sizes).split(n)) <= sum(sizes) / n + max(sizes)
+
+
+def test_split_balances():
+    assert [p.lengths.tolist() for p in make([4, 4, 4, 4, 8, 8]).split(2)] == [[4, 4, 4, 4], [8, 8]]
+    assert [p.lengths.tolist() for p in make([9, 1, 1, 1]).split(2, by="sequences")] == [[9, 1], [1, 1]]
+    assert split_ranges(torch.tensor([100, 1, 1]), 3) == [(0, 1), (1, 2), (2, 3)]
+    assert split_ranges(torch.tensor([1, 1]), 4) == [(0, 1), (1, 1), (1, 2), (2, 2)]
+    assert split_ranges(torch.tensor([], dtype=torch.int64), 2) == [(0, 0), (0, 0)]
+
+
+@given(grouped(), st.integers(9, 30), st.sampled_from([None, "group"]))
+def test_micro_keeps_the_budget_the_order_and_fitting_groups(batch, budget, keep):
+    micros = batch.micro(budget, keep=keep)
+    assert all(len(m) > 0 and m.tokens_total <= budget for m in micros)
+    if len(batch):
+        same(Batch.concat(micros), batch)
+    else:
+        assert micros == []
+    if keep:
+        for group in set(batch["group"].tolist()):
+            size = int(batch.lengths[batch["group"] == group].sum())
+            holders = sum(group in m["group"].tolist() for m in micros)
+            assert holders == 1 or size > budget
+
+
+@given(grouped(), st.integers(9, 30))
+def test_micro_is_as_few_as_first_fit_gives(batch, budget):
+    micros = batch.micro(budget)
+    for a, b in pairwise(micros):
+        assert a.tokens_total + int(b.lengths[0]) > budget
+
+
+def test_micro_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"7 tokens exceeds max_tokens_per_micro=6"):
+        make([2, 7]).micro(6)
+    assert make([2, 7]).micro(None)[0].lengths.tolist() == [2, 7]
+
+
+@given(st.data())
+def test_select_takes_whole_sequences_in_the_order_asked_for(data):
+    batch = make(data.draw(lengths))
+    rows = data.draw(st.lists(st.integers(0, max(len(batch) - 1, 0)), max_size=8)) if len(batch) else []
+    picked = batch.select(rows)
+    assert len(picked) == len(rows)
+    every = list(batch.rows())
+    for row, got in zip(rows, picked.rows(), strict=True):
+        assert torch.equal(got["tokens"], every[row]["tokens"])
+        assert torch.equal(got["hidden"], every[row]["hidden"])
+        assert got["rows"] == {"row": row} and int(got["group"]) == row
+
+
+@given(st.data())
+def test_a_mask_selects_like_its_indices(data):
+    batch = make(data.draw(lengths))
+    mask = data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch)))
+    same(batch.select(torch.tensor(mask, dtype=torch.bool)), batch.select([i for i, m in enumerate(mask) if m]))
+
+
+@pytest.mark.parametrize("rows", [[3], [-1], [0, 5], torch.tensor([True, False])])
+def test_select_refuses_rows_that_are_not_there(rows):
+    with pytest.raises(IndexError):
+        make([1, 2, 3]).select(rows)
+
+
+def test_slice_refuses_rows_that_are_not_there():
+    for start, stop in [(-1, 2), (2, 1), (0, 4)]:
+        with pytest.raises(IndexError, match="batch of 3"):
+            make([1, 2, 3]).slice(start, stop)
+
+
+def test_columns_are_checked_by_name():
+    with pytest.raises(ValueError, match="token column 'tokens' has 3"):
+        Batch(torch.tensor([2, 2]), {"tokens": torch.zeros(3)})
+    with pytest.raises(ValueError, match="sequence column 'rows' has 1"):
+        Batch(torch.tensor([2, 2]), {}, {"rows": [1]})
+    with pytest.raises(ValueError, match="both"):
+        Batch(torch.tensor([1]), {"x": torch.zeros(1)}, {"x": [1]})
+    with pytest.raises(ValueError, match="non-negative"):
+        Batch(torch.tensor([3, -1]))
+    with pytest.raises(KeyError, match=r"no column 'valeus'; it has \['group', 'hidden', 'rows', 'tokens'\]"):
+        make([1])["valeus"]
+    with pytest.raises(KeyError, match="grp"):
+        make([1, 2]).split(2, keep="grp")
+    with pytest.raises(KeyError, match="grp"):
+        make([1, 2]).micro(9, keep="grp")
+
+
+def test_with_reads_the_kind_of_a_column():
+    batch = make([2, 3]).with_(values=torch.zeros(5), reward=torch.zeros(2), own=torch.zeros(5, 4), names=["a", "b"])
+    assert {"values", "own"} <= set(batch.token) and {"reward", "names"} <= set(batch.sequence)
+    one = make([1, 1]).with_(values=torch.zeros(2), reward=torch.zeros(2), **{"reward/math": torch.zeros(2)})
+    assert "values" in one.token and {"reward", "reward/math"} <= set(one.sequence)
+    with pytest.raises(ValueError, match=r"'own' has 4 entries; expected 5 .* or 2"):
+        make([2, 3]).with_(own=torch.zeros(4))
+    with pytest.raises(ValueError, match="does not tell its kind"):
+        make([1, 1]).with_(own=torch.zeros(2))
+    assert "own" in make([]).with_(own=torch.zeros(0))
+
+
+def test_a_batch_does_not_change():
+    batch = make([2, 3])
+    for change in (
+        lambda: batch.token.update(x=1),
+        lambda: batch.token.__setitem__("x", torch.zeros(5)),
+        lambda: setattr(batch, "lengths", torch.tensor([1])),
+    ):
+        with pytest.raises((AttributeError, TypeError)):
+            change()
+    more = batch.with_(values=torch.zeros(5)).without("hidden", "nothing")
+    assert "values" not in batch and "hidden" in batch and "hidden" not in more
+    assert sorted([*batch.only("tokens", "rows").token, *batch.only("tokens", "rows").sequence]) == ["rows", "tokens"]
+    with pytest.raises(KeyError):
+        batch.only("nothing")
+    assert len({batch, more, batch}) == 2  # by identity
+
+
+@given(grouped())
+def test_pickling_keeps_everything(batch):
+    _ = batch.segment, batch.offsets
+    same(pickle.loads(pickle.dumps(batch)), batch)
+
+
+def test_a_pickled_part_does_not_carry_the_rest():
+    part = make([1000] * 100).split(100)[3]
+    assert len(pickle.dumps(part)) < 40_000  # 1000 tokens: 4 kB and 8 kB; the whole batch is 1.2 MB
+    same(pickle.loads(pickle.dumps(part)), part)
+
+
+@given(grouped())
+def test_segment_and_offsets(batch):
+    assert batch.segment.tolist() == [i for i, n in enumerate(batch.lengths.tolist()) for _ in range(n)]
+    assert batch.offsets.tolist() == [int(batch.lengths[:i].sum()) for i in range(len(batch) + 1)]
+    assert torch.equal(batch["segment"], batch.segment)
+    assert batch.get("absent") is None
+
+
+def test_concat_of_nothing_and_of_different_columns():
+    assert len(Batch.concat([])) == 0
+    same(Batch.concat([make([]), make([2])]), make([2]))
+    with pytest.raises(ValueError, match=r"\['values'\] in some only"):
+        Batch.concat([make([2]), make([2]).with_(values=torch.zeros(2))])
+
+
+def sample(group, mask, versions, **more):
+    n = len(mask)
+    return Sample(
+        group=group,
+        index=1,
+        tokens=torch.arange(n, dtype=torch.int32),
+        loss_mask=torch.tensor(mask, dtype=torch.bool),
+        logprobs=torch.rand(n, generator=torch.Generator().manual_seed(group)),
+        versions=versions,
+        meta={"answer": group},
+        **more,
+    )
+
+
+def test_samples_round_trip():
+    samples = [
+        sample(7, [0, 0, 1, 1, 0, 1], [(3, 1), (4, 2)], reward=0.0, rewards={"math": 0.0}, status=Status.TRUNCATED),
+        sample(8, [0, 1], [(4, 1)], reward=1.5, rewards={"math": 1.0}),
+    ]
+    batch = Batch.from_samples(samples)
+    assert batch["versions"].tolist() == [-1, -1, 3, 4, -1, 4, -1, 4]
+    assert batch["prompt_length"].tolist() == [2, 1]
+    assert batch["reward"].tolist() == [0.0, 1.5] and batch["reward/math"].tolist() == [0.0, 1.0]
+    for before, after in zip(samples, batch.samples(), strict=True):
+        assert torch.equal(before.tokens, after.tokens) and torch.equal(before.loss_mask, after.loss_mask)
+        assert torch.equal(before.logprobs, after.logprobs)
+        for name in ("group", "index", "versions", "reward", "rewards", "status", "meta"):
+            assert getattr(before, name) == getattr(after, name), name
+
+
+def test_unscored_and_empty_samples():
+    batch = Batch.from_samples([sample(1, [0, 0], []), sample(2, [1], [(0, 1)], reward=1.0)])
+    assert "reward" not in batch and batch["prompt_length"].tolist() == [2, 0]
+    assert [s.reward for s in batch.samples()] == [None, None]
+    empty = Batch.from_samples([])
+    assert len(empty) == 0 and empty["tokens"].dtype == torch.int32 and empty.samples() == []

@@ -1,0 +1,285 @@
+"""From files to batches: what is used, in which order, and how a run goes on where it stopped."""
+
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from coalign.config.schema import DataConfig, SourceConfig
+from coalign.data.inspect import describe
+from coalign.data.loader import build_loader
+from tests.tiny import tiny_tokenizer
+
+GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data"
+TOKENIZER = tiny_tokenizer()
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def numbered(path, n, start=0):
+    return write(path, [{"prompt": f"p{i}", "answer": f"a{i}", "n": i} for i in range(start, start + n)])
+
+
+def loader(*paths, weights=None, kind="prompts", split="train", batch_size=4, seed=0, limit=None, **config):
+    sources = [SourceConfig(path=p, weight=w) for p, w in zip(paths, weights or [1.0] * len(paths), strict=True)]
+    config = DataConfig(**{split: sources}, **config)
+    return build_loader(config, TOKENIZER, kind=kind, split=split, batch_size=batch_size, seed=seed, limit=limit)
+
+
+def drawn(loader, batches):
+    return [row["n"] for _ in range(batches) for row in loader.next()["rows"]]
+
+
+def text(batch, i=0):
+    return TOKENIZER.decode(list(batch.rows())[i]["tokens"].tolist())
+
+
+def test_a_prompt_batch(tmp_path):
+    rows = [{"question": "1+1?", "solution": "2", "source": "mine"}, {"question": "2+2?", "solution": "4"}]
+    made = loader(
+        write(tmp_path / "a.jsonl", rows),
+        batch_size=2,
+        shuffle=False,
+        prompt_key="question",
+        answer_key="solution",
+        system="Be brief.",
+        prompt_format="{prompt} ({solution})",
+    )
+    batch = made.next()
+    assert set(batch.token) == {"tokens"} and set(batch.sequence) == {"group", "rows"}
+    assert batch["tokens"].dtype == torch.int32 and batch["group"].tolist() == [0, 1]
+    assert text(batch) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? (2)<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert batch["rows"][0] == rows[0] | {"prompt": "1+1? (2)", "answer": "2", "_source": "a.jsonl", "_row": 0}
+    assert made.next()["group"].tolist() == [2, 3]
+
+
+def test_prompts_of_messages(tmp_path):
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    reply = {"role": "assistant", "content": "d"}
+    own = [{"role": "system", "content": "Mine."}, said[0]]
+    rows = [{"prompt": said}, {"messages": [*said, reply]}, {"prompt": own}]
+    made = loader(write(tmp_path / "a.jsonl", rows), batch_size=3, shuffle=False, system="Run's.")
+    batch = made.next()
+    assert text(batch, 0) == text(batch, 1)
+    assert text(batch, 0).startswith("<|im_start|>system\nRun's.<|im_end|>\n<|im_start|>user\na<|im_end|>\n")
+    assert text(batch, 0).endswith("user\nc<|im_end|>\n<|im_start|>assistant\n")
+    assert text(batch, 2).startswith("<|im_start|>system\nMine.<|im_end|>\n<|im_start|>user\na")
+    assert [r["prompt"] for r in batch["rows"]] == ["user: a\n\nassistant: b\n\nuser: c"] * 2 + ["a"]
+    assert batch["rows"][0]["messages"] == said
+
+
+def test_a_conversation_batch(tmp_path):
+    two = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"prompt": "a", "answer": "b"},
+        {"messages": two},
+        {"prompt": two},
+        {"messages": [*two, {"role": "user", "content": "never answered"}]},
+        {"prompt": two[:1], "answer": "b", "messages": None},
+    ]
+    batch = loader(write(tmp_path / "a.jsonl", rows), kind="conversations", batch_size=5, shuffle=False).next()
+    for row in batch.rows():
+        assert TOKENIZER.decode(row["tokens"]) == (
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        )
+        assert TOKENIZER.decode(row["tokens"][row["loss_mask"]]) == "b<|im_end|>"
+    assert batch["loss_mask"].dtype == torch.bool
+
+
+def test_bad_rows_are_counted_or_refused(tmp_path):
+    rows = [{"prompt": "ok"}, {"prompt": "  "}, {"prompt": None}, {"prompt": []}, {"other": 1}, {"prompt": "x" * 90}]
+    path = write(tmp_path / "a.jsonl", rows)
+    made = loader(path, on_missing_key="drop", max_prompt_tokens=80, batch_size=1)
+    assert made.report() == "a.jsonl: 6 rows: 1 used, 1 without the key, 3 empty, 1 over 80 tokens"
+    assert made.rows == 1 and len(made) == 1
+    assert [r["prompt"] for _ in range(3) for r in made.next()["rows"]] == ["ok"] * 3
+    with pytest.raises(ValueError, match=r"a\.jsonl:5: no key 'prompt'; the row has other"):
+        loader(path)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: 'prompt' is empty"):
+        loader(path, on_empty="error")
+    with pytest.raises(ValueError, match=r"a\.jsonl:6: 1\d\d tokens; at most 80 are allowed"):
+        loader(path, on_missing_key="drop", on_long="error", max_prompt_tokens=80)
+    with pytest.raises(ValueError, match=r"a\.jsonl has no usable rows \(6 rows: 0 used"):
+        loader(path, on_missing_key="drop", max_prompt_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "message"),
+    [
+        ({"prompt": 3}, "prompts", "'prompt' is int; expected a string or a list"),
+        ({"prompt": ["a"]}, "prompts", "'prompt': message 0 is not an object with role and content: a"),
+        ({"prompt": [{"role": "user"}]}, "prompts", "'prompt': message 0 is not an object with role and content"),
+        ({"prompt": "a", "answer": 3}, "conversations", "'answer' is int; expected a string"),
+        ({"messages": {}}, "prompts", "'messages' is dict"),
+        ({"prompt": "a"}, "conversations", "no key 'answer'; the row has prompt"),
+    ],
+)
+def test_rows_of_the_wrong_shape_are_refused_with_their_line(tmp_path, row, kind, message):
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: {message}"):
+        loader(write(tmp_path / "a.jsonl", [row]), kind=kind)
+
+
+def test_a_broken_line_is_refused_whatever_the_policy(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not valid JSON"):
+        loader(str(tmp_path / "a.jsonl"), on_missing_key="drop")
+
+
+def test_long_rows_are_cut_on_the_left(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "0123456789" * 9, "answer": "yes"}, {"prompt": "a", "answer": "b"}])
+    made = loader(path, on_long="truncate_left", max_prompt_tokens=70, shuffle=False, batch_size=2)
+    assert made.report() == "a.jsonl: 2 rows: 2 used, 1 of these cut to 70 tokens"
+    batch = made.next()
+    assert batch.lengths[0] == 70 and text(batch).endswith("789<|im_end|>\n<|im_start|>assistant\n")
+    made = loader(path, kind="conversations", on_long="truncate_left", max_tokens=5, shuffle=False, batch_size=2)
+    assert made.next().lengths.tolist() == [5, 5] and text(made.next()) == "yes<|im_end|>\n"
+    assert [r["loss_mask"].tolist() for r in made.next().rows()] == [
+        [False, True, True, True, False],  # nothing precedes the y any more
+        [False, False, True, True, False],
+    ]
+
+
+def test_a_cut_prompt_keeps_its_bos(tmp_path):
+    tokenizer = tiny_tokenizer(chat_template="{{ bos_token + messages[0]['content'] }}", bos_token="<|endoftext|>")
+    config = DataConfig(
+        train=[SourceConfig(path=write(tmp_path / "a.jsonl", [{"prompt": "0123456789"}]))],
+        on_long="truncate_left",
+        max_prompt_tokens=4,
+    )
+    batch = build_loader(config, tokenizer, kind="prompts", split="train", batch_size=1, seed=0).next()
+    assert tokenizer.decode(batch["tokens"].tolist()) == "<|endoftext|>789"
+
+
+def test_prompt_format_is_checked(tmp_path):
+    path = numbered(tmp_path / "a.jsonl", 2)
+    for broken in ("{}", "{0}", "{n:x%}", "{prompt.text}"):
+        with pytest.raises(ValueError, match=r"a\.jsonl:1: data\.prompt_format .* does not fit the row"):
+            loader(path, prompt_format=broken)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: no key 'context', which data\.prompt_format names"):
+        loader(path, prompt_format="{context} {prompt}")
+    assert loader(path, prompt_format="{{{prompt}}} {n:03d}", shuffle=False).next()["rows"][1]["prompt"] == "{p1} 001"
+
+
+def test_every_epoch_shows_each_row_once_in_another_order(tmp_path):
+    made = loader(numbered(tmp_path / "a.jsonl", 10), batch_size=4)
+    assert len(made) == 3 and made.steps(2) == 5
+    epochs = drawn(made, 10)
+    orders = [epochs[i : i + 10] for i in range(0, 40, 10)]
+    assert all(sorted(order) == list(range(10)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4 and made.epoch == 4.0
+    assert drawn(loader(numbered(tmp_path / "a.jsonl", 10)), 10) == epochs
+    assert drawn(loader(numbered(tmp_path / "a.jsonl", 10), seed=1), 10) != epochs
+    assert drawn(loader(numbered(tmp_path / "a.jsonl", 10), batch_size=7), 3) == epochs[:21]
+    assert drawn(loader(numbered(tmp_path / "a.jsonl", 10), shuffle=False), 5) == [*range(10), *range(10)]
+
+
+def test_mixing_follows_the_weights_and_each_source_its_own_epochs(tmp_path):
+    paths = [
+        numbered(tmp_path / "a.jsonl", 30),
+        numbered(tmp_path / "b.jsonl", 7, 100),
+        numbered(tmp_path / "c.jsonl", 3, 200),
+    ]
+    made = loader(*paths, weights=[3.0, 1.0, 0.0], batch_size=8)
+    assert made.rows == 37
+    seen = drawn(made, 250)
+    counts = Counter(n // 100 for n in seen)
+    assert counts[2] == 0
+    assert abs(counts[1] / 2000 - 0.25) < 0.03  # three standard deviations
+    for source, size in ((0, 30), (1, 7)):
+        of_source = [n for n in seen if n // 100 == source]
+        for i in range(0, len(of_source) - size, size):
+            assert len(set(of_source[i : i + size])) == size
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_resuming_anywhere_continues_the_run(tmp_path, shuffle):
+    paths = numbered(tmp_path / "a.jsonl", 11), numbered(tmp_path / "b.jsonl", 5, 100)
+    make = lambda size: loader(*paths, weights=[2.0, 1.0], batch_size=size, shuffle=shuffle)  # noqa: E731
+    whole = drawn(make(1), 40)
+    running = make(1)
+    for position in range(30):
+        state = json.loads(json.dumps(running.state_dict()))
+        resumed = make(2)
+        resumed.load_state_dict(state)
+        batch = resumed.next()
+        assert [r["n"] for r in batch["rows"]] == whole[position : position + 2]
+        assert batch["group"].tolist() == [position, position + 1]
+        running.next()
+    assert len(json.dumps(running.state_dict())) < 400
+
+
+def test_a_cursor_is_refused_for_other_data(tmp_path):
+    path = numbered(tmp_path / "a.jsonl", 11)
+    state = loader(path).state_dict()
+    loader(path).load_state_dict(state)
+    for message, other in {
+        "11 usable rows of a.jsonl then, 12 now": loader(numbered(tmp_path / "b.jsonl", 12)),
+        "other content, tokenizer or template": loader(numbered(tmp_path / "c.jsonl", 11, 1)),
+        "or template; restore it": loader(path, system="Be brief."),
+        "with 1 data sources, not 2": loader(path, path),
+        "seed=0, not 1": loader(path, seed=1),
+        "shuffle=True, not False": loader(path, shuffle=False),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+    answers = write(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "answer": "other", "n": i} for i in range(11)])
+    with pytest.raises(ValueError, match="other content"):
+        loader(answers).load_state_dict(state)
+
+
+def test_all_goes_through_in_order_and_leaves_the_cursor(tmp_path):
+    made = loader(numbered(tmp_path / "a.jsonl", 5), numbered(tmp_path / "b.jsonl", 4, 100), split="eval")
+    batches = list(made.all())
+    assert [r["n"] for b in batches for r in b["rows"]] == [0, 1, 2, 3, 4, 100, 101, 102, 103]
+    assert [len(b) for b in batches] == [4, 4, 1]
+    assert [g for b in batches for g in b["group"].tolist()] == list(range(9))
+    assert [len(b) for b in made.all(limit=6)] == [4, 2] and made.drawn == 0
+
+
+def test_limit_counts_usable_rows(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    made = loader(path, limit=2, shuffle=False, batch_size=2)
+    assert [r["prompt"] for r in made.next()["rows"]] == ["a", "b"]
+    assert made.report() == "a.jsonl: 3 rows: 2 used, 1 empty"
+
+
+def test_source_keys_override_the_runs(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"q": "a", "s": "b"}, {"q": "c", "s": "d"}])
+    config = DataConfig(train=[SourceConfig(path=path, prompt_key="q", answer_key="s", max_samples=1)])
+    made = build_loader(config, TOKENIZER, kind="conversations", split="train", batch_size=1, seed=0)
+    assert made.rows == 1 and text(made.next()).endswith("assistant\nb<|im_end|>\n")
+
+
+def test_no_file_is_named():
+    with pytest.raises(ValueError, match=r"data\.eval names no file"):
+        build_loader(DataConfig(), TOKENIZER, kind="prompts", split="eval", batch_size=1, seed=0)
+
+
+def test_describe_shows_what_is_trained(tmp_path):
+    batch = loader(
+        write(tmp_path / "a.jsonl", [{"prompt": "hé", "answer": "[b]ü"}]), kind="conversations", batch_size=1
+    ).next()
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    console.print(describe(next(batch.rows()), TOKENIZER, tokens=True))
+    shown = console.export_text(clear=False)
+    assert "a.jsonl row 0: 29 tokens, 6 trained" in shown
+    assert "<|im_start|>user\nhé<|im_end|>\n<|im_start|>assistant\n⟦[b]ü<|im_end|>⟧" in shown
+    assert sum(line.rstrip().endswith("yes") for line in shown.splitlines()) == 6
+    assert "\x1b[1;32m⟦[b]ü<|im_end|>⟧" in console.export_text(styles=True)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here")
+def test_gsm8k():
+    made = loader(str(GSM8K / "gsm8k_test.jsonl"), split="eval", prompt_key="question", max_prompt_tokens=700)
+    assert made.report() == "gsm8k_test.jsonl: 1319 rows: 1316 used, 3 over 700 tokens"
+    assert sum(len(b) for b in made.all()) == 1316
+    assert made.next()["rows"][0]["answer"].splitlines()[-1].startswith("####")

@@ -1,0 +1,209 @@
+"""Masks and tokens of real-world styles of chat templates, against expectations written by hand."""
+
+from itertools import groupby
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from coalign.data.sources import BadRow
+from coalign.data.templates import ChatTemplate, PlainText, load_template
+from tests.tiny import CHATML, tiny_tokenizer
+
+LLAMA3 = (
+    "{% for message in messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim"
+    " + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+GENERATION = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ALPACA = (  # no token ends a turn
+    "{% for message in messages %}{{ '### ' + message['role'] + ':\n' + message['content'] + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+)
+QWEN3 = (  # drops the thoughts of all turns but the last
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SYSTEM_BY_DEFAULT = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe good.<|im_end|>\n' }}{% endif %}" + CHATML
+)
+
+ASK = [{"role": "user", "content": "1+1?"}]
+ONE = [*ASK, {"role": "assistant", "content": "2"}]
+TWO = [*ONE, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "end."}]
+
+
+def words(*special, add_bos=False, add_eos=False):
+    """A WordLevel tokenizer (words, line breaks, special tokens) with <s> and </s> that may add them itself."""
+    vocabulary = ["<unk>", "<s>", "</s>", *special, "\n", " "]
+    vocabulary += ["1+1?", "2", "And?", "end.", "[INST]", "[/INST]", "user", "assistant", "system"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n| "), "isolated")
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", *special])
+    template = ("<s> " if add_bos else "") + "$A" + (" </s>" if add_eos else "")
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def seen(tokenizer, tokens, mask):
+    """The conversation as one string with the trained parts in brackets."""
+    assert len(tokens) == len(mask)
+    out = ""
+    for trained, run in groupby(zip(mask, tokens, strict=True), key=lambda pair: pair[0]):
+        text = tokenizer.decode([token for _, token in run])
+        out += f"⟦{text}⟧" if trained else text
+    return out
+
+
+def test_chatml():
+    tokenizer = tiny_tokenizer()
+    template = load_template(tokenizer)
+    assert tokenizer.decode(template.prompt(ASK)) == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert seen(tokenizer, *template.conversation(TWO)) == (
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n⟦2<|im_end|>⟧\n"
+        "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n⟦end.<|im_end|>⟧\n"
+    )
+
+
+@pytest.mark.parametrize("jinja", [CHATML, SYSTEM_BY_DEFAULT, ALPACA, GENERATION])
+def test_a_conversation_begins_with_the_prompt_that_is_generated_from(jinja):
+    template = ChatTemplate(tiny_tokenizer(), jinja)
+    prompt, (tokens, mask) = template.prompt(ASK), template.conversation(ONE)
+    assert tokens[: len(prompt)] == prompt
+    assert not any(mask[: len(prompt)]) and mask[len(prompt)]
+
+
+def test_template_with_a_system_message_of_its_own():
+    tokenizer = tiny_tokenizer()
+    text = seen(tokenizer, *ChatTemplate(tokenizer, SYSTEM_BY_DEFAULT).conversation(ONE))
+    assert text == (
+        "<|im_start|>system\nBe good.<|im_end|>\n"
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n⟦2<|im_end|>⟧\n"
+    )
+
+
+@pytest.mark.parametrize("adds_bos_itself", [False, True])
+def test_llama3_has_one_bos_and_trains_the_end_of_turn(adds_bos_itself):
+    special = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    tokenizer = words(*special, add_bos=adds_bos_itself, add_eos=adds_bos_itself)
+    template = load_template(tokenizer, LLAMA3)
+    head, end, eot, line = (tokenizer.convert_tokens_to_ids(t) for t in (*special, "\n"))
+    user, assistant, ask, answer = (tokenizer.convert_tokens_to_ids(t) for t in ("user", "assistant", "1+1?", "2"))
+    prompt = [1, head, user, end, line, line, ask, eot, head, assistant, end, line, line]
+    assert template.prompt(ASK) == prompt
+    tokens, mask = template.conversation(ONE)
+    assert tokens == [*prompt, answer, eot]  # ends with <|eot_id|>, which is not the tokenizer's eos: nothing is added
+    assert mask == [False] * len(prompt) + [True, True]
+
+
+def test_mistral_trains_eos_of_every_turn():
+    tokenizer = words(add_bos=True)
+    template = load_template(tokenizer, MISTRAL)
+    inst, close, space = (tokenizer.convert_tokens_to_ids(t) for t in ("[INST]", "[/INST]", " "))
+    ask, answer, more, last = (tokenizer.convert_tokens_to_ids(t) for t in ("1+1?", "2", "And?", "end."))
+    assert template.prompt(ASK) == [1, inst, space, ask, space, close]
+    tokens, mask = template.conversation(TWO)
+    first = [1, inst, space, ask, space, close, space, answer, 2]
+    assert tokens == [*first, inst, space, more, space, close, space, last, 2]
+    assert mask == [False] * 6 + [True] * 3 + [False] * 5 + [True] * 3
+    with pytest.raises(BadRow, match=r"refuses the messages \(user, user\): roles must alternate"):
+        template.conversation([*ASK, *ASK])
+
+
+def test_generation_blocks_decide_and_the_end_of_turn_joins_them():
+    tokenizer = tiny_tokenizer()
+    by_blocks = ChatTemplate(tokenizer, GENERATION).conversation(TWO)
+    assert by_blocks == ChatTemplate(tokenizer, CHATML).conversation(TWO)
+    only_last = GENERATION.replace("== 'assistant' %}", "== 'assistant' and loop.last %}")
+    tokens, mask = ChatTemplate(tokenizer, only_last).conversation(TWO)
+    assert tokens == by_blocks[0] and seen(tokenizer, tokens, mask).count("⟦") == 1
+
+
+def test_a_turn_end_inside_the_generation_block_is_not_doubled():
+    inside = GENERATION.replace(
+        "{{ message['content'] }}{% endgen", "{{ message['content'] + '<|im_end|>\n' }}{% endgen"
+    )
+    inside = inside.replace("{{ '<|im_end|>\n' }}{% endfor", "{% if message['role'] == 'user' %}{{ '<|im_end|>\n' }}"
+                            "{% endif %}{% endfor")  # fmt: skip
+    tokenizer = tiny_tokenizer()
+    assert ChatTemplate(tokenizer, inside).conversation(TWO) == ChatTemplate(tokenizer, CHATML).conversation(TWO)
+
+
+def test_a_template_without_turn_ends_gets_a_trained_eos():
+    tokenizer = tiny_tokenizer()
+    text = seen(tokenizer, *ChatTemplate(tokenizer, ALPACA).conversation(TWO))
+    assert text == ("### user:\n1+1?\n\n### assistant:\n⟦2\n\n⟧### user:\nAnd?\n\n### assistant:\n⟦end.\n\n<|im_end|>⟧")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    template = ChatTemplate(tiny_tokenizer(), QWEN3)
+    tokens, mask = template.conversation(ONE)
+    assert seen(template.tokenizer, tokens, mask).endswith("assistant\n⟦<think>\n\n</think>\n\n2<|im_end|>⟧\n")
+    with pytest.raises(BadRow, match=r"first 2 messages differently .* \{% generation %\}"):
+        template.conversation(TWO)
+    with pytest.raises(BadRow, match="begins with the assistant"):
+        template.conversation(ONE[1:])
+
+
+def test_a_token_across_the_border_belongs_to_the_answer():
+    # A tokenizer that merges two line breaks into one token, and an answer that begins with a line break.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate([*alphabet, "ĊĊ"])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    tokens, mask = ChatTemplate(tokenizer, CHATML).conversation([*ASK, {"role": "assistant", "content": "\n2"}])
+    trained = [t for t, m in zip(tokens, mask, strict=True) if m]
+    assert tokenizer.convert_ids_to_tokens(trained) == ["ĊĊ", "2", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_plain_text(adds):
+    tokenizer = words(add_bos=adds, add_eos=adds)
+    template = load_template(tokenizer, "none")
+    ask, answer = tokenizer.convert_tokens_to_ids("1+1?"), tokenizer.convert_tokens_to_ids("2")
+    prompt = [1, ask] if adds else [ask]
+    assert template.prompt(ASK) == prompt
+    assert template.conversation(ONE) == ([*prompt, answer, 2], [False] * len(prompt) + [True, True])
+    with pytest.raises(BadRow, match="single user message, not user, assistant, user"):
+        template.conversation(TWO)
+
+
+def test_plain_text_that_brings_its_own_bos_has_one():
+    template = PlainText(words(add_bos=True))
+    assert template.prompt([{"role": "user", "content": "<s>1+1?"}])[:2].count(1) == 1
+
+
+def test_a_tokenizer_lacking_something(tmp_path):
+    with pytest.raises(ValueError, match="has no eos_token"):
+        load_template(tiny_tokenizer(eos_token=None))
+    bare = tiny_tokenizer(chat_template=None)
+    assert bare.pad_token is None
+    with pytest.raises(ValueError, match=r"no chat template: set data.chat_template .* or to `none`"):
+        load_template(bare)
+    assert load_template(bare, "none").prompt(ASK) == bare("1+1?")["input_ids"]
+    assert load_template(bare, CHATML).prompt(ASK) == load_template(tiny_tokenizer()).prompt(ASK)
+    (tmp_path / "t.jinja").write_text(CHATML)
+    assert load_template(bare, str(tmp_path / "t.jinja")).prompt(ASK) == load_template(tiny_tokenizer()).prompt(ASK)
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jinja"):
+        load_template(bare, "nothing.jinja")
+    with pytest.raises(BadRow, match="chat template refuses"):
+        load_template(bare, "{{ messages[5]['x'] }}").prompt(ASK)
