@@ -1,0 +1,62 @@
+"""Waiting for workers, and making one outcome of their answers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from coalign.cluster.future import BatchRef, Failure, Meta, Outcome, Store, WorkerError
+from coalign.types import merge_stats
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A verb under way in one worker: its Meta, when it comes, and the reference under which its payload will lie.
+
+    The future raises only if the worker itself is lost.
+    """
+
+    where: str
+    meta: concurrent.futures.Future[Meta]
+    payload: Any
+
+
+class Remote(Protocol):
+    """A handle to one worker, wherever it is."""
+
+    def execute(self, verb: str, *arguments: Any) -> Running:
+        """Start a verb of coalign.cluster.worker.Worker there."""
+
+
+def wait(label: str, running: Sequence[Running], timeout: float) -> list[Meta]:
+    """The Metas of all workers, in order; WorkerError once one failed, was lost, or kept silent for ``timeout`` s."""
+    where = {each.meta: each.where for each in running}
+    try:
+        for done in concurrent.futures.as_completed(where, timeout):
+            _raise_failure(label, where[done], done)
+    except TimeoutError:
+        late = ", ".join(each.where for each in running if not each.meta.done())
+        message = f"no answer within {timeout:g} s (runtime.call_timeout)"
+        raise WorkerError(label, late, Failure("TimeoutError", message, "")) from None
+    return [each.meta.result() for each in running]
+
+
+def _raise_failure(label: str, where: str, done: concurrent.futures.Future[Meta]) -> None:
+    if lost := done.exception():
+        raise WorkerError(label, where, Failure("worker lost", str(lost).strip(), "")) from None
+    if failure := done.result().failure:
+        raise WorkerError(label, where, failure) from failure.exception
+
+
+def combine(metas: Sequence[Meta], payloads: Sequence[Any], store: Store) -> Outcome:
+    """Shares of one result as a whole: a BatchRef in this order, merged Stats, or the first worker's plain value."""
+    stats = merge_stats(meta.stats or {} for meta in metas)
+    first = metas[0]
+    if first.lengths is not None:
+        pairs = zip(metas, payloads, strict=True)
+        result: Any = BatchRef.concat([BatchRef.of(meta, payload, store) for meta, payload in pairs])
+    else:
+        result = first.value if first.stats is None else stats
+    return Outcome(result, stats, max(meta.seconds for meta in metas), max(meta.memory for meta in metas))

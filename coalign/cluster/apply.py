@@ -1,0 +1,94 @@
+"""A pure function on the columns of batches: positional parameters are column names, keyword-only ones configuration.
+
+Runs wherever it is called; the cluster decides where that is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.config.functions import columns_of
+from coalign.data.batch import Batch
+from coalign.types import Max, Metric, Stat, Stats, Status, Total
+
+DERIVED = ("segment", "lengths")  # columns that every batch can make
+
+
+def apply_columns(
+    function: Callable[..., Any], batches: Sequence[Batch], keywords: Mapping[str, Any]
+) -> tuple[Batch, Stats]:
+    """Call ``function`` on the merged columns of the batches, without the rows whose status is ERROR.
+
+    The function returns a mapping: tensors and lists become columns of the result, Stat / Max / Total become metrics.
+    Raises ValueError for batches that do not belong together, for a column that nobody produced, and for a result of
+    another kind.
+    """
+    batch, stats = drop_errors(merge_columns(batches))
+    result = function(*bind(function, batch), **keywords)
+    if not isinstance(result, Mapping):
+        raise ValueError(
+            f"{name_of(function)} returned a {type(result).__name__}; expected a dict of columns and metrics"
+        )
+    columns, metrics, others = sort_result(result)
+    if others:
+        raise ValueError(
+            f"{name_of(function)} returned {', '.join(f'{k!r} of type {type(v).__name__}' for k, v in others.items())}"
+            "; expected tensors or lists (columns) and Stat, Max or Total (metrics)"
+        )
+    return batch.with_(**columns), stats | metrics
+
+
+def merge_columns(batches: Sequence[Batch]) -> Batch:
+    """One batch with the columns of all; of one name, the later. Same sequences throughout."""
+    base = batches[0]
+    for position, other in enumerate(batches[1:], start=2):
+        if not torch.equal(base.lengths, other.lengths):
+            raise ValueError(
+                f"batches of one apply must hold the same sequences: the first has {len(base)} with "
+                f"{base.tokens_total} tokens, number {position} has {len(other)} with {other.tokens_total}"
+            )
+    token, sequence = dict(base.token), dict(base.sequence)
+    for other in batches[1:]:
+        token |= other.token
+        sequence |= other.sequence
+    return Batch(base.lengths, token, sequence)
+
+
+def drop_errors(batch: Batch) -> tuple[Batch, Stats]:
+    """The batch without its ERROR rows, and how many there were (`samples/dropped`)."""
+    if "status" not in batch:
+        return batch, {}
+    good = batch["status"] != Status.ERROR
+    return batch.select(good), {"samples/dropped": Total(float((~good).sum()))}
+
+
+def bind(function: Callable[..., Any], batch: Batch) -> list[Any]:
+    """The columns that the function's positional parameters name; one with a default may be absent."""
+    needed, optional = columns_of(function)
+    there = {*batch.token, *batch.sequence, *DERIVED}
+    for name in needed:
+        if name not in there:
+            raise ValueError(
+                f"{name_of(function)} needs the column '{name}', which nobody produced; "
+                f"there are: {', '.join(sorted(there.difference(DERIVED)))}"
+            )
+    defaults = inspect.signature(function).parameters
+    return [batch[name] if name in there else defaults[name].default for name in (*needed, *optional)]
+
+
+def sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Metric], dict[str, Any]]:
+    """(columns, metrics, everything else) of a result."""
+    columns = {k: v for k, v in result.items() if isinstance(v, Tensor | list)}
+    metrics = {k: v for k, v in result.items() if isinstance(v, Stat | Max | Total)}
+    others = {k: v for k, v in result.items() if k not in columns and k not in metrics}
+    return columns, metrics, others
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """How messages and metrics call a function."""
+    return getattr(function, "__name__", type(function).__name__)

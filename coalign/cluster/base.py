@@ -1,0 +1,165 @@
+"""What every cluster has in common: models by name, calls under way, and the one place where the first error counts."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from coalign.cluster.answers import Remote, combine, wait
+from coalign.cluster.apply import name_of
+from coalign.cluster.dist import DistActor, DistModel
+from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store
+from coalign.cluster.lane import Task, in_thread
+from coalign.cluster.slot import Footprint, Slot, plan
+from coalign.cluster.worker import module_class
+from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data.batch import Batch
+from coalign.types import Context
+
+CLOSE_SECONDS = 5.0  # how long modules may take to give back what they hold
+
+
+class Cluster(ABC):
+    """Processes and devices of one run; a context manager that leaves nothing behind.
+
+    The first error of any call ends every other call with the same error and takes the workers down; only ``save``,
+    ``save_hf`` and weight updates may fail alone. ``on_call``, if set, is called with each new Future on the thread
+    that makes it.
+    """
+
+    store: Store
+
+    def __init__(self, config: RunConfig) -> None:
+        self.timeout = config.runtime.call_timeout
+        self.models: dict[str, DistModel] = {}
+        self.on_call: Callable[[Future], None] | None = None
+        self.error: BaseException | None = None
+        self._pending: set[Future] = set()
+        self._lock = threading.Lock()
+        self.footprints = {name: _footprint(name, model) for name, model in config.models.items()}
+        self.slots = plan(self.footprints, config.runtime.colocation)
+
+    # ---- what a run does ------------------------------------------------------------------------------------------
+
+    def spawn(self, name: str, config: ModelConfig, context: Context) -> DistModel:
+        """Start a model; it loads while others do. ValueError if its name is taken or its devices are not there."""
+        if name in self.models:
+            raise ValueError(f"there is a model '{name}' already")
+        if name not in self.slots:  # the configuration does not list it (rewards): places of its own
+            self.slots |= plan({name: _footprint(name, config)}, [])
+        slot = self.slots[name]
+        spmd = _one_group(config)
+        actors = self._start(name, slot, context.threads, spmd)
+        hold = self._hold(name, slot) if module_class(config).exclusive else nullcontext
+        model = self.models[name] = DistModel(name, config, actors, self, hold, spmd)
+        model.setup(context)
+        return model
+
+    def put(self, batch: Batch) -> BatchRef:
+        """Make a batch of this process known to the workers."""
+        return BatchRef.of(Meta.of(batch), self.store.put(batch), self.store)
+
+    def apply(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
+        """A pure function on the merged columns of the inputs, in a CPU worker: a BatchRef with its columns added."""
+        label = name_of(function)
+
+        def work(label: str) -> Outcome:
+            refs = [self.resolve(value) for value in inputs]
+            for ref in refs:
+                if not isinstance(ref, BatchRef):
+                    raise TypeError(f"apply({label}, ...): expected batches, got a {type(ref).__name__}")
+            running = [self._helper().execute("apply", function, [ref.share for ref in refs], keywords)]
+            return combine(wait(label, running, self.timeout), [running[0].payload], self.store)
+
+        return self.launch(label, work, in_thread)
+
+    def shutdown(self) -> None:
+        """End every call and every worker. Safe to call twice."""
+        closing = [] if self.error else [running.meta for model in self.models.values() for running in model.close()]
+        self._cancel(RuntimeError("the cluster has been shut down"))
+        concurrent.futures.wait(closing, CLOSE_SECONDS)
+        self._kill()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # ---- what models use ------------------------------------------------------------------------------------------
+
+    def launch(
+        self, label: str, work: Callable[[str], Outcome], submit: Callable[[Task], None], fatal: bool = True
+    ) -> Future:
+        """A Future for ``work(label)``, done by the thread that ``submit`` gives it to."""
+        future = Future(label)
+        with self._lock:
+            self._pending.add(future)
+            error = self.error
+        if error:
+            future.fail(error)
+        if self.on_call:
+            self.on_call(future)
+        submit(lambda: self._finish(future, work, fatal))
+        return future
+
+    def resolve(self, value: Any) -> Any:
+        """An argument of a call once it is there: Futures waited for, Batches put, everything else as it is."""
+        value = value.result() if isinstance(value, Future) else value
+        return self.put(value) if isinstance(value, Batch) else value
+
+    # ---- what a kind of cluster provides --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool) -> list[DistActor]:
+        """Workers for a model at its places."""
+
+    @abstractmethod
+    def _helper(self) -> Remote:
+        """A worker without a module, for pure functions."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End all workers, whatever they are doing."""
+
+    def _hold(self, name: str, slot: Slot) -> Callable[[], AbstractContextManager[Any]]:
+        """How a call has the model's devices to itself."""
+        return partial(slot.hold, name)
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, future: Future, work: Callable[[str], Outcome], fatal: bool) -> None:
+        if not future.done():
+            try:
+                future.succeed(work(future.label))
+            except BaseException as error:
+                future.fail(error)
+                if fatal and self._cancel(error):
+                    self._kill()
+        with self._lock:
+            self._pending.discard(future)
+
+    def _cancel(self, error: BaseException) -> bool:
+        """End every call with ``error`` unless something else came first; whether it was the first."""
+        with self._lock:
+            if self.error:
+                return False
+            self.error = error
+            pending = list(self._pending)
+        for future in pending:
+            future.fail(error)
+        return True
+
+
+def _one_group(config: ModelConfig) -> bool:
+    """Whether the processes of a model form one group. Frozen models are independent replicas: nothing to agree on."""
+    return module_class(config).spmd and not config.frozen
+
+
+def _footprint(name: str, config: ModelConfig) -> Footprint:
+    return Footprint.of(name, config, _one_group(config))

@@ -1,0 +1,181 @@
+"""Models spread over processes: DistActor is one replica with its ranks, DistModel all replicas of a model.
+
+A call returns a Future at once. The calls of one model run in the order they were made; calls of different models run
+side by side as far as their inputs and their devices allow. Nothing here knows where the workers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from coalign.cluster.answers import Remote, Running, combine, wait
+from coalign.cluster.future import BatchRef, Future, Meta, Outcome
+from coalign.cluster.lane import Lane
+from coalign.config.schema import ModelConfig
+from coalign.types import Context
+
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class DistActor:
+    """One replica: its ranks in order, their device, and where they meet (None for a single one)."""
+
+    ranks: Sequence[Remote]
+    device: str
+    rendezvous: str | None = None
+
+    def contexts(self, context: Context) -> list[Context]:
+        """What each rank is told."""
+        size = len(self.ranks)
+        own = replace(context, world_size=size, device=self.device, rendezvous=self.rendezvous)
+        return [replace(own, rank=rank) for rank in range(size)]
+
+
+class DistModel:
+    """All replicas of one model.
+
+    ``generate`` cuts prompts by sequences; every other method that gets a batch has it cut by tokens, groups whole,
+    order kept. SPMD models are called on every rank, even with an empty share, since their ranks meet in collectives;
+    neighbouring ranks of one tensor-parallel group receive the same share. An attribute that is not here is a method
+    of the module: ``model.my_method(batch, key=1)``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        actors: Sequence[DistActor],
+        cluster: Cluster,
+        hold: Callable[[], AbstractContextManager[Any]],
+        spmd: bool,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.actors = actors
+        self.cluster = cluster
+        self.store = cluster.store
+        self._ranks = [rank for actor in actors for rank in actor.ranks]
+        self._hold = hold  # takes the model's devices for the time of one call
+        self._spmd = spmd
+        self._copies = config.tensor_parallel if spmd else 1
+        self._lane = Lane(name)
+
+    def generate(self, prompts: BatchRef | Future, **keywords: Any) -> Future:
+        """Responses to prompts: a BatchRef."""
+        return self._call("generate", (prompts,), keywords, by="sequences")
+
+    def forward_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
+        """Columns for the rows of ``batch``: a BatchRef of these columns alone."""
+        return self._call("forward_step", (batch,), keywords)
+
+    def train_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
+        """Learn from ``batch``: Stats."""
+        return self._call("train_step", (batch,), keywords)
+
+    def eval_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
+        """The loss of ``batch``, without learning: Stats."""
+        return self._call("eval_step", (batch,), keywords)
+
+    def save(self, directory: str) -> Future:
+        """Write everything to resume bit for bit. A failure (a full disk) ends this call only, not the run."""
+        return self._call("save", (directory,), {}, fatal=False)
+
+    def load(self, directory: str) -> Future:
+        """Take back what ``save`` wrote."""
+        return self._call("load", (directory,), {})
+
+    def save_hf(self, directory: str) -> Future:
+        """Write a directory that ``from_pretrained`` loads. A failure ends this call only, not the run."""
+        return self._call("save_hf", (directory,), {}, fatal=False)
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Future:
+        """Any method of the module. Several batches among the arguments are cut alike: they hold the same sequences."""
+        return self._call(method, arguments, keywords)
+
+    def __getattr__(self, method: str) -> Callable[..., Future]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self.call, method)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, fatal: bool = True) -> Future:
+        """``function(module, store, *arguments)`` on every rank; the result lists what each of them returned."""
+
+        def work(label: str) -> Outcome:
+            metas = self._everywhere(label, "run", function, *arguments)
+            return replace(combine(metas, [None] * len(metas), self.store), result=[m.value for m in metas])
+
+        return self._launch(function.__name__, work, fatal)
+
+    def setup(self, context: Context) -> Future:
+        """Build and load the modules."""
+        contexts = [each for actor in self.actors for each in actor.contexts(context)]
+
+        def work(label: str) -> Outcome:
+            with self._hold():
+                pairs = zip(self._ranks, contexts, strict=True)
+                running = [rank.execute("setup", self.config, each) for rank, each in pairs]
+                return self._outcome(label, running)
+
+        return self._launch("setup", work)
+
+    def close(self) -> list[Running]:
+        """Take no more calls, and let the modules give back what they took."""
+        self._lane.close()
+        return [rank.execute("close") for rank in self._ranks]
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, method: str, work: Callable[[str], Outcome], fatal: bool = True) -> Future:
+        return self.cluster.launch(f"{self.name}.{method}", work, self._lane.submit, fatal)
+
+    def _call(
+        self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str = "tokens", fatal: bool = True
+    ) -> Future:
+        def work(label: str) -> Outcome:
+            ready = tuple(self.cluster.resolve(value) for value in arguments)
+            named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
+            shares = self._shares(label, ready, named, by)
+            with self._hold():
+                running = [rank.execute("call", method, *share) for rank, share in shares]
+                return self._outcome(label, running)
+
+        return self._launch(method, work, fatal)
+
+    def _everywhere(self, label: str, verb: str, *arguments: Any) -> list[Meta]:
+        with self._hold():
+            running = [rank.execute(verb, *arguments) for rank in self._ranks]
+            return wait(label, running, self.cluster.timeout)
+
+    def _outcome(self, label: str, running: list[Running]) -> Outcome:
+        metas = wait(label, running, self.cluster.timeout)[:: self._copies]
+        return combine(metas, [each.payload for each in running[:: self._copies]], self.store)
+
+    def _shares(
+        self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str
+    ) -> list[tuple[Remote, tuple[Any, ...]]]:
+        """Which rank gets which (arguments, keywords): batches cut, everything else as it is."""
+        refs = [value for value in (*arguments, *keywords.values()) if isinstance(value, BatchRef)]
+        if not refs:
+            return [(rank, (arguments, keywords)) for rank in self._ranks]
+        if len(sizes := {len(ref) for ref in refs}) > 1:
+            raise ValueError(f"{label}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
+        count = len(self._ranks) // self._copies
+        ranges = refs[0].ranges(count, by)
+        cut = lambda value, start, stop: value.slice(start, stop).share if isinstance(value, BatchRef) else value  # noqa: E731
+        shares = []
+        for position, rank in enumerate(self._ranks):
+            start, stop = ranges[position // self._copies]
+            if self._spmd or start < stop:
+                own = (
+                    tuple(cut(v, start, stop) for v in arguments),
+                    {k: cut(v, start, stop) for k, v in keywords.items()},
+                )
+                shares.append((rank, own))
+        nothing = tuple(cut(v, 0, 0) for v in arguments), {k: cut(v, 0, 0) for k, v in keywords.items()}
+        return shares or [(self._ranks[0], nothing)]

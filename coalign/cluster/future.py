@@ -1,0 +1,220 @@
+"""What a call on a model gives back: a Future at once, and later a reference to a batch, statistics or a value.
+
+Payloads never lie here: a BatchRef knows where the rows are, how long they are and how they group, which is all that a
+driver needs to cut them up and hand them on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from coalign.data.batch import Batch, split_ranges
+from coalign.types import Stats
+
+
+class Store(Protocol):
+    """Where payloads lie: this process's memory, or Ray's object store. References are opaque, freed when dropped."""
+
+    in_process: bool  # True: what is put is handed on as the same live object, nothing copied
+
+    def put(self, value: Any) -> Any:
+        """Keep a batch or any other value; its reference."""
+
+    def get(self, ref: Any) -> Any:
+        """The value behind a reference made by ``put``."""
+
+    def rows(self, ref: Any, start: int, stop: int) -> Batch:
+        """Sequences start..stop-1 of a stored batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows start..stop-1 of one stored batch."""
+
+    ref: Any
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rows on their way to a worker: where they lie, and nothing else."""
+
+    parts: tuple[Part, ...]
+
+    def gather(self, store: Store) -> Batch:
+        """The rows of all parts, one after the other."""
+        return Batch.concat([store.rows(part.ref, part.start, part.stop) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class BatchRef:
+    """A batch that lies elsewhere: ``parts`` in order, lengths i64[N], group i64[N] (None without that column)."""
+
+    parts: tuple[Part, ...] = field(repr=False)
+    lengths: Tensor = field(repr=False)
+    group: Tensor | None = field(repr=False)
+    columns: tuple[str, ...]
+    store: Store = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens_total(self) -> int:
+        return int(self.lengths.sum())
+
+    @staticmethod
+    def of(meta: Meta, payload: Any, store: Store) -> BatchRef:
+        """A whole stored batch, from its description."""
+        return BatchRef((Part(payload, 0, len(meta.lengths)),), meta.lengths, meta.group, meta.columns, store)
+
+    @property
+    def share(self) -> Share:
+        return Share(self.parts)
+
+    def slice(self, start: int, stop: int) -> BatchRef:
+        """Sequences start..stop-1, nothing moved. An empty slice keeps one empty part: it still has its columns."""
+        parts, at = [], 0
+        for part in self.parts:
+            size = part.stop - part.start
+            first, last = max(start - at, 0), min(stop - at, size)
+            if first < last:
+                parts.append(Part(part.ref, part.start + first, part.start + last))
+            at += size
+        parts = parts or [Part(self.parts[0].ref, 0, 0)]
+        group = None if self.group is None else self.group[start:stop]
+        return BatchRef(tuple(parts), self.lengths[start:stop], group, self.columns, self.store)
+
+    def ranges(self, n: int, by: str) -> list[tuple[int, int]]:
+        """n consecutive (start, stop) that cover all rows, balanced by ``tokens`` or ``sequences``, groups whole."""
+        return split_ranges(self.lengths, n, keep=self.group, by=by)
+
+    def fetch(self, rows: int | None = None) -> Batch:
+        """Bring the first ``rows`` sequences (None: all) into this process."""
+        wanted = self if rows is None else self.slice(0, min(rows, len(self)))
+        return wanted.share.gather(self.store)
+
+    @staticmethod
+    def concat(refs: list[BatchRef]) -> BatchRef:
+        """One after the other; empty ones, which may lack columns, leave no trace unless all are empty."""
+        refs = [ref for ref in refs if len(ref)] or refs[:1]
+        groups = [ref.group for ref in refs]
+        return BatchRef(
+            tuple(part for ref in refs for part in ref.parts),
+            torch.cat([ref.lengths for ref in refs]),
+            None if any(group is None for group in groups) else torch.cat(groups),
+            refs[0].columns,
+            refs[0].store,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that crossed a process boundary: always printable, whole if it could be pickled."""
+
+    kind: str
+    message: str
+    traceback: str
+    exception: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What a driver learns of one worker's result; small, whatever the size of the payload.
+
+    lengths i64[N], group i64[N] and columns describe the stored batch (None / empty without one); ``stats`` is None
+    unless the call gave some; ``value`` is a plain result; ``memory`` is the process's peak in bytes (the
+    device's, if the module computes on one).
+    """
+
+    lengths: Tensor | None = None
+    group: Tensor | None = None
+    columns: tuple[str, ...] = ()
+    stats: Stats | None = None
+    value: Any = None
+    seconds: float = 0.0
+    memory: int = 0
+    failure: Failure | None = None
+
+    @staticmethod
+    def of(batch: Batch, stats: Stats | None = None) -> Meta:
+        """The description of a batch that is about to be stored."""
+        group = batch.get("group")
+        return Meta(batch.lengths, group, (*batch.token, *batch.sequence), stats)
+
+
+class WorkerError(RuntimeError):
+    """A call failed in a worker. Says which call, model, replica and rank, with the traceback from there.
+
+    ``cause`` is the worker's own exception where it could travel (None if the process died or timed out).
+    """
+
+    def __init__(self, label: str, where: str, failure: Failure) -> None:
+        text = f"{label} failed in {where}: {failure.kind}: {failure.message}"
+        super().__init__(f"{text}\n\n{failure.traceback}" if failure.traceback else text)
+        self.label, self.where, self.failure = label, where, failure
+
+    @property
+    def cause(self) -> BaseException | None:
+        return self.failure.exception
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished call: its result and what it took."""
+
+    result: Any
+    stats: Stats
+    seconds: float
+    memory: int
+
+
+class Future:
+    """A call under way. ``label`` is `model.method` or the applied function's name.
+
+    ``result()`` waits: a BatchRef, merged Stats or a plain value; WorkerError (or the first error of the run, if that
+    ended this call) otherwise. After it ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of
+    the largest worker) are there; before, they wait too.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._outcome: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+
+    def result(self) -> Any:
+        return self._outcome.result().result
+
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    @property
+    def stats(self) -> Stats:
+        return self._outcome.result().stats
+
+    @property
+    def seconds(self) -> float:
+        return self._outcome.result().seconds
+
+    @property
+    def peak_memory(self) -> int:
+        return self._outcome.result().memory
+
+    def succeed(self, outcome: Outcome) -> None:
+        """Set the outcome, unless an error of the run came first."""
+        self._settle(lambda: self._outcome.set_result(outcome))
+
+    def fail(self, error: BaseException) -> None:
+        """End with ``error``, unless the call has ended already."""
+        self._settle(lambda: self._outcome.set_exception(error))
+
+    def _settle(self, settle: Any) -> None:
+        try:
+            settle()
+        except concurrent.futures.InvalidStateError:
+            return  # two threads may end a call: its own lane, and the one that saw the run's first error

@@ -1,0 +1,121 @@
+"""One worker: holds one Module in its process (or thread), executes calls, and answers (Meta, payload).
+
+Plain Python: the same class serves the local cluster and Ray. Exceptions do not leave it; they become a Failure.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from coalign.cluster.apply import apply_columns, sort_result
+from coalign.cluster.future import Failure, Meta, Share, Store
+from coalign.config.functions import resolve_class
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.types import Context
+
+Answer = tuple[Meta, Batch | None]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def module_class(config: ModelConfig) -> type:
+    """The Module subclass that a configuration names (`fsdp`, or a dotted path)."""
+    return resolve_class(config.module, "coalign.modules", "Module")
+
+
+class Worker:
+    """The verbs: ``setup``, ``call`` (a method of the module), ``run`` (a function on it), ``apply``, ``close``."""
+
+    def __init__(self, store: Store, threads: int | None) -> None:
+        self.store = store
+        self.threads = threads
+        self.module: Any = None
+
+    def execute(self, verb: str, *arguments: Any) -> Answer:
+        """Run one verb; its result and what it took. Never raises: a failure is part of the Meta."""
+        start = time.perf_counter()
+        # Thread counts belong to the calling thread, and their defaults differ between threads, processes and Ray
+        # actors; with them differs the order of summation.
+        torch.set_num_threads(self.threads or cores())
+        try:
+            meta, payload = getattr(self, verb)(*arguments)
+        except BaseException as error:
+            return Meta(failure=_failure(error), seconds=time.perf_counter() - start), None
+        return replace(meta, seconds=time.perf_counter() - start, memory=self._peak_memory()), payload
+
+    def setup(self, config: ModelConfig, context: Context) -> Answer:
+        """Build the module and let it load."""
+        self.module = module_class(config)(config, context)
+        self.module.setup()
+        return Meta(), None
+
+    def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
+        """Call a method of the module; Shares among the arguments arrive as Batches."""
+        arguments = tuple(self._receive(value) for value in arguments)
+        keywords = {name: self._receive(value) for name, value in keywords.items()}
+        result = getattr(self.module, method)(*arguments, **keywords)
+        base = next((value for value in (*arguments, *keywords.values()) if isinstance(value, Batch)), None)
+        return _answer(result, base)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Answer:
+        """``function(module, store, *arguments)``: work on the module itself, such as moving its weights."""
+        return Meta(value=function(self.module, self.store, *arguments)), None
+
+    def apply(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
+        """A pure function on the merged columns of the inputs; see coalign.cluster.apply."""
+        batch, stats = apply_columns(function, [share.gather(self.store) for share in inputs], keywords)
+        return Meta.of(batch, stats), batch
+
+    def close(self) -> Answer:
+        """Let the module give back what it took."""
+        if self.module is not None:
+            self.module.close()
+        return Meta(), None
+
+    def _receive(self, value: Any) -> Any:
+        return value.gather(self.store) if isinstance(value, Share) else value
+
+    def _peak_memory(self) -> int:
+        if self.module is not None and self.module.context.device.startswith("cuda"):
+            return torch.cuda.max_memory_allocated(self.module.context.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _answer(result: Any, base: Batch | None) -> Answer:
+    """A Batch, or columns for the rows of ``base``, as payload; statistics and plain values in the Meta."""
+    if isinstance(result, Batch):
+        return Meta.of(result), result
+    columns, stats, others = sort_result(result) if isinstance(result, Mapping) else ({}, {}, {"": result})
+    if others or (columns and base is None):
+        return Meta(value=result), None
+    if not columns:
+        return Meta(stats=stats), None
+    # An empty share has columns of no entries, whose kind cannot be told; the driver leaves empty parts out.
+    batch = Batch(base.lengths).with_(**(columns if len(base) else {}))
+    return Meta.of(batch, stats), batch
+
+
+def _failure(error: BaseException) -> Failure:
+    trace = "".join(traceback.format_exception(error))
+    return Failure(type(error).__name__, str(error), trace, _portable(error))
+
+
+def _portable(error: BaseException) -> BaseException | None:
+    """The exception if it survives a trip between processes, None for those that hold what cannot travel."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None

@@ -1,0 +1,37 @@
+"""After a training step: give the source's weights to the models that compute with them.
+
+This file picks a transport by where the models live; each transport has a file of its own.
+"""
+
+from __future__ import annotations
+
+import time
+
+from coalign.types import Stats, Total
+from coalign.weights.in_process import adopt
+from coalign.weights.object_store import through_store
+from coalign.weights.transport import Model, Transport
+
+
+class WeightSync:
+    """Weights of ``source`` to ``target``, with a version that the target reports for every token it samples."""
+
+    def __init__(self, source: Model, target: Model, transport: Transport | None = None) -> None:
+        self.source = source
+        self.target = target
+        self.transport = transport or transport_between(source, target)
+
+    def __call__(self, version: int) -> Stats:
+        """Move the weights and wait until every replica serves them.
+
+        `sync/bytes` (moved to each target) and `sync/seconds`. Raises WorkerError naming the tensor that arrived
+        damaged; the target then still serves its old version.
+        """
+        begun = time.perf_counter()
+        moved = self.transport(self.source, self.target, version)
+        return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - begun)}
+
+
+def transport_between(source: Model, target: Model) -> Transport:
+    """The live tensors where both models are in one process, the object store otherwise."""
+    return adopt if source.store.in_process and target.store.in_process else through_store

@@ -1,0 +1,119 @@
+"""Modules that do arithmetic: real subclasses of Module whose results can be worked out by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from coalign.data.batch import Batch
+from coalign.modules.base import Module
+from coalign.types import Max, Stat, Total
+
+
+class EchoModule(Module):
+    """Repeats each prompt n times, adding one to every token."""
+
+    def generate(self, prompts: Batch, *, samples: int = 2) -> Batch:
+        rows = torch.arange(len(prompts)).repeat_interleave(samples)
+        out = prompts.select(rows)
+        return out.with_(
+            tokens=out["tokens"] + 1,
+            index=torch.arange(samples, dtype=torch.int32).repeat(len(prompts)),
+            status=torch.zeros(len(rows), dtype=torch.uint8),
+        )
+
+
+class SumModule(Module):
+    """Scores a sequence with the sum of its tokens; an independent replica in each process."""
+
+    def forward_step(self, batch: Batch, *, into: str = "reward") -> dict[str, torch.Tensor]:
+        sums = torch.zeros(len(batch)).index_add_(0, batch.segment, batch["tokens"].float())
+        return {into: sums, "handled": Total(len(batch))}
+
+    def whole(self, batch: Batch) -> int:
+        """Tokens that this process saw."""
+        return batch.tokens_total
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    def hand_back(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Writes to what it received, as no module should."""
+        batch["tokens"].zero_()
+        return {"values": torch.zeros(batch.tokens_total)}
+
+    def fail(self, batch: Batch | None = None) -> None:
+        raise ValueError("as asked")
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save(self, directory: str) -> None:
+        raise OSError(28, "No space left on device", directory)
+
+
+class RewardLikeModule(SumModule):
+    """Mostly waits: does not need its devices to itself."""
+
+    exclusive = False
+
+
+class GroupModule(Module):
+    """A process group: every rank is called each time, and says what it got."""
+
+    spmd = True
+
+    def setup(self) -> None:
+        self.weight = torch.full((4,), 1.0 + self.context.seed)
+
+    def train_step(self, batch: Batch) -> dict[str, object]:
+        self.weight += 1
+        return {
+            "tokens": Total(batch.tokens_total),
+            "ranks": Total(1),
+            "largest": Max(float(batch["tokens"].max()) if len(batch) else 0.0),
+            "mean": Stat(float(batch["tokens"].sum()), batch.tokens_total),
+        }
+
+    def place(self) -> tuple[int, int, str | None]:
+        return self.context.rank, self.context.world_size, self.context.rendezvous
+
+    def forward_step(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"values": batch["tokens"].float() * self.weight[0]}
+
+    def export_weights(self):
+        yield "model.weight", self.weight
+        yield "model.half", self.weight.to(torch.bfloat16)
+
+
+class ServingModule(Module):
+    """Holds the weights that it was given."""
+
+    def setup(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version = -1
+
+    def load_weights(self, weights, *, version: int, adopt: bool = False) -> None:
+        self.weights = {name: tensor if adopt else tensor.clone() for name, tensor in weights}
+        self.version = version
+
+    def serving(self) -> tuple[int, dict[str, list[float]]]:
+        return self.version, {name: tensor.float().tolist() for name, tensor in self.weights.items()}
+
+
+class MarkModule(Module):
+    """Leaves a file when it is closed."""
+
+    def close(self) -> None:
+        Path(self.config.load or "").touch()
