@@ -92,6 +92,7 @@ def generate(
     """Generate responses: JSONL in, JSONL out."""
     from coalign.config.schema import SamplingConfig
     from coalign.runtime.display import Display
+    from coalign.runtime.inference import Job
     from coalign.runtime.inference import generate as respond
 
     sampling = SamplingConfig(
@@ -105,19 +106,8 @@ def generate(
     )
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt TEXT or --input FILE.jsonl")
-    respond(
-        model,
-        source=prompts,
-        prompt=prompt,
-        output=output,
-        key=key,
-        samples=samples,
-        sampling=sampling,
-        chat_template=chat_template,
-        seed=seed,
-        dtype=dtype,
-        display=Display(),
-    )
+    job = Job(model, prompts, prompt, output, key, samples, sampling, chat_template, seed, dtype)
+    respond(job, Display())
 
 
 @app.command(name="inspect-data")

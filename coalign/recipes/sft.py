@@ -9,6 +9,7 @@ class SFT(Engine):
 
     models = {"trainer": Trainable}
     source = "conversations"
+    evaluates = ("trainer",)
     defaults = {
         "loss": {"fn": "sft", "aggregation": "token_mean"},
         "models": {"trainer": {"module": "fsdp", "optimizer": {"lr": 1e-5, "schedule": "cosine", "min_lr_ratio": 0.1}}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
     )
 
 
-def _loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) -> Loader:
+def loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) -> Loader:
+    """The training or evaluation data of a run."""
     return build_loader(
         config.data,
         tokenizer,
@@ -94,12 +96,13 @@ def _loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) ->
     )
 
 
-def build(config: RunConfig, cluster: Any) -> Engine:
-    """Data, models and engine, ready to ``learn``. Whatever fails here has changed nothing on disk."""
+def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) -> Engine:
+    """Data, models and engine, ready to ``learn``; with ``only`` these models alone, ready to be evaluated."""
     cls, models = prepare(config)
+    models = {name: model for name, model in models.items() if only is None or name in only}
     tokenizer = load_tokenizer(config)
-    loader = _loader(config, cls, tokenizer, "train")
-    steps = config.runtime.steps or max(1, config.runtime.epochs * len(loader) // config.runtime.prompts_per_step)
+    data = loader(config, cls, tokenizer, "train")
+    steps = config.runtime.steps or data.steps(config.runtime.epochs)
     engine = cls(config, cluster)
     engine.tokenizer = tokenizer
     engine.last = steps
@@ -108,10 +111,11 @@ def build(config: RunConfig, cluster: Any) -> Engine:
     }
     for name, model in engine.models_running.items():
         setattr(engine, name, model)
-    engine.environment = Environment(cluster, engine.env_flow, loader, Buffer(config.runtime.max_staleness, steps))
-    syncs = [WeightSync(engine.models_running[a], engine.models_running[b]) for a, b in cls.sync]
+    engine.environment = Environment(cluster, engine.env_flow, data, Buffer(config.runtime.max_staleness, steps))
+    pairs = [(a, b) for a, b in cls.sync if a in models and b in models]
+    syncs = [WeightSync(engine.models_running[a], engine.models_running[b]) for a, b in pairs]
     engine.trainers = Trainer(cluster, engine.train_flow, syncs)
     if config.data.eval:
-        held_out = _loader(config, cls, tokenizer, "eval")
+        held_out = loader(config, cls, tokenizer, "eval")
         engine.evaluator = Evaluator(cluster, engine.eval_flow, held_out, config.runtime.eval_prompts)
     return engine

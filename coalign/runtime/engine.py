@@ -33,6 +33,7 @@ class Engine:
     models: ClassVar[Mapping[str, type]] = {}
     sync: ClassVar[list[tuple[str, str]]] = []
     source: ClassVar[str] = "prompts"
+    evaluates: ClassVar[tuple[str, ...]] = ("policy", "reward")  # the models that eval_flow calls
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: RunConfig, cluster: Any) -> None:
@@ -45,6 +46,8 @@ class Engine:
         self.trainers: Trainer
         self.evaluator: Evaluator | None = None
         self.hooks: list[Hook] = []
+        self.models_running: dict[str, Any] = {}
+        self.tokenizer: Any = None
         if config.advantage:
             fn = resolve(config.advantage.fn, "coalign.algorithms.advantages")
             self.advantage = partial(fn, **bind(fn, config.advantage.arguments, "advantage"))
