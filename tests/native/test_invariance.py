@@ -1,0 +1,84 @@
+"""A token depends on the weights and (seed, group, index, position): tokens and log-probs are the same bits in any batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tests.native import helpers
+
+MODELS = {
+    "small": helpers.qwen2(),
+    "odd_sizes": helpers.qwen2(hidden_size=56, intermediate_size=104, num_attention_heads=7, num_key_value_heads=7, vocab_size=211),
+    "wide": helpers.qwen2(hidden_size=192, intermediate_size=1024, vocab_size=2048),
+}
+
+
+def generate(model, asked, sampling, **settings):
+    """{(group, index): (tokens, log-probs as bits)}"""
+    answers = helpers.engine(model, **settings).generate(asked, sampling)
+    return {
+        (request.group, index): (response.tokens.tolist(), response.logprobs.view(torch.int32).tolist())
+        for request, responses in zip(asked, answers, strict=True)
+        for index, response in enumerate(responses)
+    }
+
+
+def variants(asked):
+    """The same requests met in other company: order, slots, prefill budget, replicas."""
+    shuffled = random.Random(3).sample(asked, len(asked))
+    yield "reversed", [asked[::-1]], {}
+    yield "shuffled", [shuffled], {"max_sequences": 5}
+    yield "one slot", [asked], {"max_sequences": 1}
+    yield "small prefill", [asked], {"prefill_tokens": 16, "max_sequences": 11}
+    yield "little memory", [asked], {"kv_tokens": 256}
+    yield "two replicas", [asked[::2], asked[1::2]], {}
+    yield "one by one", [[request] for request in asked], {}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_neighbours_do_not_change_a_bit(name, dtype, threads):
+    model = helpers.reference(MODELS[name], dtype=dtype)
+    asked = helpers.requests(9, samples=3)
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=10)
+    torch.set_num_threads(threads)
+    try:
+        expected = generate(model, asked, sampling)
+        for title, parts, settings in variants(asked):
+            met = {}
+            for part in parts:
+                met |= generate(model, part, sampling, **settings)
+            assert met == expected, title
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3}],
+    ids=lambda change: next(iter(change)),
+)
+def test_nor_with_truncated_distributions(change):
+    model = helpers.reference(MODELS["odd_sizes"])
+    asked = helpers.requests(6, samples=2)
+    sampling = helpers.replace(helpers.SAMPLING, **change)
+    expected = generate(model, asked, sampling)
+    for title, parts, settings in variants(asked):
+        met = {}
+        for part in parts:
+            met |= generate(model, part, sampling, **settings)
+        assert met == expected, title
+
+
+def test_the_seed_the_group_and_the_index_do_change_the_tokens():
+    model = helpers.reference(MODELS["small"])
+    asked = helpers.requests(1, samples=2)
+    first = generate(model, asked, helpers.SAMPLING)
+    assert first != generate(model, asked, helpers.SAMPLING, seed=8)
+    assert first[0, 0] != first[0, 1]
+    other_group = [helpers.Request(asked[0].prompt, 1, 2)]
+    assert first[0, 0] != generate(model, other_group, helpers.SAMPLING)[1, 0]
