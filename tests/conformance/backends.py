@@ -1,0 +1,96 @@
+"""The backends under test: a name, how many processes, the configuration, how closely it must agree."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from coalign.config.functions import resolve_class
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.modules.base import TrainableModule
+from coalign.types import Context, merge_stats
+from tests.conformance.reference import CLIP, HIGH, LOW, LR, Report
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    module: str
+    ranks: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-6  # relative, of gradient norms; weights and log-probs follow
+
+
+BACKENDS = [
+    Backend("fsdp", "fsdp"),
+    Backend("fsdp-unshared", "fsdp", config={"share_prefix": False}),
+    Backend("fsdp-micro", "fsdp", config={"max_tokens_per_micro": 40}),
+    Backend("fsdp-checkpointing", "fsdp", config={"gradient_checkpointing": True}),
+    Backend("fsdp-bf16", "fsdp", config={"compute_dtype": "bfloat16"}, tolerance=3e-2),
+    Backend("fsdp-2ranks", "fsdp", ranks=2, config={"max_tokens_per_micro": 40}),
+    Backend("fsdp-2ranks-bf16", "fsdp", ranks=2, config={"compute_dtype": "bfloat16"}, tolerance=3e-2),
+]
+
+
+def build(backend: Backend, path: str, *, rank: int = 0, port: int = 0, **config: Any) -> TrainableModule:
+    """The module of one rank, set up."""
+    optimizer = {"lr": LR, "weight_decay": 0.1, "clip_grad_norm": CLIP}
+    model = ModelConfig(**{"module": backend.module, "load": path, "optimizer": optimizer, **backend.config, **config})
+    context = Context(
+        rank=rank,
+        world_size=backend.ranks,
+        loss={"fn": "policy_gradient", "clip_low": LOW, "clip_high": HIGH},
+        rendezvous=f"127.0.0.1:{port}",
+    )
+    module = resolve_class(backend.module, "coalign.modules", "Module")(model, context)
+    module.setup()
+    return module
+
+
+def train(backend: Backend, path: str, batch: Batch, scratch: Path) -> Report:
+    """Three steps on as many processes as the backend asks for."""
+    results = on_ranks(backend.ranks, _train, scratch, backend, path, batch)
+    first = results[0]
+    stats = [merge_stats(result["stats"][i] for result in results) for i in range(3)]
+    return Report(
+        before=first["before"],
+        logprobs=torch.cat([result["logprobs"] for result in results]),
+        losses=[s["loss/value"].value for s in stats],
+        norms=[s["loss/grad_norm"].value for s in stats],
+        after=first["after"],
+    )
+
+
+def _train(rank: int, port: int, backend: Backend, path: str, batch: Batch) -> dict[str, Any]:
+    module = build(backend, path, rank=rank, port=port)
+    part = batch.split(backend.ranks, keep="group")[rank]
+    result = {
+        "before": {name: tensor.clone() for name, tensor in module.export_weights()},
+        "logprobs": module.forward_step(part)["ref_logprobs"][part["loss_mask"]],
+        "stats": [module.train_step(part) for _ in range(3)],
+        "after": {name: tensor.clone() for name, tensor in module.export_weights()},
+    }
+    module.close()
+    return result
+
+
+def on_ranks(ranks: int, function: Any, scratch: Path, *arguments: Any) -> list[Any]:
+    """``function(rank, port, *arguments)`` on every rank; what each returned. In this process if there is only one."""
+    if ranks == 1:
+        return [function(0, 0, *arguments)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_worker, (port, function, scratch, arguments), nprocs=ranks)
+    return [torch.load(scratch / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def _worker(rank: int, port: int, function: Any, scratch: Path, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.save(function(rank, port, *arguments), scratch / f"{rank}.pt")
