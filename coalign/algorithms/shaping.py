@@ -26,9 +26,9 @@ def shape_reward(
     """token_rewards f32[T]: -kl_coef · kl_t at every trained token, plus the reward at the last one (2203.02155).
 
     The divergence is that of the policy which sampled, so it is measured with the sampler's log-probs: under that
-    policy k1 is unbiased, and the trainer need not run before the batch is complete. ``clip`` bounds the reward to ±clip
-    before anything is subtracted from it. A sequence without a trained token has nowhere to put its reward: all its
-    token rewards are 0.
+    policy k1 is unbiased, and the trainer need not run before the batch is complete. ``clip`` bounds the reward to
+    ±clip before anything is subtracted from it. A sequence without a trained token has nowhere to put its reward: all
+    its token rewards are 0.
 
     Metrics: ``kl`` in nats per response (what AdaptiveKL steers by), ``kl_per_token``.
     """

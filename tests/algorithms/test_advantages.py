@@ -1,0 +1,189 @@
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coalign.algorithms.advantages import gae, group, reinforce_pp, reinforce_pp_baseline, rloo
+
+T = torch.tensor
+
+
+def column(*values, dtype=torch.float32):
+    return T(values, dtype=dtype)
+
+
+def mask(bits):
+    return T([b == "1" for b in bits])
+
+
+class TestGae:
+    def test_worked_by_hand(self):
+        # prompt, then three response tokens with rewards 0, 0, 1 and values 0.5, 0.4, 0.8; gamma 0.9, lam 0.5.
+        # delta_3 = 1 - 0.8 = 0.2; delta_2 = 0.9 * 0.8 - 0.4 = 0.32; delta_1 = 0.9 * 0.4 - 0.5 = -0.14
+        # A_3 = 0.2; A_2 = 0.32 + 0.45 * 0.2 = 0.41; A_1 = -0.14 + 0.45 * 0.41 = 0.0445
+        out = gae(
+            column(0, 0, 0, 1),
+            column(9, 0.5, 0.4, 0.8),
+            mask("0111"),
+            T([0, 0, 0, 0]),
+            gamma=0.9,
+            lam=0.5,
+            whiten=False,
+        )
+        assert out["advantages"].tolist() == pytest.approx([0, 0.0445, 0.41, 0.2])
+        assert out["returns"].tolist() == pytest.approx([0, 0.5445, 0.81, 1.0])
+        assert out["returns/mean"].value == pytest.approx((0.5445 + 0.81 + 1.0) / 3)
+
+    def test_masked_positions_take_no_time_and_reset_nothing(self):
+        arguments = {"gamma": 0.9, "lam": 0.5, "whiten": False}
+        plain = gae(column(0, 0, 1), column(0.5, 0.4, 0.8), mask("111"), T([0, 0, 0]), **arguments)
+        tools = gae(
+            column(7, 0, 7, 7, 0, 1, 7), column(7, 0.5, 7, 7, 0.4, 0.8, 7), mask("0100110"), T([0] * 7), **arguments
+        )
+        keep = mask("0100110")
+        for name in ("advantages", "returns"):
+            assert torch.equal(tools[name][keep], plain[name])
+            assert not tools[name][~keep].any()
+
+    def test_sequences_do_not_see_each_other(self):
+        rewards, values, segment = torch.randn(12), torch.randn(12), T([0] * 5 + [1] * 1 + [3] * 6)  # 2 is empty
+        together = gae(rewards, values, torch.ones(12, dtype=torch.bool), segment, whiten=False)["advantages"]
+        for a, b in ((0, 5), (5, 6), (6, 12)):
+            on = torch.ones(b - a, dtype=torch.bool)
+            alone = gae(rewards[a:b], values[a:b], on, T([0] * (b - a)), whiten=False)["advantages"]
+            torch.testing.assert_close(together[a:b], alone)
+
+    @settings(max_examples=30, deadline=None, derandomize=True)
+    @given(
+        lengths=st.lists(st.integers(0, 40), min_size=1, max_size=5),
+        seed=st.integers(0, 999),
+        gamma=st.sampled_from([0.0, 0.9, 1.0]),
+        lam=st.sampled_from([0.0, 0.95, 1.0]),
+    )
+    def test_equals_the_plain_recursion(self, lengths, seed, gamma, lam):
+        generator = torch.Generator().manual_seed(seed)
+        total = sum(lengths)
+        rewards, values = torch.randn(2, total, generator=generator)
+        on = torch.rand(total, generator=generator) < 0.7
+        segment = torch.repeat_interleave(torch.arange(len(lengths)), T(lengths))
+        got = gae(rewards, values, on, segment, gamma=gamma, lam=lam, whiten=False)["advantages"]
+        want = torch.zeros(total, dtype=torch.float64)
+        for i in range(len(lengths)):
+            following, advantage = 0.0, 0.0
+            for t in reversed((on & (segment == i)).nonzero().flatten().tolist()):
+                delta = rewards[t].item() + gamma * following - values[t].item()
+                following, advantage = values[t].item(), delta + gamma * lam * advantage
+                want[t] = advantage
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+
+    def test_whitening_is_over_the_response_tokens_of_the_rollout(self):
+        out = gae(torch.randn(50), torch.randn(50), torch.arange(50) % 3 > 0, torch.arange(50) // 10)
+        kept = out["advantages"][torch.arange(50) % 3 > 0]
+        assert kept.mean().item() == pytest.approx(0, abs=1e-6)
+        assert kept.var(unbiased=False).item() == pytest.approx(1, abs=1e-5)
+        raw = gae(torch.zeros(4), torch.zeros(4), mask("1111"), T([0, 0, 1, 1]))
+        assert raw["advantages"].tolist() == [0.0] * 4  # equal values: nothing to scale
+
+    def test_long_sequences_do_not_lose_precision(self):
+        # gamma = lam = 1 and no values: A_t is the number of tokens left, 1 reward each.
+        out = gae(
+            torch.ones(5000),
+            torch.zeros(5000),
+            torch.ones(5000, dtype=torch.bool),
+            T([0] * 5000),
+            lam=1.0,
+            whiten=False,
+        )
+        assert torch.equal(out["advantages"], torch.arange(5000, 0, -1.0))
+
+
+class TestGroup:
+    SEGMENT, MASK = T([0, 0, 0, 1, 1, 2, 2, 3]), mask("01101011")
+
+    def test_worked_by_hand(self):
+        # Rewards 1, 0, 0, 1: mean 0.5; unbiased variance 4 * 0.25 / 3 = 1/3, std 0.57735: 0.5 / 0.57735 = 0.866025
+        out = group(column(1, 0, 0, 1), T([4, 4, 4, 4]), self.MASK, self.SEGMENT, eps=0.0)
+        a = 0.866025
+        assert out["advantages"].tolist() == pytest.approx([0, a, a, 0, -a, 0, -a, a], abs=1e-6)
+        # population: std 0.5
+        out = group(column(1, 0, 0, 1), T([4, 4, 4, 4]), self.MASK, self.SEGMENT, unbiased=False, eps=0.5)
+        assert out["advantages"].tolist() == pytest.approx([0, 0.5, 0.5, 0, -0.5, 0, -0.5, 0.5])
+
+    def test_without_scale_is_the_deviation(self):
+        out = group(column(3, 0, 0, 1), T([4, 4, 4, 4]), self.MASK, self.SEGMENT, scale="none")
+        assert out["advantages"].tolist() == [0, 2, 2, 0, -1, 0, -1, 0]
+
+    def test_ragged_groups_in_any_order(self):
+        # Group 9 holds samples 0 and 3 (mean 2), group 1 sample 1 alone, group 5 sample 2 alone.
+        out = group(column(1, 8, 0, 3), T([9, 1, 5, 9]), self.MASK, self.SEGMENT, scale="none")
+        assert out["advantages"].tolist() == [0, -1, -1, 0, 0, 0, 0, 1]
+        assert out["groups/zero_std"].value == pytest.approx(2 / 3)
+
+    @pytest.mark.parametrize("function", [group, rloo, reinforce_pp_baseline])
+    def test_equal_rewards_give_exactly_nothing(self, function):
+        out = function(column(0.1, 0.1, 0.1, 0.1), T([0, 0, 0, 0]), self.MASK, self.SEGMENT)
+        assert out["advantages"].tolist() == [0.0] * 8
+        assert out["groups/zero_std"].value == 1.0
+
+    @pytest.mark.parametrize("function", [group, rloo, reinforce_pp_baseline])
+    def test_a_group_of_one_and_an_empty_response(self, function):
+        # Sequence 1 has no trained token, yet its reward is part of the baseline of group 0.
+        out = function(column(1.0, 0.0, 5.0), T([0, 0, 1]), mask("0100001"), T([0, 0, 1, 1, 2, 2, 2]))
+        assert out["advantages"].isfinite().all()
+        assert (out["advantages"][1] > 0) and out["advantages"][2:6].tolist() == [0.0] * 4
+
+    @pytest.mark.parametrize("function", [group, rloo, reinforce_pp_baseline])
+    def test_no_tokens_at_all(self, function):
+        out = function(column(1.0, 0.0), T([0, 0]), mask("00"), T([0, 1]))
+        assert out["advantages"].tolist() == [0.0, 0.0]
+
+    def test_unknown_scale(self):
+        with pytest.raises(ValueError, match="'var': expected 'std' or 'none'"):
+            group(column(1.0), T([0]), mask("1"), T([0]), scale="var")
+
+    @pytest.mark.parametrize("function", [group, rloo, reinforce_pp_baseline])
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(seed=st.integers(0, 9999), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    def test_order_of_sequences_and_names_of_groups_do_not_matter(self, function, seed, sizes):
+        draw = random.Random(seed)
+        ids = [g for g, n in enumerate(sizes) for _ in range(n)]
+        rewards, lengths = [draw.choice([0.0, 0.5, 1.0]) for _ in ids], [draw.randint(1, 4) for _ in ids]
+        order = draw.sample(range(len(ids)), len(ids))
+        renamed = draw.sample(range(10**12), len(sizes))
+
+        def run(rows, name):
+            segment = torch.repeat_interleave(torch.arange(len(rows)), T([lengths[i] for i in rows]))
+            on = torch.ones(len(segment), dtype=torch.bool)
+            out = function(T([rewards[i] for i in rows]), T([name(ids[i]) for i in rows]), on, segment)["advantages"]
+            return dict(zip(rows, out.split([lengths[i] for i in rows]), strict=True))
+
+        plain, shuffled = run(list(range(len(ids))), lambda g: g), run(order, lambda g: renamed[g])
+        for i in order:
+            torch.testing.assert_close(plain[i], shuffled[i], rtol=1e-6, atol=1e-6)
+
+
+def test_rloo_worked_by_hand():
+    # Rewards 1, 0, 2 against the means of the others: 1 - (0 + 2)/2 = 0; 0 - (1 + 2)/2 = -1.5; 2 - (1 + 0)/2 = 1.5
+    out = rloo(column(1, 0, 2), T([3, 3, 3]), mask("111"), T([0, 1, 2]))
+    assert out["advantages"].tolist() == pytest.approx([0, -1.5, 1.5])
+
+
+def test_reinforce_pp_worked_by_hand():
+    # Rewards -0.1, -0.2, (tool), 1.0 with gamma 0.5: G = 1; -0.2 + 0.5 = 0.3; -0.1 + 0.15 = 0.05. Second sequence: 0.4
+    arguments = (column(0, -0.1, -0.2, 9, 1.0, 0.4), mask("011011"), T([0, 0, 0, 0, 0, 1]))
+    out = reinforce_pp(*arguments, gamma=0.5, whiten=False)
+    assert out["advantages"].tolist() == pytest.approx([0, 0.05, 0.3, 0, 1.0, 0.4])
+    # Mean 0.4375; variance (0.3875² + 0.1375² + 0.5625² + 0.0375²) / 4 = 0.121719
+    white = reinforce_pp(*arguments, gamma=0.5)["advantages"]
+    want = [(g - 0.4375) / math.sqrt(0.121719) for g in (0.05, 0.3, 1.0, 0.4)]
+    assert white[mask("011011")].tolist() == pytest.approx(want, abs=1e-4)
+
+
+def test_reinforce_pp_baseline_worked_by_hand():
+    # Deviations ±0.5; the first response has 3 tokens, the second 1: mean 0.25, variance 0.1875 (std 0.433013).
+    out = reinforce_pp_baseline(column(1, 0), T([0, 0]), mask("1111"), T([0, 0, 0, 1]))
+    a, b = 0.25 / 0.433013, -0.75 / 0.433013
+    assert out["advantages"].tolist() == pytest.approx([a, a, a, b], abs=1e-5)

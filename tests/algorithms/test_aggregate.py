@@ -1,0 +1,95 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coalign.algorithms.aggregate import aggregation_weights, sequence_weights, trained_sequences
+from coalign.algorithms.losses import policy_gradient
+from coalign.types import LossInput
+
+T = torch.tensor
+MODES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+
+
+@pytest.mark.parametrize(
+    "aggregation, expected",
+    [
+        # Values 1, 2, 3 in sequence 0, 6 in sequence 2; sequence 1 has no trained token and counts nowhere.
+        ("token_mean", (1 + 2 + 3 + 6) / 4),
+        ("sequence_mean_token_mean", (2 + 6) / 2),
+        ("sequence_mean_token_sum", (6 + 6) / 2),
+        ("constant", (6 + 6) / (2 * 8)),
+    ],
+)
+def test_worked_by_hand(aggregation, expected):
+    segment = T([0, 0, 0, 2])
+    weights = aggregation_weights(
+        segment,
+        3,
+        aggregation=aggregation,
+        total_tokens=4,
+        total_sequences=trained_sequences(segment, 3),
+        constant_length=8,
+    )
+    assert weights.dtype == torch.float64
+    assert (weights * T([1.0, 2.0, 3.0, 6.0])).sum().item() == pytest.approx(expected)
+
+
+def test_values_per_sequence():
+    weights = sequence_weights(T([0, 0, 0, 2]), 3, total_sequences=2)
+    assert (weights * T([1.0, 100.0, 3.0])).sum().item() == 2.0
+
+
+def test_a_micro_batch_without_trained_tokens():
+    for mode in MODES:
+        nothing = aggregation_weights(
+            torch.zeros(0, dtype=torch.int64), 2, aggregation=mode, total_tokens=4, total_sequences=2, constant_length=8
+        )
+        assert nothing.shape == (0,)
+
+
+def test_bad_settings_are_named():
+    totals = {"total_tokens": 1, "total_sequences": 1}
+    with pytest.raises(ValueError, match=r"loss\.aggregation 'mean': expected token_mean"):
+        aggregation_weights(T([0]), 1, aggregation="mean", **totals)
+    with pytest.raises(ValueError, match=r"set loss\.constant_length"):
+        aggregation_weights(T([0]), 1, aggregation="constant", **totals)
+
+
+@pytest.mark.parametrize("aggregation", MODES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=8), data=st.data())
+def test_loss_and_gradient_do_not_depend_on_cuts_or_order(aggregation, lengths, data):
+    """Any order of the sequences, cut anywhere (over micro-batches or ranks), against one micro-batch of all."""
+    if not sum(lengths):
+        return
+    order = data.draw(st.permutations(range(len(lengths))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)), max_size=3)) | {0, len(lengths)})
+    generator = torch.Generator().manual_seed(len(lengths))
+    logprobs, old, ref, advantages = torch.randn(4, sum(lengths), generator=generator, dtype=torch.float64) * 0.3
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), T(lengths))
+
+    def run(parts):
+        leaf = logprobs.clone().requires_grad_()
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in parts:
+            where = torch.cat([(segment == r).nonzero().flatten() for r in rows])
+            local = torch.cat([torch.full((lengths[r],), i, dtype=torch.int64) for i, r in enumerate(rows)])
+            x = LossInput(
+                local, len(rows), logprobs=leaf[where], old=old[where], ref=ref[where], advantages=advantages[where]
+            )
+            weights = aggregation_weights(
+                x.segment,
+                x.sequences,
+                aggregation=aggregation,
+                total_tokens=len(segment),
+                total_sequences=trained_sequences(segment, len(lengths)),
+                constant_length=16,
+            )
+            total = total + (policy_gradient(x, kl_coef=0.04).value * weights).sum()
+        return total, torch.autograd.grad(total, leaf)[0]
+
+    parts = [order[a:b] for a, b in pairwise(cuts)]
+    torch.testing.assert_close(run(parts), run([range(len(lengths))]), rtol=1e-12, atol=1e-14)
