@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
+from coalign.modules import pretrained
 from coalign.modules.base import Module
 from coalign.native.engine import Engine, Progress, Request, Response
 from coalign.native.model import Model
@@ -22,30 +24,27 @@ class NativeModule(Module):
     """Generates with coalign.native, in this process.
 
     Builds the model without weights. They come from ``load_weights``; if nobody has sent any when the first tokens are
-    wanted, they are read from ``config.load`` (as version 0).
+    wanted, they come from where ``config.load`` and ``config.init`` say (as version 0).
     """
 
     engine: Engine
 
     def setup(self) -> None:
-        """Raises ValueError if no model directory is configured or the engine cannot run the architecture."""
-        if self.config.load is None:
-            raise ValueError(f"models.{self.context.model}.load is not set; it must be a Hugging Face model directory")
-        config = AutoConfig.from_pretrained(self.config.load, trust_remote_code=self.config.trust_remote_code)
-        self.dtype = getattr(torch, self.config.compute_dtype or self.config.dtype)
-        model = Model(
-            config, dtype=self.dtype, device=self.context.device, trust_remote_code=self.config.trust_remote_code
-        )
+        """Raises ValueError if the model directory is missing or the engine cannot run the architecture."""
+        architecture = pretrained.read_config(self.config)
         self.engine = Engine(
-            model,
+            Model(
+                architecture,
+                dtype=getattr(torch, self.config.compute_dtype or self.config.dtype),
+                device=self.context.device,
+                trust_remote_code=self.config.trust_remote_code,
+            ),
             seed=self.context.seed,
             max_sequences=self.config.native.max_sequences,
             kv_tokens=self.config.native.kv_tokens,
             prefill_tokens=self.config.native.prefill_tokens,
-            end_tokens=self._end_tokens(config),
-            decode=lambda ids: self.tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            ),
+            end_tokens=self._end_tokens(architecture),
+            decode=lambda ids: self.tokenizer.decode(ids, clean_up_tokenization_spaces=False),
         )
 
     @cached_property
@@ -63,7 +62,7 @@ class NativeModule(Module):
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit.
         """
         if self.engine.version < 0:
-            self._load_from_disk()
+            self._load_by_itself()
         samples = self.context.samples_per_prompt if samples is None else samples
         sampling = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
         fields = sampling.model_dump()
@@ -83,22 +82,16 @@ class NativeModule(Module):
     def resume(self) -> None:
         self.engine.resume()
 
-    def _load_from_disk(self) -> None:
-        source = AutoModelForCausalLM.from_pretrained(
-            self.config.load, dtype=self.dtype, trust_remote_code=self.config.trust_remote_code
-        )
-        self.engine.load_weights(source.to(self.context.device).state_dict().items(), version=0, adopt=True)
+    def _load_by_itself(self) -> None:
+        source = pretrained.load(self.config, seed=self.context.seed).to(self.context.device)
+        self.engine.load_weights(source.state_dict().items(), version=0, adopt=True)
 
-    def _end_tokens(self, config: Any) -> set[int]:
+    def _end_tokens(self, architecture: PreTrainedConfig) -> set[int]:
         """The end-of-sequence ids of generation_config.json, config.json and the tokenizer."""
-        try:
-            generation = GenerationConfig.from_pretrained(self.config.load)
-        except OSError:  # the directory has no generation_config.json
-            generation = GenerationConfig.from_model_config(config)
-        ends: set[int] = set()
-        for ids in (generation.eos_token_id, config.get_text_config().eos_token_id, self.tokenizer.eos_token_id):
-            ends |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        return ends
+        named = [architecture.get_text_config().eos_token_id, self.tokenizer.eos_token_id]
+        if (Path(self.config.load) / "generation_config.json").is_file():
+            named.append(GenerationConfig.from_pretrained(self.config.load).eos_token_id)
+        return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
 
 
 def _join(prompts: Batch, samples: int, responses: list[Response]) -> Batch:

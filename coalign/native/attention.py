@@ -41,11 +41,15 @@ class KVCache:
             )
         return self.layers[index]
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Copy the first ``length`` tokens of one slot to others."""
-        for storage in (x for pair in self.layers.values() for x in pair):
-            for target in targets:
-                storage[target, :length] = storage[source, :length]
+    def read(self, slot: int, length: int) -> list[Tensor]:
+        """A copy of a slot's first ``length`` tokens: keys and values of every layer."""
+        return [storage[slot, :length].clone() for pair in self.layers.values() for storage in pair]
+
+    def write(self, slots: Sequence[int], tokens: list[Tensor]) -> None:
+        """Put what ``read`` gave at the beginning of ``slots``."""
+        for storage, part in zip((x for pair in self.layers.values() for x in pair), tokens, strict=True):
+            for slot in slots:
+                storage[slot, : len(part)] = part
 
 
 class Prefill:

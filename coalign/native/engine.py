@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,9 +55,10 @@ class _Prompt:
     limit: int  # response tokens
     first_row: int  # of its samples, in the outputs
     started: int = 0
-    live: list[_Sequence] = field(default_factory=list)
-    logits: Tensor | None = None  # f32[1, V] after the prompt, kept while samples wait
-    version: int = -1  # weights that computed ``logits`` and the prompt's keys and values
+    # What the prefill gave, by the weights of ``version``; kept while samples wait for a slot.
+    version: int | None = None
+    logits: Tensor | None = None  # f32[1, V] after the prompt
+    prefix: list[Tensor] | None = None  # keys and values
 
 
 @dataclass(slots=True, eq=False)
@@ -212,66 +213,65 @@ class _Run:
             self.seen = torch.zeros(rows, self.model.vocabulary, dtype=torch.bool, device=device)
 
     def _admit(self) -> None:
-        """Give free slots to waiting samples, in order. New prompts are packed into forwards of prefill_tokens."""
+        """Give free slots to waiting samples, in order; prompts are packed into forwards of prefill_tokens."""
         while self.waiting and len(self.active) < self.slots:
-            fresh: list[_Prompt] = []
-            first, filled = len(self.active), 0
+            first, filled, fresh = len(self.active), 0, []
             while self.waiting and len(self.active) < self.slots:
                 prompt = self.waiting[0]
-                if not (prompt.live and prompt.version == self.engine.version):
-                    length = len(prompt.request.prompt)
-                    if filled and filled + length > self.engine.prefill_tokens:
-                        break
-                    filled += length
-                    fresh.append(prompt)
-                self._start(prompt)
+                known = prompt.version == self.engine.version
+                filled += 0 if known else len(prompt.request.prompt)
+                if fresh and filled > self.engine.prefill_tokens:
+                    break
+                slots = self._start(prompt)
+                if known:
+                    self.cache.write(slots, prompt.prefix)
+                else:
+                    fresh.append((prompt, slots))
                 if prompt.started == prompt.request.samples:
                     self.waiting.popleft()
             if fresh:
-                self._prefill(fresh, first)
+                self._prefill(fresh)
             started = self.active[first:]
-            logits = torch.cat([s.prompt.logits for s in started])
-            for prompt in {id(s.prompt): s.prompt for s in started}.values():
+            self._choose(torch.cat([s.prompt.logits for s in started]), first)
+            for prompt in (s.prompt for s in started):
                 if prompt.started == prompt.request.samples:
-                    prompt.logits = None
-            self._choose(logits, first)
+                    prompt.logits = prompt.prefix = None
 
-    def _start(self, prompt: _Prompt) -> None:
-        """Put as many of the prompt's samples into slots as fit."""
-        length = len(prompt.request.prompt)
+    def _start(self, prompt: _Prompt) -> list[int]:
+        """Put as many of the prompt's samples into slots as fit; returns the slots."""
         count = min(prompt.request.samples - prompt.started, self.slots - len(self.active))
-        slots = range(len(self.active), len(self.active) + count)
-        if prompt.live and prompt.version == self.engine.version:
-            self.cache.copy(prompt.live[0].slot, slots, length)
+        slots = list(range(len(self.active), len(self.active) + count))
         for index, slot in enumerate(slots, prompt.started):
             sequence = _Sequence(prompt, prompt.first_row + index, slot)
             if self.sampling.stop:
                 sequence.stops = StopFinder(self.sampling.stop, self.engine.decode)
             key = stream_key(self.engine.seed, prompt.request.group, index)
-            self.state[:, slot] = torch.tensor([0, length - 1, key, sequence.row, 0])
+            self.state[:, slot] = torch.tensor([0, len(prompt.request.prompt) - 1, key, sequence.row, 0])
             if self.seen is not None:
                 self.seen[slot] = False
                 self.seen[slot, prompt.request.prompt] = True
-            prompt.live.append(sequence)
             self.active.append(sequence)
         prompt.started += count
+        return slots
 
-    def _prefill(self, prompts: list[_Prompt], first: int) -> None:
-        """Compute the prompts; their keys and values go to the slots from ``first`` on that belong to them."""
+    def _prefill(self, fresh: list[tuple[_Prompt, list[int]]]) -> None:
+        """Compute prompts; the keys and values of each go to its slots."""
         tokens, positions, segments, last = [], [], [], []
-        for prompt in prompts:
+        for prompt, slots in fresh:
             start = len(tokens)
             tokens += prompt.request.prompt
             positions += range(len(prompt.request.prompt))
-            segments.append((start, len(tokens), [s.slot for s in prompt.live if s.slot >= first]))
+            segments.append((start, len(tokens), slots))
             last.append(len(tokens) - 1)
         padding = [0] * (-len(tokens) % ROWS)
         as_tensor = lambda values: torch.tensor(values, device=self.model.device)  # noqa: E731
         logits = self.model.forward(
             as_tensor(tokens + padding), as_tensor(positions + padding), Prefill(self.cache, segments), as_tensor(last)
         )
-        for prompt, row in zip(prompts, logits.split(1), strict=True):
+        for (prompt, slots), row in zip(fresh, logits.split(1), strict=True):
             prompt.logits, prompt.version = row, self.engine.version
+            if prompt.started < prompt.request.samples:
+                prompt.prefix = self.cache.read(slots[0], len(prompt.request.prompt))
 
     def _decode(self) -> None:
         if not self.active:
@@ -318,13 +318,12 @@ class _Run:
         for sequence in ended:
             self.lengths[sequence.row] = sequence.length
             self.finished += 1
-            sequence.prompt.live.remove(sequence)
             self._vacate(sequence.slot)
 
     def _vacate(self, slot: int) -> None:
         moved = self.active.pop()
         if moved.slot != slot:
-            self.cache.copy(moved.slot, [slot], len(moved.prompt.request.prompt) + moved.length)
+            self.cache.write([slot], self.cache.read(moved.slot, len(moved.prompt.request.prompt) + moved.length))
             self.state[:, slot] = self.state[:, moved.slot]
             if self.seen is not None:
                 self.seen[slot] = self.seen[moved.slot]
