@@ -65,6 +65,7 @@ class Display:
             console=self.out,
             disable=self._barless(self.out),
             expand=True,
+            refresh_per_second=2,  # the processor is busy with better things
         )
         self._task = self._bar.add_task("", total=last, completed=step, pace="", phase="")
         self._bar.start()

@@ -1,0 +1,152 @@
+"""The curves of a run as pictures, from its metrics.jsonl. A metric that a run does not have costs its picture only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coalign.runtime.stepline import phase_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Curve = list[tuple[int, float]]
+
+_COLORS = ("#3366cc", "#dd8833", "#2a9d6f", "#b04a8f", "#6b5bb0", "#8a8a3c", "#c0504d", "#4aa3a3")
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """One picture: the metrics it shows (a trailing * takes every name with that beginning) and its axis."""
+
+    file: str
+    title: str
+    metrics: tuple[str, ...]
+    unit: str = ""
+    from_zero: bool = False
+
+
+_PLOTS = (
+    _Plot("reward", "Reward", ("reward/mean",)),
+    _Plot("eval", "Evaluation", ("eval/mean", "eval/pass@*", "eval/loss/value", "eval/loss/nll")),
+    _Plot("loss", "Loss", ("loss/value", "loss/nll")),
+    _Plot("kl", "Divergence from the reference", ("loss/kl_ref", "kl_per_token"), "nats per token"),
+    _Plot("entropy", "Entropy", ("loss/entropy",), "nats per token"),
+    _Plot("grad_norm", "Gradient norm", ("loss/grad_norm",), from_zero=True),
+    _Plot("length", "Response length", ("tokens/response", "tokens/response_max"), "tokens", from_zero=True),
+    _Plot("throughput", "Throughput", ("throughput/*",), "per second", from_zero=True),
+    _Plot("memory", "Peak memory", ("memory/*",), "MiB", from_zero=True),
+)
+
+
+def plot_run(run_dir: str | Path) -> list[Path]:
+    """Draw the run's metrics.jsonl into plots/*.png; returns the files. Nothing logged, nothing drawn."""
+    rows = list(_rows(Path(run_dir) / "metrics.jsonl"))
+    if not rows:
+        return []
+    folder = Path(run_dir) / "plots"
+    folder.mkdir(exist_ok=True)
+    curves = _curves(rows)
+    written = [_draw_curves(folder, plot, chosen) for plot in _PLOTS if (chosen := _choose(plot, curves))]
+    phases = {row["step"]: phase_seconds(_numbers(row)) for row in rows if "time/step" in _numbers(row)}
+    if phases:
+        written.append(_draw_phases(folder, phases, curves["time/step"]))
+    return written
+
+
+def _rows(path: Path) -> Iterator[dict]:
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.endswith("}"):  # a run that is still going may be in the middle of one
+                yield json.loads(line)
+
+
+def _numbers(row: Mapping[str, object]) -> dict[str, float]:
+    """The finite metrics of a line (metrics.jsonl writes NaN as null)."""
+    return {k: float(v) for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
+def _curves(rows: Sequence[Mapping[str, object]]) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        for name, value in _numbers(row).items():
+            curves.setdefault(name, []).append((int(row["step"]), value))
+    return curves
+
+
+def _choose(plot: _Plot, curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    def wanted(name: str) -> bool:
+        return any(name.startswith(m[:-1]) if m.endswith("*") else name == m for m in plot.metrics)
+
+    return {name: curve for name, curve in curves.items() if wanted(name)}
+
+
+def smooth(values: Sequence[float], reach: int) -> list[float]:
+    """Mean of each value with up to ``reach`` neighbours on both sides (those that there are)."""
+    sums = [0.0, *accumulate(values)]
+    spans = [(max(i - reach, 0), min(i + reach + 1, len(values))) for i in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
+
+
+def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path:
+    figure, axes = _figure(plot.title, plot.unit)
+    for (name, curve), color in zip(curves.items(), _cycle(len(curves)), strict=True):
+        steps, values = zip(*curve, strict=True)
+        label = name.partition("/")[2] or name
+        if len(values) < 30:
+            axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.5, label=label)
+        else:  # noise behind, trend in front
+            axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
+            axes.plot(steps, smooth(values, len(values) // 25), color=color, linewidth=2.0, label=label)
+    if plot.from_zero:
+        axes.set_ylim(bottom=0)
+    if len(curves) > 1:
+        axes.legend(frameon=False, fontsize=9)
+    return _save(figure, folder / f"{plot.file}.png")
+
+
+def _draw_phases(folder: Path, phases: Mapping[int, Mapping[str, float]], total: Curve) -> Path:
+    figure, axes = _figure("Time of a step", "seconds")
+    steps = list(phases)
+    names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds if name != "eval"))
+    bands = [[phases[step].get(name, 0.0) for step in steps] for name in names]
+    if names:
+        axes.stackplot(steps, bands, labels=names, colors=_cycle(len(names)), alpha=0.75, linewidth=0)
+    axes.plot(*zip(*total, strict=True), color="#222222", linewidth=1.2, label="whole step")
+    axes.set_ylim(bottom=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _save(figure, folder / "time.png")
+
+
+def _figure(title: str, unit: str) -> tuple:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7.5, 4.2))  # not pyplot: no global state, no display needed
+    FigureCanvasAgg(figure)
+    axes: Axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.01)
+    return figure, axes
+
+
+def _save(figure, path: Path) -> Path:
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    return path
+
+
+def _cycle(count: int) -> list[str]:
+    return [_COLORS[i % len(_COLORS)] for i in range(count)]

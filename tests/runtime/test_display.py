@@ -1,0 +1,210 @@
+"""What people see, on a terminal, in a pipe and when they asked for quiet."""
+
+import io
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from coalign.runtime.display import Display
+from coalign.runtime.stepline import number, phase_seconds, step_fields, step_seconds
+from coalign.types import Sample, Status
+
+METRICS = {
+    "reward/mean": 0.4123,
+    "loss/value": -0.0131,
+    "loss/kl_ref": 0.0021,
+    "tokens/response": 96.0,
+    "throughput/tokens": 1234.4,
+    "time/step": 5.6,
+    "time/policy.generate": 2.1,
+    "time/reference.forward_step": 0.3,
+    "time/reward.forward_step": 0.1,
+    "time/trainer.train_step": 2.9,
+    "time/train": 3.0,
+    "time/sync": 0.01,
+}
+
+
+def display(*, terminal=False, quiet=False, width=60):
+    consoles = [
+        Console(file=io.StringIO(), force_terminal=terminal, width=width, markup=False, emoji=False, highlight=False)
+        for _ in range(2)
+    ]
+    return Display(quiet=quiet, out=consoles[0], err=consoles[1])
+
+
+def text(console):
+    return console.file.getvalue()
+
+
+def run(shown):
+    shown.start(0, 200)
+    shown.phase("generate 41/64 samples")
+    if shown._bar:
+        shown._bar.refresh()
+    shown.step(1, METRICS)
+    shown.step(2, METRICS | {"reward/mean": 0.5})
+    shown.finish(Path("runs/x"))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.4123, "0.412"),
+        (-0.0131, "-0.013"),
+        (0.0021, "0.0021"),
+        (2.1e-6, "2.1e-06"),
+        (0.0, "0.000"),
+        (1.0, "1.000"),
+        (12.0, "12"),
+        (96.25, "96.2"),
+        (123.4, "123"),
+        (-12345.6, "-12,346"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+    ],
+)
+def test_numbers_are_short(value, shown):
+    assert number(value) == shown
+
+
+def test_the_line_of_a_step():
+    fields = step_fields(METRICS, {"reward/mean": 0.3, "loss/value": 1.0})
+    assert fields == ["reward 0.412 ▲", "loss -0.013", "kl 0.0021", "len 96", "1,234 tok/s"]
+    assert step_seconds(METRICS) == "5.6s (gen 2.1 score 0.4 train 2.9 sync 0.0)"
+    assert step_fields(METRICS, {"reward/mean": 0.5})[0] == "reward 0.412 ▼"
+    assert step_fields(METRICS, {"reward/mean": 0.4123})[0] == "reward 0.412"
+
+
+def test_fields_that_a_step_lacks_are_left_out():
+    assert step_fields({}, {}) == [] and step_seconds({}) == ""
+    assert step_fields({"loss/nll": 1.0, "samples/dropped": 0.0}, {}) == []
+    assert step_fields({"samples/dropped": 3.0, "eval/mean": float("nan")}, {"eval/mean": 1.0}) == [
+        "eval nan",
+        "dropped 3",
+    ]
+    assert step_seconds({"time/eval": 4.2}) == "4.2s"
+    assert step_seconds({"time/step": 4.2}) == "4.2s"
+
+
+def test_phases_sum_the_calls_of_all_models():
+    seconds = phase_seconds(
+        METRICS | {"time/value_trainer.train_step": 1.0, "time/eval": 2.0, "memory/policy.generate": 9}
+    )
+    assert seconds == pytest.approx({"gen": 2.1, "score": 0.4, "train": 3.9, "sync": 0.01, "eval": 2.0})
+
+
+def test_a_pipe_gets_whole_plain_lines():
+    shown = display()
+    run(shown)
+    lines = text(shown.out).splitlines()
+    assert lines[0].startswith("step   1/200 │ reward 0.412 │ loss -0.013 │") and lines[0].endswith("sync 0.0)")
+    assert lines[1].startswith("step   2/200 │ reward 0.500 ▲")
+    assert "\x1b" not in text(shown.out) and "generate" not in text(shown.out)
+    assert any(line.split() == ["reward/mean", "0.412", "0.500"] for line in lines)
+    assert lines[-1].endswith("results in runs/x")
+    assert text(shown.err) == ""
+
+
+def test_a_terminal_gets_a_bar_with_pace_phase_and_gets_its_cursor_back():
+    shown = display(terminal=True, width=160)
+    run(shown)
+    out = text(shown.out)
+    assert "generate 41/64 samples" in out and "2/200" in out and "s/step, " in out and " left" in out
+    assert out.rfind("\x1b[?25h") > out.rfind("\x1b[?25l") >= 0
+    shown.close()
+    assert text(shown.out) == out
+
+
+def test_quiet_leaves_the_summary_and_warnings():
+    shown = display(terminal=True, quiet=True)
+    logger = logging.getLogger("coalign.test_display")
+    logger.setLevel(logging.INFO)
+    handler = shown.handler()
+    logger.addHandler(handler)
+    run(shown)
+    logger.info("a remark")
+    logger.warning("a warning")
+    logger.removeHandler(handler)
+    assert "step" not in text(shown.out).replace("time/step", "") and "results in runs/x" in text(shown.out)
+    assert "a warning" in text(shown.err) and "a remark" not in text(shown.err)
+
+
+def test_a_run_that_goes_on_counts_from_where_it_was():
+    shown = display(terminal=True, width=160)
+    shown.start(150, 200)
+    assert "150/200" in text(shown.out)
+    shown.close()
+
+
+def test_step_lines_are_logged_once_and_shown_once(caplog):
+    shown = display()
+    logger = logging.getLogger("coalign")
+    handler = shown.handler()
+    logger.addHandler(handler)
+    with caplog.at_level(logging.INFO, logger="coalign"):
+        shown.start(0, 9)
+        shown.step(1, METRICS)
+    logger.removeHandler(handler)
+    assert [record.getMessage() for record in caplog.records] == [text(shown.out).rstrip("\n")]
+    assert text(shown.err) == ""
+
+
+def test_warnings_show_their_traceback():
+    shown = display()
+    logger = logging.getLogger("coalign.test_display")
+    handler = shown.handler()
+    logger.addHandler(handler)
+    try:
+        raise KeyError("answer")
+    except KeyError:
+        logger.warning("reward [failed] " + "x" * 100, exc_info=True)
+    logger.removeHandler(handler)
+    first, *others = text(shown.err).splitlines()
+    assert first == "warning: reward [failed] " + "x" * 100 and others[-1] == "KeyError: 'answer'"
+
+
+def test_a_sample_is_shown_as_it_is():
+    shown = display(width=80)
+    mask = torch.tensor([False, True, True])
+    sample = Sample(3, 1, torch.zeros(3), mask, torch.zeros(3), prompt="2+2? [bold]", response=":smile: 4\n#### 4")
+    shown.sample(sample)
+    assert "no reward · 2 tokens" in text(shown.out)
+    sample.reward, sample.rewards, sample.status = 0.0, {"math": 1.0, "form": -1.0}, Status.TRUNCATED
+    shown.sample(sample)
+    out = text(shown.out)
+    assert "group 3, sample 1" in out and "[bold]" in out and ":smile: 4" in out and "#### 4" in out
+    assert "reward 0.000 (math 1.000, form -1.000) · 2 tokens · truncated" in out
+
+
+def test_results_and_remarks_take_different_ways():
+    shown = display(width=20)
+    shown.show('{"response": "' + "x" * 50 + '"}')
+    shown.note("a remark that is longer than the console")
+    assert text(shown.out) == '{"response": "' + "x" * 50 + '"}\n'
+    assert text(shown.err) == "a remark that is longer than the console\n"
+
+
+def test_table_and_progress():
+    shown = display(terminal=True, width=120)
+    shown.table("evaluation", {"eval/mean": 0.41, "eval/response_tokens": 123.0})
+    out = text(shown.out)
+    assert "evaluation" in out and "0.410" in out and "123" in out
+    with shown.progress("generating", 10) as advance:
+        advance(4)
+        advance(6)
+    assert "generating" in text(shown.err) and "10/10" in text(shown.err)
+    plain = display()
+    with plain.progress("generating", 10) as advance:
+        advance(10)
+    assert text(plain.err) == "" and text(plain.out) == ""
+
+
+def test_consoles_default_to_the_standard_streams(capsys):
+    shown = Display()
+    shown.show("result")
+    shown.note("remark")
+    assert capsys.readouterr() == ("result\n", "remark\n")

@@ -1,0 +1,77 @@
+"""Pictures of a run: what is drawn, from whatever metrics a run has."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from matplotlib.image import imread
+
+from coalign.runtime.plots import plot_run, smooth
+
+
+def write(folder, rows, tail=""):
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(lines + tail)
+    return sorted(path.name for path in plot_run(folder))
+
+
+def test_one_picture_for_each_kind_of_metric_that_there_is(tmp_path):
+    rows = [
+        {
+            "step": step,
+            "reward/mean": step / 40,
+            "loss/value": 0.1,
+            "loss/kl_ref": 0.01,
+            "tokens/response": 90.0,
+            "tokens/response_max": 128.0,
+            "throughput/tokens": 1000.0,
+            "time/step": 5.0,
+            "time/policy.generate": 2.0,
+            "time/trainer.train_step": 2.5,
+        }
+        for step in range(1, 41)
+    ]
+    rows[9]["eval/mean"] = 0.5
+    drawn = write(tmp_path, rows)
+    assert drawn == [f"{n}.png" for n in ("eval", "kl", "length", "loss", "reward", "throughput", "time")]
+    for name in drawn:
+        picture = imread(tmp_path / "plots" / name)[..., :3]
+        assert picture.shape[0] > 300 and picture.shape[1] > 600
+        # A curve is neither black, white nor grey.
+        assert (picture.max(-1) - picture.min(-1) > 0.3).sum() > 30, name
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "eval/pass@4", "time/step", "loss/nll"])
+def test_a_single_metric_of_a_single_step_is_enough(tmp_path, name):
+    assert len(write(tmp_path, [{"step": 1, name: 1.0}])) == 1
+
+
+def test_gaps_and_unknown_names_do_no_harm(tmp_path):
+    rows = [{"step": 1, "reward/mean": None, "mine": 1.0}, {"step": 2, "reward/mean": 0.5}, {"step": 3}]
+    assert write(tmp_path, rows) == ["reward.png"]
+    assert write(tmp_path, [{"step": 1, "reward/mean": None}]) == []
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    assert write(tmp_path, [{"step": 1, "reward/mean": 0.5}], tail='{"step": 2, "rew') == ["reward.png"]
+
+
+def test_nothing_logged_nothing_drawn(tmp_path):
+    assert plot_run(tmp_path) == [] and not (tmp_path / "plots").exists()
+
+
+def test_phases_that_begin_late_and_exceed_the_step_are_drawn(tmp_path):
+    rows = [{"step": 1, "time/step": 1.0}, {"step": 2, "time/step": 1.0, "time/policy.generate": 3.0, "time/eval": 9.0}]
+    assert write(tmp_path, rows) == ["time.png"]
+
+
+def test_smoothing_keeps_a_straight_line_inside_and_constants_everywhere():
+    assert smooth([2.0] * 7, 3) == [2.0] * 7
+    assert smooth([0.0, 1.0, 2.0, 3.0, 4.0], 1) == [0.5, 1.0, 2.0, 3.0, 3.5]
+    assert smooth([1.0, 5.0], 0) == [1.0, 5.0]
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = "import sys, coalign.runtime.plots; assert not any(m.startswith('matplotlib') for m in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
