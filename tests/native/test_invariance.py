@@ -38,7 +38,7 @@ def variants(asked):
     yield "one by one", [[request] for request in asked], {}
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_neighbours_do_not_change_a_bit(name, dtype, threads):

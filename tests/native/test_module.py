@@ -1,0 +1,133 @@
+"""NativeModule: a Batch of prompts in, a Batch of responses out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.modules.native import NativeModule
+from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Context, Status
+from tests.native.helpers import reference_logprobs
+from tests.tiny import tiny_model_dir, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def module(directory, *, samples=1, seed=0, **config) -> NativeModule:
+    settings = {"module": "native", "load": str(directory), "sampling": {"max_new_tokens": 8}}
+    made = NativeModule(ModelConfig(**{**settings, **config}), Context(samples_per_prompt=samples, seed=seed))
+    made.setup()
+    return made
+
+
+def prompts() -> Batch:
+    lengths = [5, 3, 9]
+    tokens = torch.arange(sum(lengths), dtype=torch.int32) + 40
+    rows = [{"answer": str(i)} for i in range(3)]
+    return Batch(torch.tensor(lengths), {"tokens": tokens}, {"group": torch.tensor([11, 12, 13]), "rows": rows})
+
+
+def test_the_columns_of_a_generated_batch(directory):
+    out = module(directory, samples=2).generate(prompts())
+    assert set(out.token) == {"tokens", "loss_mask", "rollout_logprobs", "versions"}
+    assert set(out.sequence) == {"group", "index", "prompt_length", "status", "rows"}
+    for name, dtype in {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS}.items():
+        assert name not in out or out[name].dtype == dtype, name
+    assert out["group"].tolist() == [11, 11, 12, 12, 13, 13]
+    assert out["index"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert out["prompt_length"].tolist() == [5, 5, 3, 3, 9, 9]
+    assert [row["answer"] for row in out["rows"]] == ["0", "0", "1", "1", "2", "2"]
+    for i, row in enumerate(out.rows()):
+        length = int(row["prompt_length"])
+        assert row["tokens"][:length].tolist() == prompts().slice(i // 2, i // 2 + 1)["tokens"].tolist()
+        assert row["loss_mask"].tolist() == [False] * length + [True] * (len(row["tokens"]) - length)
+        assert row["versions"].tolist() == [-1] * length + [0] * (len(row["tokens"]) - length)
+        assert (row["rollout_logprobs"][:length] == 0).all() and (row["rollout_logprobs"][length:] < 0).all()
+
+
+def test_log_probs_are_those_of_the_checkpoint(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    for row in module(directory).generate(prompts()).rows():
+        length = int(row["prompt_length"])
+        expected = reference_logprobs(model, row["tokens"][:length].tolist(), row["tokens"][length:])
+        torch.testing.assert_close(row["rollout_logprobs"][length:], expected, rtol=0, atol=1e-5)
+
+
+def test_a_split_batch_gives_the_same_samples(directory):
+    whole = module(directory, samples=3).generate(prompts())
+    replicas = [module(directory, samples=3).generate(part) for part in prompts().split(2, by="sequences")]
+    joined = Batch.concat(replicas)
+    for name in whole.token:
+        assert torch.equal(whole[name], joined[name]), name
+
+
+def test_nothing_is_loaded_before_it_is_needed(directory):
+    rollout = module(directory)
+    assert all(p.is_meta for p in rollout.engine.model.module.parameters())
+    trainer = AutoModelForCausalLM.from_pretrained(directory)
+    rollout.load_weights(trainer.named_parameters(), version=5, adopt=True)
+    out = rollout.generate(prompts())
+    assert set(out["versions"][out["loss_mask"]].tolist()) == {5}
+    parameter = rollout.engine.model.module.get_parameter("model.norm.weight")
+    assert parameter.data_ptr() == trainer.model.norm.weight.data_ptr()
+
+
+def test_random_weights_are_drawn_from_the_seed(directory):
+    first, second, other = (
+        module(directory, init="random", seed=seed).generate(prompts(), temperature=0.0) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first["rollout_logprobs"], second["rollout_logprobs"])
+    assert first["rollout_logprobs"].tolist() != other["rollout_logprobs"].tolist()
+
+
+def test_overrides_and_samples(directory):
+    out = module(directory).generate(prompts(), samples=4, temperature=0.0, max_new_tokens=3)
+    assert len(out) == 12
+    assert int((out.lengths - out["prompt_length"]).max()) <= 3
+    for group in range(3):
+        rows = list(out.slice(4 * group, 4 * group + 4).rows())
+        assert all(torch.equal(row["tokens"], rows[0]["tokens"]) for row in rows)
+
+
+def test_a_misspelt_override_is_refused(directory):
+    with pytest.raises(ValidationError, match="temprature"):
+        module(directory).generate(prompts(), temprature=0.5)
+
+
+def test_ends_come_from_generation_config_config_and_tokenizer(tmp_path):
+    tiny_model_dir(tmp_path, eos_token_id=[3, 4])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
+    assert module(tmp_path).engine.end_tokens == {3, 4, 5, tiny_tokenizer().eos_token_id}
+
+
+def test_a_stop_string_ends_the_response(directory):
+    free = module(directory, sampling={"max_new_tokens": 40}).generate(prompts())
+    tokenizer = tiny_tokenizer(directory)
+    first = next(free.rows())
+    read = lambda tokens: tokenizer.decode(tokens[5:].tolist())  # noqa: E731
+    stop = read(first["tokens"])[3:5]
+    out = module(directory, sampling={"max_new_tokens": 40, "stop": [stop]}).generate(prompts())
+    row = next(out.rows())
+    length = len(row["tokens"])
+    assert stop in read(row["tokens"]) and stop not in read(row["tokens"][:-1])
+    assert length < len(first["tokens"]) and torch.equal(row["tokens"], first["tokens"][:length])
+    assert row["status"] == Status.OK
+
+
+def test_no_prompts(directory):
+    out = module(directory).generate(prompts().slice(0, 0))
+    assert len(out) == 0 and "rollout_logprobs" in out
+
+
+def test_a_missing_directory_is_named():
+    with pytest.raises(ValueError, match="/nowhere/model"):
+        module("/nowhere/model")
