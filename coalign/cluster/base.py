@@ -47,7 +47,10 @@ class Cluster(ABC):
     # ---- what a run does ------------------------------------------------------------------------------------------
 
     def spawn(self, name: str, config: ModelConfig, context: Context) -> DistModel:
-        """Start a model; it loads while others do. ValueError if its name is taken or its devices are not there."""
+        """Start a model; it loads while others do (``model.ready``, a Future).
+
+        Raises ValueError if the name is taken or the devices are not there.
+        """
         if name in self.models:
             raise ValueError(f"there is a model '{name}' already")
         if name not in self.slots:  # the configuration does not list it (rewards): places of its own
@@ -57,7 +60,7 @@ class Cluster(ABC):
         actors = self._start(name, slot, context.threads, spmd)
         hold = self._hold(name, slot) if module_class(config).exclusive else nullcontext
         model = self.models[name] = DistModel(name, config, actors, self, hold, spmd)
-        model.setup(context)
+        model.ready = model.setup(context)
         return model
 
     def put(self, batch: Batch) -> BatchRef:

@@ -60,6 +60,7 @@ class DistModel:
         self.actors = actors
         self.cluster = cluster
         self.store = cluster.store
+        self.ready: Future  # the modules are loaded
         self._ranks = [rank for actor in actors for rank in actor.ranks]
         self._hold = hold  # takes the model's devices for the time of one call
         self._spmd = spmd

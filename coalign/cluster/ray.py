@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,6 +145,7 @@ class RayCluster(Cluster):
         self._threads = config.runtime.threads
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: list[Any] = []
+        self._starting = threading.Lock()  # nothing may start while everything is being ended
         self._owner = not ray.is_initialized()
         if self._owner:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -178,8 +180,11 @@ class RayCluster(Cluster):
         remote = ray.remote(Actor).options(
             num_cpus=self._cpu, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env}, **options
         )
-        actor = remote.remote(threads)
-        self._actors.append(actor)
+        with self._starting:
+            if self.error:
+                raise self.error
+            actor = remote.remote(threads)
+            self._actors.append(actor)
         return RayWorker(where, actor)
 
     def _group(self, slot: Slot) -> PlacementGroup:
@@ -212,13 +217,10 @@ class RayCluster(Cluster):
 
     def _kill(self) -> None:
         """Also ends Ray itself if it was started here."""
-        if not ray.is_initialized():
-            return
-        for actor in self._actors:
-            ray.kill(actor)
-        for group in self._groups.values():
-            remove_placement_group(group)
-        self._actors.clear()
-        self._groups.clear()
-        if self._owner:
-            ray.shutdown()
+        with self._starting:
+            while self._actors:
+                ray.kill(self._actors.pop())
+            while self._groups:
+                remove_placement_group(self._groups.popitem()[1])
+            if self._owner:
+                ray.shutdown()

@@ -39,10 +39,6 @@ class Footprint:
                 f"models.{name}: num_gpu={config.num_gpu} cannot be divided among {processes} processes; "
                 f"make it a multiple of num_process (and of tensor_parallel={config.tensor_parallel})"
             )
-        if spmd and processes % config.tensor_parallel:
-            raise ValueError(
-                f"models.{name}: {processes} processes are no multiple of tensor_parallel={config.tensor_parallel}"
-            )
         return Footprint(processes, config.num_gpu // processes)
 
 

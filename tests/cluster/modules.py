@@ -27,7 +27,7 @@ class EchoModule(Module):
         )
 
 
-class SumModule(Module):
+class SumModule(EchoModule):
     """Scores a sequence with the sum of its tokens; an independent replica in each process."""
 
     def forward_step(self, batch: Batch, *, into: str = "reward") -> dict[str, torch.Tensor]:
@@ -117,3 +117,10 @@ class MarkModule(Module):
 
     def close(self) -> None:
         Path(self.config.load or "").touch()
+
+
+class UnloadableModule(Module):
+    """Cannot be set up."""
+
+    def setup(self) -> None:
+        raise FileNotFoundError("no weights here")

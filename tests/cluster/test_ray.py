@@ -1,0 +1,165 @@
+"""What only several processes can show: shares, ranks, and payloads that stay away from the driver."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import pytest
+import torch
+
+from coalign.cluster.future import BatchRef
+from coalign.cluster.ray import RayWorker
+from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
+from coalign.data.batch import Batch, split_ranges
+from coalign.types import Max, Stat, Total
+from tests.cluster.test_apply import centre
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def wide(ray_here):
+    """Two replicas of a judge (that can generate, too), a group of two ranks as trainer."""
+    from tests.cluster.conftest import _maker
+
+    for build in _maker("ray"):
+        names = {"judge": "SumModule", "trainer": "GroupModule"}
+        yield build({name: {"module": module, "num_process": 2} for name, module in names.items()})
+
+
+def test_five_processes_fit_on_two_cores(wide):
+    pids = [model.run(_pid).result() for model in wide.models.values()]
+    assert len({pid for model in pids for pid in model} | {os.getpid()}) == 5
+
+
+def _pid(module, store):
+    return os.getpid()
+
+
+def test_replicas_share_by_tokens_with_groups_whole_and_order_kept(wide, prompts):
+    scores = wide.models["judge"].forward_step(prompts).result()
+    [first, second] = [part.stop - part.start for part in scores.parts]
+    [expected, _] = split_ranges(prompts.lengths, 2, keep=prompts["group"], by="tokens")
+    assert (first, second) == (expected[1], 7 - expected[1]) and first in (2, 3, 5, 6)
+    assert scores.fetch()["reward"].tolist() == [float(row["tokens"].sum()) for row in prompts.rows()]
+
+
+def test_prompts_are_shared_by_number(wide):
+    lengths = torch.tensor([100, 1, 1, 1])
+    prompts = Batch(lengths).with_(tokens=torch.arange(103, dtype=torch.int32), group=torch.arange(4))
+    out = wide.models["judge"].generate(prompts, samples=2).result()
+    assert [part.stop for part in out.parts] == [4, 4]
+    assert out.fetch()["tokens"][:100].tolist() == list(range(1, 101))
+
+
+def test_the_result_does_not_depend_on_the_number_of_replicas(wide, make_local, prompts):
+    local = make_local({"judge": {"module": "SumModule"}})
+    results = []
+    for cluster in (wide, local):
+        out = cluster.models["judge"].generate(prompts, samples=3)
+        results.append(cluster.apply(centre, out, cluster.models["judge"].forward_step(out)).result().fetch())
+    ours, theirs = results
+    assert {**ours.token, **ours.sequence}.keys() == {**theirs.token, **theirs.sequence}.keys()
+    for name in ("tokens", "group", "index", "reward", "advantage"):
+        assert torch.equal(ours[name], theirs[name])
+
+
+def test_ranks_know_their_place_and_where_to_meet(wide):
+    places = wide.models["trainer"].run(_place).result()
+    assert [place[:2] for place in places] == [(0, 2), (1, 2)]
+    meeting = {place[2] for place in places}
+    assert len(meeting) == 1 and int(meeting.pop().rpartition(":")[2]) > 0
+    assert wide.models["judge"].run(_place).result() == [(0, 1, None), (0, 1, None)]
+
+
+def _place(module, store):
+    return module.context.rank, module.context.world_size, module.context.rendezvous
+
+
+def test_every_rank_of_a_group_is_called_and_statistics_merge(wide, prompts):
+    stats = wide.models["trainer"].train_step(prompts).result()
+    assert stats == {"tokens": Total(22), "ranks": Total(2), "largest": Max(21.0), "mean": Stat(231.0, 22)}
+    stats = wide.models["trainer"].train_step(prompts.slice(2, 3)).result()
+    assert (stats["tokens"], stats["ranks"]) == (Total(4), Total(2))  # one of them had nothing to do
+
+
+def test_replicas_without_work_are_left_alone(wide, prompts):
+    future = wide.models["judge"].forward_step(prompts.slice(2, 3))
+    assert len(future.result().parts) == 1 and future.result().fetch()["reward"].tolist() == [22.0]
+
+
+def test_payloads_stay_out_of_the_driver(wide, monkeypatch):
+    """Metas are small whatever the payload, and a whole flow fetches nothing here."""
+    lengths = torch.full((64,), 2000)
+    big = Batch(lengths).with_(
+        tokens=torch.arange(128_000, dtype=torch.int32), group=torch.arange(64), padding=torch.zeros(128_000, 8)
+    )
+    ref = wide.put(big)
+    metas = []
+    execute = RayWorker.execute
+
+    def watched(self, verb, *arguments):
+        running = execute(self, verb, *arguments)
+        metas.append(running.meta)
+        return running
+
+    monkeypatch.setattr(RayWorker, "execute", watched)
+    monkeypatch.setattr(BatchRef, "fetch", lambda *_: pytest.fail("the driver fetched a payload"))
+    monkeypatch.setattr(ray, "get", lambda *_, **__: pytest.fail("the driver fetched an object"))
+    out = wide.models["judge"].generate(ref, samples=2)
+    scores = wide.models["judge"].forward_step(out)
+    stats = wide.models["trainer"].train_step(wide.apply(centre, out, scores)).result()
+    assert stats["tokens"] == Total(256_000)
+    assert len(metas) == 7  # two replicas, two replicas, one function, two ranks
+    assert all(len(pickle.dumps(meta.result())) < 10_000 for meta in metas)  # the payload: 9 MB
+
+
+def test_workers_cannot_damage_what_others_read(wide, prompts):
+    ref = wide.put(prompts)
+    assert not wide.models["judge"].hand_back(ref).result().fetch()["values"].any()
+    assert torch.equal(ref.fetch()["tokens"], prompts["tokens"])
+
+
+def test_actors_say_what_they_are(wide):
+    names = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    assert {"run:judge:replica1", "run:trainer:rank1", "run:judge:replica0"} <= names
+
+
+def test_threads_are_set_however_many_cores_are_reserved(wide):
+    assert wide.models["judge"].threads().result() == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_gpus_that_are_not_there_are_refused_at_once(kind, request):
+    from coalign.cluster.start import start
+
+    if kind == "ray":
+        request.getfixturevalue("ray_here")
+    models = {"policy": ModelConfig(module="tests.cluster.modules:EchoModule", num_gpu=64)}
+    config = RunConfig(algorithm="none", models=models, runtime=RuntimeConfig(cluster=kind))
+    with pytest.raises(ValueError, match=r"the models ask for 64 GPUs \(policy: 64\); there are \d+ on 1 node"):
+        start(config)
+
+
+def test_one_process_refuses_several(make_local):
+    with pytest.raises(ValueError, match=r"models.policy asks for 2 processes; use `runtime.cluster: ray`"):
+        make_local({"policy": {"module": "EchoModule", "num_process": 2}})
+
+
+@pytest.mark.parametrize(
+    ("runtime", "model", "expected"),
+    [
+        ({}, {}, "local"),
+        ({}, {"num_process": 2}, "ray"),
+        ({}, {"num_gpu": 2}, "ray"),
+        ({"ray_address": "auto"}, {}, "ray"),
+        ({"cluster": "local"}, {"num_process": 2}, "local"),
+        ({"cluster": "ray"}, {}, "ray"),
+    ],
+)
+def test_auto(runtime, model, expected):
+    from coalign.cluster.start import kind
+
+    config = RunConfig(algorithm="none", models={"m": ModelConfig(**model)}, runtime=RuntimeConfig(**runtime))
+    assert kind(config) == expected
