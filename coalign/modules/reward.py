@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ class RewardModule(Module):
         if context.tokenizer is None:
             raise ValueError("module 'reward' needs the policy's tokenizer to read responses; the context names none")
         self.caller: Caller | None = None
+        self._traced: set[str] = set()  # functions whose traceback has been shown
 
     def setup(self) -> None:
         trust = self.config.trust_remote_code
@@ -82,7 +83,9 @@ class RewardModule(Module):
             )
             if all_failed and function.weight:
                 raise RewardError(message) from first.error
-            log.warning(message, exc_info=first.error if first.reason == "raised" else None)
+            trace = first.reason == "raised" and function.name not in self._traced
+            self._traced.add(function.name)
+            log.warning(message, exc_info=first.error if trace else None)
 
 
 def reward_function(config: RewardConfig, where: str) -> RewardFunction:
@@ -105,17 +108,9 @@ def read_samples(batch: Batch, tokenizer: Any) -> list[Sample]:
         sample.prompt = decode(sample.tokens[:start])
         sample.raw_response = decode(sample.tokens[start:])
         sample.response = decode(sample.tokens[start:], skip_special_tokens=True)
-        answer = {"role": "assistant", "content": sample.response}
-        sample.messages = [*_conversation(sample.meta, sample.prompt), answer]
+        asked = sample.meta.get("messages") or [{"role": "user", "content": sample.prompt}]
+        sample.messages = [*asked, {"role": "assistant", "content": sample.response}]
     return samples
-
-
-def _conversation(row: Mapping[str, Any], prompt: str) -> list[dict[str, Any]]:
-    """The messages of the prompt, where the row has them; else the prompt's text as the user's."""
-    messages = next((row[key] for key in ("messages", "prompt") if isinstance(row.get(key), list)), None)
-    if messages is None:
-        return [{"role": "user", "content": prompt}]
-    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
 def _value(outcome: Outcome) -> float:

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,15 +85,34 @@ class Caller:
         self._loop = asyncio.new_event_loop()
         self._threads, self._tasks = asyncio.Semaphore(_THREADS), asyncio.Semaphore(_TASKS)
         self._hung: list[threading.Thread] = []
-        threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+        threading.Thread(target=self._run, name="rewards", daemon=True).start()
 
     def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
         """For each function the outcome of every sample, in order. Raises RewardError if too many threads hang."""
-        return asyncio.run_coroutine_threadsafe(self._score(functions, samples), self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(self._score(functions, samples), self._loop)
+        patience = max((function.timeout for function in functions), default=0.0)
+        while not wait([future], timeout=patience).done:
+            self._check_loop(functions, patience)
+        return future.result()
 
     def close(self) -> None:
         """Stop the loop. Calls that still run are left to themselves."""
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _check_loop(self, functions: Sequence[RewardFunction], patience: float) -> None:
+        """An async function that blocks holds up the loop, the deadlines included: nobody else could tell."""
+        alive = threading.Event()
+        self._loop.call_soon_threadsafe(alive.set)
+        if not alive.wait(patience):
+            names = ", ".join(f"'{function.name}'" for function in functions if function.waits)
+            raise RewardError(
+                f"an async reward function ({names}) has blocked its event loop for {patience:g} s: it must await "
+                "whatever takes time (an async HTTP client, asyncio.sleep, asyncio.to_thread), or be a plain `def`"
+            )
 
     async def _score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
         try:
@@ -140,9 +159,11 @@ class Caller:
             target=_settle, args=(future, function.call, argument), name=f"reward {function.name}", daemon=True
         )
         thread.start()
-        done, _ = await asyncio.wait({asyncio.wrap_future(future)}, timeout=function.timeout)
+        settled = asyncio.wrap_future(future)
+        done, _ = await asyncio.wait({settled}, timeout=function.timeout)
         if done:
             return future.result()
+        settled.cancel()  # the thread may come back after the loop has gone
         self._hung = [*(t for t in self._hung if t.is_alive()), thread]
         if len(self._hung) > _HUNG_THREADS:
             raise RewardError(

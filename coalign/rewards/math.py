@@ -13,14 +13,16 @@ from coalign.rewards.rules import truth
 from coalign.rewards.symbolic import equivalent
 from coalign.types import Sample
 
-_LONGEST = 400  # characters of an answer; beyond it a response is babble, and converting its digits would be quadratic
+# Beyond these a response is babble, and reading it would take quadratic time.
+_LONGEST = 400  # characters of an answer
+_MARKS = 10  # of an answer, from the last one back
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(rf"(?:(?<![\w)])[-−]\$?)?{_DECIMAL}(?:/{_DECIMAL})?")
 _FRACTION = re.compile(rf"(-?)\s*(?:({_DIGITS})\s+)?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
 _UNIT = re.compile(r"(?:\s*%|\s*°)?\s*[^\W\d_]*(?:\s+[^\W\d_]+){0,3}\s*")
 _STRICT_MARK = re.compile(r"####|\\boxed\s*\{")
-_PHRASE = r"\b(?:the|final|correct)\s+answer(?:\s+is\b\s*:?|\s*[:=])|^\W*A(?:nswer)?\s*:"
+_PHRASE = r"\b(?:the|final|correct)\s+answer(?:\s+is\b\s*:?|\s*[:=])|^[^\w\n]*A(?:nswer)?\s*:"
 _MARK = re.compile(rf"{_STRICT_MARK.pattern}|(?im:{_PHRASE})")
 
 
@@ -49,9 +51,9 @@ def final_answer(text: str, *, strict: bool = False, last_number: bool = False) 
     ``last_number`` falls back on the last number of the text; only ``####`` and ``\\boxed{}`` are ``strict`` marks.
     """
     marks = list((_STRICT_MARK if strict else _MARK).finditer(text))
-    for mark in reversed(marks):  # a mark with nothing behind it (a truncated response) does not count
+    for mark in reversed(marks[-_MARKS:]):  # a mark with nothing behind it (a truncated response) does not count
         behind = text[mark.end() :]
-        answer = _braced(behind) if mark.group().endswith("{") else behind.strip().split("\n")[0].strip()
+        answer = _braced(behind[:_LONGEST]) if mark.group().endswith("{") else behind.strip().split("\n")[0].strip()
         if answer:
             return answer
     numbers = _NUMBER.findall(text) if last_number else []

@@ -111,9 +111,7 @@ def test_what_a_function_sees(build):
 def test_the_conversation_comes_from_the_row_where_it_is_there(build):
     SEEN.clear()
     question = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
-    build({"fn": HERE + "spy"}).forward_step(
-        batch("4", n=1, messages=[*question, {"role": "assistant", "content": "5"}])
-    )
+    build({"fn": HERE + "spy"}).forward_step(batch("4", n=1, messages=question))
     assert SEEN[0].messages == [*question, {"role": "assistant", "content": "4"}]
 
 
@@ -162,7 +160,7 @@ def test_a_function_of_weight_zero_is_only_logged(build, caplog):
         ([], "names no reward function"),
         ([{"fn": "maths"}], "math"),
         ([{"fn": HERE + "absent"}], "absent"),
-        ([{"fn": "math", "answer": "x"}], r"reward\.0\.answer"),
+        ([{"fn": "math", "answer": "x"}], r"reward\[0\]\.answer.*'answer_key'"),
         ([{"fn": "math"}, {"fn": "math"}], "two reward functions are called 'math'"),
     ],
 )

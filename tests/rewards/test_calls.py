@@ -188,6 +188,34 @@ def test_a_hanging_async_function_is_cancelled_even_if_it_resists(caller):
     assert time.monotonic() - start < 5
 
 
+def test_an_async_function_that_blocks_is_found_out():
+    release = threading.Event()
+
+    async def blocks(sample):
+        release.wait(60)
+        return 1.0
+
+    caller = Caller()
+    try:
+        with pytest.raises(RewardError, match=r"\('f'\) has blocked its event loop for 0.2 s.*await"):
+            score(caller, blocks, timeout=0.2)
+    finally:
+        release.set()
+        caller.close()
+
+
+def test_a_thread_may_come_back_after_the_caller_is_gone(caplog):
+    release = threading.Event()
+    caller = Caller()
+    assert values(score(caller, lambda s: release.wait(60), SAMPLES[:1], timeout=0.05)) == ["timeout"]
+    (thread,) = caller._hung
+    caller.close()
+    time.sleep(0.05)
+    release.set()
+    thread.join(10)
+    assert not thread.is_alive() and not caplog.records
+
+
 def test_too_many_hung_threads_end_the_run(caller):
     release = threading.Event()
     try:

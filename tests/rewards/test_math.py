@@ -1,6 +1,7 @@
 """The final-answer check, on hand-made cases and on all of GSM8K."""
 
 import json
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -163,6 +164,15 @@ def test_a_row_without_truth_is_an_error():
 def test_empty_and_endless_responses_are_wrong():
     assert math(sample("", answer="1")) == math(sample("1" * 5000, answer="1")) == 0.0
     assert math(sample("#### " + "1" * 5000, answer="1")) == math(sample("####", answer="1")) == 0.0
+
+
+@pytest.mark.parametrize(
+    "piece", ["\\boxed{", "#### ", "the answer is ", "A:", "\n", "1,", "1", "{", "$", "\\frac{1}{2}", "- "]
+)
+def test_babble_is_read_in_linear_time(piece):
+    start = time.process_time()
+    math(sample(piece * 20_000, answer="1"))
+    assert time.process_time() - start < 1.0
 
 
 @needs_data
