@@ -38,7 +38,7 @@ def _header(row: dict[str, Any], mask: list[bool]) -> Text:
 def _text(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
     text = Text()
     for trained, run in groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0]):
-        piece = tokenizer.decode([i for _, i in run])
+        piece = tokenizer.decode([i for _, i in run], clean_up_tokenization_spaces=False)
         if trained:
             text.append(f"⟦{piece}⟧", style=TRAINED)
         else:

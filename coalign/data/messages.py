@@ -41,6 +41,13 @@ class RowReader:
             messages = messages[:-1]
         return self._with_system(messages)
 
+    def reference(self, row: dict[str, Any]) -> Any | None:
+        """The answer that the row gives to its prompt: under the answer key, or in the assistant's last message."""
+        if self.answer_key in row:
+            return row[self.answer_key]
+        last = self._read(row)[-1]
+        return _text(last) if last["role"] == "assistant" else None
+
     def conversation(self, row: dict[str, Any]) -> list[Message]:
         """What the model has to learn, up to the assistant's last message."""
         messages = self._read(row)

@@ -14,9 +14,9 @@ from coalign.data.templates import Template
 class PromptSource(Examples):
     """Rows as prompts, ready to be continued.
 
-    An Example's row is the data set's, and besides: ``prompt`` (the text of the prompt as people read it, without the
-    template; a list of messages under that key moves to ``messages``), ``answer`` (from the answer key, where the row
-    has it), ``_source`` and ``_row`` (file name and row number, from 0).
+    An Example's row is the data set's, with these keys set: ``prompt`` (its text as people read it, without the
+    template), ``messages`` (those that the template got), ``answer`` (the reference answer, if the row has one),
+    ``_source`` and ``_row`` (file name and row number, from 0).
     """
 
     def __init__(
@@ -36,12 +36,6 @@ class PromptSource(Examples):
         tokens = self.template.prompt(messages)
         if not tokens:
             raise BadRow("the prompt has no tokens", "empty")
-        return Example(tokens, self._row(row, prompt_text(messages)))
-
-    def _row(self, row: dict[str, Any], prompt: str) -> dict[str, Any]:
-        out = dict(row)
-        if isinstance(row.get("prompt"), list):
-            out.setdefault("messages", row["prompt"])
-        if self.reader.answer_key in row:
-            out["answer"] = row[self.reader.answer_key]
-        return out | {"prompt": prompt}
+        reference = self.reader.reference(row)
+        answer = {} if reference is None else {"answer": reference}
+        return Example(tokens, row | {"prompt": prompt_text(messages), "messages": messages} | answer)

@@ -7,7 +7,9 @@ template is never guessed for a tokenizer that has none.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Messages = Sequence[Message]
+Span = tuple[int, int]  # start and stop
 
 
 class Template(Protocol):
@@ -95,49 +98,66 @@ class ChatTemplate:
 
     def render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
         """The text. BadRow with the template's own words where it refuses the messages."""
-        return self._apply(messages, add_generation_prompt=generation_prompt, tokenize=False)
+        with _refusal(messages):
+            return self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self.jinja, add_generation_prompt=generation_prompt, tokenize=False
+            )
 
     def prompt(self, messages: Messages) -> list[int]:
         return self._tokenize(self.render(messages, generation_prompt=True))
 
     def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        derive = self._from_generation_blocks if self._marks_generation else self._from_prefixes
-        tokens, mask = derive(messages)
-        return self._end_turns(tokens, mask)
-
-    def _from_generation_blocks(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        encoded = self._apply(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return encoded["input_ids"], [bool(m) for m in encoded["assistant_masks"]]
-
-    def _from_prefixes(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        text = self.render(messages)
+        find = self._generation_blocks if self._marks_generation else self._assistant_turns
+        text, spans = find(messages)
         tokens = self._tokenize(text)
         mask = [False] * len(tokens)
+        for start, stop in spans:
+            first, last = self._position(tokens, text, start), self._position(tokens, text, stop)
+            mask[first:last] = [True] * (last - first)
+        return self._end_turns(tokens, mask)
+
+    def _generation_blocks(self, messages: Messages) -> tuple[str, list[Span]]:
+        """The text, and where its characters come from a generation block."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refusal(messages):
+            (text,), (spans,) = render_jinja_template(
+                [list(messages)],
+                chat_template=self.jinja,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
+        return text, spans
+
+    def _assistant_turns(self, messages: Messages) -> tuple[str, list[Span]]:
+        """The text, and where its characters are the assistant's or end its turns."""
+        text = self.render(messages)
+        spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            start = self._boundary(text, tokens, messages[:i], generation_prompt=True)
-            stop = self._boundary(text, tokens, messages[: i + 1])
-            mask[start:stop] = [True] * (stop - start)
-        return tokens, mask
+            if i == 0:
+                raise BadRow("the conversation begins with the assistant")
+            before, after = self.render(messages[:i], generation_prompt=True), self.render(messages[: i + 1])
+            if not (text.startswith(before) and text.startswith(after)):
+                raise BadRow(
+                    f"the chat template renders messages 0 to {i} differently when more follow, so the assistant's "
+                    "tokens cannot be told from the rest; put {% generation %} blocks into data.chat_template"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
 
-    def _boundary(self, text: str, tokens: list[int], prefix: Messages, **render: bool) -> int:
-        """How many tokens belong to ``prefix``; one that crosses the border belongs to what follows."""
-        if not prefix:
-            raise BadRow("the conversation begins with the assistant")
-        head = self.render(prefix, **render)
-        if head == text:
+    def _position(self, tokens: list[int], text: str, characters: int) -> int:
+        """How many tokens belong to the first characters; one that crosses the border belongs to what follows.
+
+        Not from the tokenizer's character offsets: several tokens of one character (emoji) share them.
+        """
+        if characters == len(text):
             return len(tokens)
-        if not text.startswith(head):
-            raise BadRow(
-                f"the chat template renders the first {len(prefix)} messages differently when more follow, so the "
-                "assistant's tokens cannot be told from the rest; put {% generation %} blocks into data.chat_template"
-            )
-        return _common(self._tokenize(head), tokens)
+        return _common(self._tokenize(text[:characters]), tokens)
 
     def _end_turns(self, tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
-        """Each trained run up to and with the token that ends its turn; EOS is added to a conversation without one."""
-        tokens, mask = list(tokens), list(mask)
+        """Trains the token that ends each turn and none after it; adds EOS where the last turn has no such token."""
         for start, stop in _runs(mask):
             last = max((t for t in range(start, stop) if tokens[t] in self._special), default=None)
             if last is not None and self._blank(tokens[last + 1 : stop]):
@@ -154,11 +174,13 @@ class ChatTemplate:
     def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _apply(self, messages: Messages, **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(list(messages), chat_template=self.jinja, **options)
-        except TemplateError as error:
-            raise BadRow(f"the chat template refuses the messages ({_roles(messages)}): {error}") from error
+
+@contextmanager
+def _refusal(messages: Messages) -> Iterator[None]:
+    try:
+        yield
+    except TemplateError as error:
+        raise BadRow(f"the chat template refuses the messages ({_roles(messages)}): {error}") from error
 
 
 def _jinja(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
@@ -188,8 +210,12 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _runs(mask: list[bool]) -> list[tuple[int, int]]:
-    """The (start, stop) of each run of True."""
-    starts = [i for i, m in enumerate(mask) if m and not (i and mask[i - 1])]
-    stops = [i + 1 for i, m in enumerate(mask) if m and not (i + 1 < len(mask) and mask[i + 1])]
-    return list(zip(starts, stops, strict=True))
+def _runs(mask: list[bool]) -> list[Span]:
+    """Each run of True."""
+    runs, start = [], 0
+    for trained, run in groupby(mask):
+        stop = start + len(list(run))
+        if trained:
+            runs.append((start, stop))
+        start = stop
+    return runs

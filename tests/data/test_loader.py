@@ -58,7 +58,9 @@ def test_a_prompt_batch(tmp_path):
     assert text(batch) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? (2)<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert batch["rows"][0] == rows[0] | {"prompt": "1+1? (2)", "answer": "2", "_source": "a.jsonl", "_row": 0}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1? (2)"}]
+    added = {"prompt": "1+1? (2)", "messages": messages, "answer": "2", "_source": "a.jsonl", "_row": 0}
+    assert batch["rows"][0] == rows[0] | added
     assert made.next()["group"].tolist() == [2, 3]
 
 
@@ -74,7 +76,9 @@ def test_prompts_of_messages(tmp_path):
     assert text(batch, 0).endswith("user\nc<|im_end|>\n<|im_start|>assistant\n")
     assert text(batch, 2).startswith("<|im_start|>system\nMine.<|im_end|>\n<|im_start|>user\na")
     assert [r["prompt"] for r in batch["rows"]] == ["user: a\n\nassistant: b\n\nuser: c"] * 2 + ["a"]
-    assert batch["rows"][0]["messages"] == said
+    system = {"role": "system", "content": "Run's."}
+    assert [r["messages"] for r in batch["rows"]] == [[system, *said], [system, *said], own]
+    assert [r.get("answer") for r in batch["rows"]] == [None, "d", None]
 
 
 def test_a_conversation_batch(tmp_path):

@@ -3,6 +3,8 @@
 from itertools import groupby
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -89,6 +91,21 @@ def test_a_conversation_begins_with_the_prompt_that_is_generated_from(jinja):
     assert not any(mask[: len(prompt)]) and mask[len(prompt)]
 
 
+words_ = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=8)
+
+
+@given(st.lists(st.tuples(words_, words_), min_size=1, max_size=3), st.sampled_from([CHATML, GENERATION]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_whatever_is_said_exactly_the_answers_are_trained(turns, jinja):
+    roles = ("user", "assistant")
+    messages = [{"role": r, "content": text} for turn in turns for r, text in zip(roles, turn, strict=True)]
+    tokenizer = tiny_tokenizer()
+    tokens, mask = ChatTemplate(tokenizer, jinja).conversation(messages)
+    assert tokenizer.decode(tokens) == ChatTemplate(tokenizer, CHATML).render(messages)
+    trained = tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m])
+    assert trained == "".join(answer + "<|im_end|>" for _, answer in turns)
+
+
 def test_template_with_a_system_message_of_its_own():
     tokenizer = tiny_tokenizer()
     text = seen(tokenizer, *ChatTemplate(tokenizer, SYSTEM_BY_DEFAULT).conversation(ONE))
@@ -155,7 +172,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     template = ChatTemplate(tiny_tokenizer(), QWEN3)
     tokens, mask = template.conversation(ONE)
     assert seen(template.tokenizer, tokens, mask).endswith("assistant\n⟦<think>\n\n</think>\n\n2<|im_end|>⟧\n")
-    with pytest.raises(BadRow, match=r"first 2 messages differently .* \{% generation %\}"):
+    with pytest.raises(BadRow, match=r"messages 0 to 1 differently .* \{% generation %\}"):
         template.conversation(TWO)
     with pytest.raises(BadRow, match="begins with the assistant"):
         template.conversation(ONE[1:])
