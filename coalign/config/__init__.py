@@ -1,0 +1,8 @@
+"""Typed, strict configuration of a run. Imports no torch."""
+
+from coalign.config.errors import ConfigError
+from coalign.config.export import dump
+from coalign.config.loading import check_names, load
+from coalign.config.places import located
+
+__all__ = ["ConfigError", "check_names", "dump", "load", "located"]

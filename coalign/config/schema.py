@@ -6,21 +6,59 @@ function's keyword-only arguments are the schema, checked by coalign.config.func
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import string
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
+from coalign.config.errors import Conflict, near
+from coalign.config.places import Places
+
+Item = TypeVar("Item")
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Several = Annotated[list[Item], BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value)]
+"""A list; a single item may stand without the brackets."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Marks a text as the path of something that must exist before a run."""
+
+    kind: Literal["file", "directory"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    """A mapping of known keys. ``shorthand`` names the key that a plain text in place of the mapping stands for."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, use_attribute_docstrings=True
+    )
+    shorthand: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {cls.shorthand: value} if cls.shorthand and isinstance(value, str) else value
 
 
-class Function(BaseModel):
+class Function(Section):
     """A function by short name or dotted path (``my.pkg:fn``); every other key is one of its keyword-only arguments."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow")
+    shorthand = "fn"
 
     fn: str
 
@@ -37,6 +75,17 @@ class LossConfig(Function):
     """Denominator, always global over the optimizer step: tokens; sequences of token means; sequences of token sums;
     or sequences x `constant_length` (Dr.GRPO)."""
     constant_length: PositiveInt | None = None
+    """Tokens that a sequence counts for under `constant`."""
+
+    @model_validator(mode="after")
+    def _constant_has_a_length(self) -> Self:
+        if self.aggregation == "constant" and self.constant_length is None:
+            raise Conflict(
+                ("constant_length",), "missing: aggregation `constant` divides by it (usually max_new_tokens)"
+            )
+        if self.aggregation != "constant" and self.constant_length is not None:
+            raise Conflict(("constant_length",), f"has no effect with aggregation `{self.aggregation}`; use `constant`")
+        return self
 
 
 class RewardConfig(Function):
@@ -55,7 +104,7 @@ class OptimizerConfig(Section):
     """AdamW and its learning-rate schedule (in optimizer steps)."""
 
     lr: NonNegativeFloat = 1e-6
-    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     """Not applied to biases and norms (parameters of one dimension)."""
@@ -110,11 +159,11 @@ class ModelConfig(Section):
     """Backend: `fsdp`, `native`, `reward`, … or a dotted path to a Module subclass."""
     like: str | None = None
     """Take every key that is not given here from this model."""
-    load: str | None = None
+    load: Annotated[str, Input("directory")] | None = None
     """A Hugging Face model directory."""
     init: Literal["load", "random"] = "load"
     """`random` takes only config and tokenizer from the directory and draws the weights from the seed."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, Input("directory")] | None = None
     """A tokenizer directory, when it is not in `load`."""
     head: Literal["lm", "value", "reward"] = "lm"
     """Language-model head; a scalar per token; a scalar per sequence (at its last token)."""
@@ -149,11 +198,23 @@ class ModelConfig(Section):
     vllm: dict[str, Any] = {}
     """Passed through to the engine."""
 
+    @model_validator(mode="after")
+    def _processes_divide(self) -> Self:
+        processes = self.num_process or max(1, self.num_gpu)
+        if processes % self.tensor_parallel:
+            given = "num_process" if self.num_process else "num_gpu"
+            raise Conflict(
+                ("tensor_parallel",), f"is {self.tensor_parallel}, which does not divide {given} ({processes})"
+            )
+        return self
+
 
 class SourceConfig(Section):
     """One file, directory or data set of prompts or conversations."""
 
-    path: str
+    shorthand = "path"
+
+    path: Annotated[str, Input("file")]
     """JSONL, JSON, parquet, or a directory written by `datasets.save_to_disk`."""
     weight: NonNegativeFloat = 1.0
     """Probability of drawing from this source, relative to the others'."""
@@ -164,9 +225,10 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    train: list[SourceConfig] = []
+    train: Several[SourceConfig] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
-    eval: list[SourceConfig] = []
+    eval: Several[SourceConfig] = []
+    """Likewise, for evaluation."""
     prompt_key: str = "prompt"
     """A string, or a list of {role, content} messages."""
     answer_key: str = "answer"
@@ -175,7 +237,7 @@ class DataConfig(Section):
     """A whole conversation; where a row has it, it is used instead of prompt and answer."""
     system: str | None = None
     """System message put before each prompt."""
-    chat_template: Literal["auto", "none"] | str = "auto"
+    chat_template: str = "auto"
     """`auto`: the tokenizer's; `none`: prompt text as it is; or a Jinja template, or a file that holds one."""
     prompt_format: str = "{prompt}"
     """Python format string applied to a string prompt, with the row's keys, before the template."""
@@ -187,6 +249,22 @@ class DataConfig(Section):
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
     """What to do with a row that has no prompt, lacks the key, or has too many tokens; drops are counted and reported."""
     shuffle: bool = True
+
+    @field_validator("prompt_format")
+    @classmethod
+    def _is_a_format(cls, value: str) -> str:
+        try:
+            list(string.Formatter().parse(value))
+        except ValueError as error:
+            raise ValueError(f"is no Python format string: {error}; a brace that is text is written twice") from error
+        return value
+
+    @field_validator("train", "eval")
+    @classmethod
+    def _something_to_draw(cls, sources: list[SourceConfig]) -> list[SourceConfig]:
+        if sources and not any(source.weight for source in sources):
+            raise ValueError("every source has weight 0, so there is none to draw from")
+        return sources
 
 
 class RuntimeConfig(Section):
@@ -229,6 +307,27 @@ class RuntimeConfig(Section):
     call_timeout: PositiveFloat = 3600.0
     """Seconds any one call to a model may take before the run stops with its name."""
 
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.eval_samples > 1 and self.eval_sampling.temperature == 0.0:
+            raise Conflict(
+                ("eval_samples",),
+                f"is {self.eval_samples}, and runtime.eval_sampling.temperature is 0 (greedy), so the samples of a prompt "
+                "would all be the same; set a temperature above 0",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _each_model_in_one_group(self) -> Self:
+        first: dict[str, int] = {}
+        for index, group in enumerate(self.colocation):
+            for name in group:
+                if name in first:
+                    where = "twice in one group" if first[name] == index else f"in groups {first[name]} and {index}"
+                    raise Conflict(("colocation", index), f"'{name}' is {where}; a model belongs to one group")
+                first[name] = index
+        return self
+
 
 class RunConfig(Section):
     """A whole run, as one YAML file."""
@@ -240,10 +339,32 @@ class RunConfig(Section):
     """The run folder."""
     runtime: RuntimeConfig = RuntimeConfig()
     data: DataConfig = DataConfig()
-    reward: list[RewardConfig] = []
+    reward: Several[RewardConfig] = []
     """Reward functions, summed by weight."""
     advantage: Function | None = None
     loss: LossConfig | None = None
     kl: Function | None = None
     """Where the penalty on divergence from the reference enters, for recipes that put it into the reward."""
     models: dict[str, ModelConfig] = {}
+
+    _places: Places = PrivateAttr(default_factory=lambda: Places({}))
+
+    @property
+    def places(self) -> Places:
+        """Where each key was written; empty for a configuration that was not loaded from YAML."""
+        return self._places
+
+    @model_validator(mode="after")
+    def _colocated_models_exist(self) -> Self:
+        known = [*self.models, *(["reward"] if self.reward else [])]
+        for index, group in enumerate(self.runtime.colocation):
+            for name in group:
+                if name not in known:
+                    raise Conflict(("runtime", "colocation", index), f"there is no model '{name}'{near(name, known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Self:
+        if self.runtime.eval_every and not self.data.eval:
+            raise Conflict(("runtime", "eval_every"), f"is {self.runtime.eval_every}, and there is no data.eval")
+        return self

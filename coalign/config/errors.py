@@ -1,0 +1,136 @@
+"""What is wrong with a configuration: every problem with the place where it was written. Knows no schema and no YAML."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Key = tuple[str | int, ...]  # ("data", "train", 0, "path") is data.train[0].path
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value was written: a file with its line and column (from 1), an override, a recipe's defaults."""
+
+    source: str
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: the key, what a person can do about it, and the place if it is known."""
+
+    key: Key
+    message: str
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (str(self.place or ""), dotted(self.key), self.message) if part)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. Its text has one line for each problem; ``problems`` holds them."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
+
+
+class Conflict(ValueError):
+    """Raised by a section's own validator: ``key`` (relative to the section) does not go with the rest of it."""
+
+    def __init__(self, key: Key, message: str) -> None:
+        super().__init__(key, message)
+        self.key, self.message = key, message
+
+
+def dotted(key: Key) -> str:
+    """The key as a person writes it: ``data.train[0].path``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
+
+
+def undotted(text: str) -> Key:
+    """The key that a person wrote: ``data.train[0].path`` or ``data.train.0.path``."""
+    return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", text))
+
+
+def near(name: str, names: Iterable[str], shown: int = 12) -> str:
+    """The end of a sentence about an unknown ``name``: the nearest of ``names``, or else what there is."""
+    names = list(names)
+    by_lower = {n.lower(): n for n in names}
+    if match := difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6):
+        return f"; did you mean '{by_lower[match[0]]}'?"
+    if not names:
+        return ""
+    return "; there are: " + ", ".join(names[:shown]) + (", …" if len(names) > shown else "")
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "finite_number": "a finite number",
+}
+_LIMITS = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "of at least")}
+_LIMITS |= {"less_than": ("lt", "below"), "less_than_equal": ("le", "of at most")}
+
+
+def readable(error: Any) -> str:
+    """A pydantic error (an entry of ``ValidationError.errors()``) in our words: the value, and what would be right."""
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "missing":
+        return "missing"
+    if kind == "value_error":
+        cause = context["error"]
+        return cause.message if isinstance(cause, Conflict) else str(cause)
+    if kind == "literal_error":
+        return (
+            f"is {shown(value)}; expected one of {context['expected'].replace(' or ', ', ')}{_nearest(value, context)}"
+        )
+    if kind in _LIMITS:
+        name, words = _LIMITS[kind]
+        return f"is {shown(value)}; expected a number {words} {context[name]:g}"
+    if kind in ("too_long", "too_short"):
+        wanted = context.get("max_length", context.get("min_length"))
+        return f"is {shown(value)}; expected a list of {wanted}"
+    if kind == "missing_tuple":
+        return "missing"
+    if kind in _WANTED:
+        return f"is {shown(value)}; expected {_WANTED[kind]}{_quoted_number(kind, value)}"
+    return f"is {shown(value)}; {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would show it, cut to a line."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    kind = {dict: " (a mapping)", list: " (a list)", str: " (a text)"}.get(type(value), "")
+    return (text if len(text) <= 60 else text[:57] + "…") + (kind if not isinstance(value, str) else "")
+
+
+def _nearest(value: Any, context: Any) -> str:
+    options = [part.strip("'") for part in context["expected"].replace(" or ", ", ").split(", ")]
+    match = difflib.get_close_matches(str(value).lower(), options, n=1, cutoff=0.6)
+    return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def _quoted_number(kind: str, value: Any) -> str:
+    if kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
+        return f" (in quotes: '{value}')"
+    return ""

@@ -1,0 +1,171 @@
+"""Functions and classes by name, and a function's keyword-only arguments as the schema of its configuration.
+
+A name is a dotted path (``my.pkg:fn``) or short; a short name is looked up in the home module of its kind. There is no
+registry: what the module defines is what can be named. Importing the named module is the only import made here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from coalign.config.errors import ConfigError, Problem, near, readable, undotted
+
+
+def resolve(name: str, home: str) -> Any:
+    """The function (or class) called ``name``: ``pkg.mod:attr``, or a public attribute of the module ``home``.
+
+    Case does not matter for short names. Raises ValueError with the nearest names, or if the module does not exist.
+    """
+    if ":" in name:
+        return _dotted(name)
+    module = importlib.import_module(home)
+    names = _public(module)
+    if match := _ignoring_case(name, names):
+        return getattr(module, match)
+    raise ValueError(
+        f"'{name}' is not in {home}{near(name, names)}; a function of your own is written `my.module:name`"
+    )
+
+
+def resolve_class(name: str, home: str, suffix: str = "") -> type:
+    """The class called ``name``: ``pkg.mod:Class``, or in the module ``home.name`` the class called name + suffix.
+
+    ``resolve_class("fsdp", "coalign.modules", "Module")`` is ``coalign.modules.fsdp.FSDPModule``: case does not matter.
+    Raises ValueError with the nearest names.
+    """
+    if ":" in name:
+        return _dotted(name)
+    package = importlib.import_module(home)
+    short = _ignoring_case(name, [found.name for found in pkgutil.iter_modules(package.__path__)])
+    module = importlib.import_module(f"{home}.{short}") if short else None
+    match = _ignoring_case(name + suffix, _classes(module)) if module else None
+    if match:
+        return getattr(module, match)
+    names = class_names(home, suffix)
+    raise ValueError(f"'{name}' is not in {home}{near(name, names)}; a class of your own is written `my.module:Class`")
+
+
+def class_names(home: str, suffix: str = "") -> list[str]:
+    """The short names that ``resolve_class`` finds in ``home``. Reads the sources and imports no module."""
+    package = importlib.import_module(home)
+    names = []
+    for found in pkgutil.iter_modules(package.__path__):
+        source = found.module_finder.find_spec(found.name, None).loader.get_source(found.name) or ""
+        if f"\nclass {found.name}{suffix}(".lower() in f"\n{source}".lower():
+            names.append(found.name)
+    return names
+
+
+def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """All keyword-only arguments of ``fn``: the given ones, checked against their annotations, and the defaults.
+
+    ``where`` is the dotted path of the function's section. Raises ConfigError with one problem for every unknown,
+    missing or ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that is no plain type is not checked.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    types = _annotations(fn)
+    bound, problems = {}, []
+    for name, value in arguments.items():
+        if name not in named and not takes_any:
+            problems.append(Problem(_path(where, name), _unknown(fn, name, named)))
+            continue
+        try:
+            bound[name] = _checked(value, types.get(name, Any))
+        except ValidationError as error:
+            problems += [Problem(_path(where, name, *e["loc"]), readable(e)) for e in error.errors()]
+    for name, parameter in named.items():
+        if name not in arguments and parameter.default is parameter.empty:
+            problems.append(Problem(_path(where, name), f"missing: {fn.__name__} needs it"))
+        elif name not in arguments:
+            bound[name] = parameter.default
+    if problems:
+        raise ConfigError(problems)
+    return bound
+
+
+def columns_of(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """The columns that a flow function reads, in order: (needed, used when there)."""
+    positional = [
+        p for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    needed = [p.name for p in positional if p.default is p.empty]
+    return needed, [p.name for p in positional if p.default is not p.empty]
+
+
+def _dotted(name: str) -> Any:
+    path, _, attribute = name.partition(":")
+    try:
+        value: Any = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        raise ValueError(
+            f"'{name}': there is no module '{error.name}' in the current directory or installed"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            names = _public(value) if isinstance(value, ModuleType) else dir(value)
+            raise ValueError(f"'{name}': '{path}' has no '{part}'{near(part, names)}")
+        value = getattr(value, part)
+    return value
+
+
+def _public(module: ModuleType) -> list[str]:
+    """What a person can name in a module: ``__all__``, or the functions and classes that the module itself defines."""
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    ]
+
+
+def _classes(module: ModuleType) -> list[str]:
+    return [name for name, value in vars(module).items() if inspect.isclass(value)]
+
+
+def _ignoring_case(name: str, names: Iterable[str]) -> str | None:
+    names = list(names)
+    return name if name in names else next((n for n in names if n.lower() == name.lower()), None)
+
+
+def _path(where: str, *keys: str | int) -> tuple[str | int, ...]:
+    return (*undotted(where), *keys)
+
+
+def _unknown(fn: Callable[..., Any], name: str, named: Mapping[str, Any]) -> str:
+    if not named:
+        return f"unknown argument; {fn.__name__} takes none"
+    return f"unknown argument of {fn.__name__}{near(name, named)}"
+
+
+def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:
+    if inspect.isclass(fn):
+        return typing.get_type_hints(fn.__init__)
+    return typing.get_type_hints(fn if hasattr(fn, "__annotations__") else type(fn).__call__)
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    try:
+        adapter = TypeAdapter(kind)
+    except (PydanticSchemaGenerationError, PydanticUserError):
+        return value
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError:
+        # YAML has no tuples, sets or enumerations: those it can only write as lists and texts.
+        if isinstance(value, list | dict) or not isinstance(value, str | bool | int | float | None):
+            return adapter.validate_python(value)
+        raise

@@ -1,0 +1,172 @@
+"""The layers of a configuration: included files beneath their file, overrides on top, a recipe's defaults below all.
+
+A later layer wins key by key; lists, texts and null replace. Nothing is validated here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+from coalign.config.errors import ConfigError, Key, Place, Problem, shown, undotted
+from coalign.config.introspect import names_at, section_at
+from coalign.config.places import Places
+from coalign.config.reading import parse
+
+
+@dataclass
+class Layer:
+    """Plain data, where its keys were written, and what was wrong with its text."""
+
+    data: DictConfig = field(default_factory=lambda: OmegaConf.create({}))
+    places: Places = field(default_factory=lambda: Places({}))
+    problems: list[Problem] = field(default_factory=list)
+
+    def lay(self, over: Layer) -> None:
+        """Put a layer on top of this one."""
+        _forget_replaced(self.places, over.data, ())
+        self.data = OmegaConf.merge(self.data, over.data)
+        self.places.lay(over.places)
+        self.problems += over.problems
+
+
+def from_mapping(data: Mapping[str, Any], place: Place) -> Layer:
+    """A layer of data that was not read from a file."""
+    layer = Layer(OmegaConf.create(_written_out(dict(data), ())))
+    for key in _keys(data, ()):
+        layer.places.put(key, place)
+    return layer
+
+
+def from_file(path: Path, trail: tuple[Path, ...] = (), asked: Place | None = None) -> Layer:
+    """A YAML file on top of what it includes (relative to it). Problems are collected, not raised."""
+    if path.resolve() in [p.resolve() for p in trail]:
+        circle = " → ".join(str(p) for p in (*trail, path))
+        return Layer(problems=[Problem(("include",), f"files include each other: {circle}", asked)])
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return Layer(problems=[Problem(("include",) if asked else (), _unreadable(path, error), asked)])
+    try:
+        data, places = parse(text, str(path))
+    except ConfigError as error:
+        return Layer(problems=list(error.problems))
+    if not isinstance(data, dict | None):
+        return Layer(problems=[Problem((), "expected keys with values, like `algorithm: grpo`", Place(str(path), 1))])
+    return _with_includes(path, data or {}, Places(places), trail)
+
+
+def _with_includes(path: Path, data: dict[str, Any], places: Places, trail: tuple[Path, ...]) -> Layer:
+    included = data.pop("include", [])
+    included = [included] if isinstance(included, str) else included
+    layer = Layer()
+    if not isinstance(included, list) or not all(isinstance(name, str) for name in included):
+        layer.problems.append(Problem(("include",), "expected a file or a list of files", places.find(("include",))))
+        included = []
+    for index, name in enumerate(included):
+        layer.lay(from_file(path.parent / name, (*trail, path), places.find(("include", index))))
+    problems = [*_malformed_references(data, (), places)]
+    layer.lay(Layer(OmegaConf.create({} if problems else _written_out(data, ())), places, problems))
+    return layer
+
+
+def _malformed_references(value: Any, key: Key, places: Places) -> Iterator[Problem]:
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _malformed_references(item, (*key, name), places)
+    elif isinstance(value, str) and "${" in value:
+        try:
+            OmegaConf.create([value])
+        except GrammarParseError:
+            message = (
+                f"{shown(value)} is no complete reference; expected ${{key.of.this.file}} or ${{env:NAME,default}}"
+            )
+            yield places.on(Problem(key, message + r" (\${ is a plain text)"))
+
+
+def assign(layer: Layer, override: str) -> None:
+    """Set ``key=value`` in the layer: the value, read as YAML, replaces what is at the dotted key."""
+    name, equals, text = override.partition("=")
+    place = Place(f"override '{override}'")
+    if not equals or not name.strip():
+        layer.problems.append(Problem((), "expected key=value, like runtime.steps=100", place))
+        return
+    try:
+        value, _ = parse(text, "")
+    except ConfigError as error:
+        layer.problems += [Problem((), problem.message, place) for problem in error.problems]
+        return
+    key: Key = undotted(name.strip())
+    if problems := [Problem(key, p.message, place) for p in _malformed_references(value, key, layer.places)]:
+        layer.problems += problems
+        return
+    try:
+        OmegaConf.update(layer.data, ".".join(map(str, key)), _written_out(value, key), merge=False, force_add=True)
+    except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
+        layer.problems.append(Problem(key, f"cannot be set: {str(error).splitlines()[0]}", place))
+        return
+    layer.places.forget(key)
+    for inner in [key, *_keys(value, key)]:
+        layer.places.put(inner, place)
+
+
+def beneath(base: Any, over: Any, key: Key = ()) -> Any:
+    """``base`` without what ``over`` makes meaningless: the arguments of a function, where ``over`` names another one."""
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return base
+    kept = {name: beneath(value, over.get(name), (*key, name)) for name, value in base.items()}
+    if "fn" in base and over.get("fn", base["fn"]) != base["fn"]:
+        return {name: value for name, value in kept.items() if name in names_at(key)}
+    return kept
+
+
+def _written_out(value: Any, key: Key) -> Any:
+    """The data with texts that stand for a section (``loss: policy_gradient``) written out, so that layers can merge."""
+    if isinstance(value, Mapping):
+        return {name: _written_out(item, (*key, name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written_out(item, (*key, index)) for index, item in enumerate(value)]
+    section = section_at(key) if isinstance(value, str) and "${" not in value else None
+    return {section.shorthand: value} if section and section.shorthand else value
+
+
+def _keys(value: Any, key: Key) -> list[Key]:
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        return []
+    return [found for name, item in items for found in [(*key, name), *_keys(item, (*key, name))]]
+
+
+def _forget_replaced(places: Places, over: DictConfig, key: Key) -> None:
+    for name in over:
+        node = over._get_node(name)
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
+            _forget_replaced(places, node, (*key, name))
+        else:
+            places.forget((*key, name))
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file '{path}'{nearest_file(path)}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"'{path}' is not UTF-8 text"
+    return f"'{path}' cannot be read: {error.strerror}"
+
+
+def nearest_file(path: Path) -> str:
+    """The end of a sentence about a missing file: the most similar name in its directory, or the part that is missing."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f" (there is no directory '{folder}')"
+    match = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.6)
+    return f"; did you mean '{folder / match[0]}'?" if match else ""

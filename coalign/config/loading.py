@@ -1,0 +1,262 @@
+"""From a YAML file to a validated RunConfig, with every problem found told at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
+from pydantic import ValidationError
+
+from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near, readable, shown
+from coalign.config.introspect import admits_null, inputs, names_at, type_at
+from coalign.config.layers import Layer, assign, beneath, from_file, from_mapping, nearest_file
+from coalign.config.places import Places
+from coalign.config.reading import scalar
+from coalign.config.schema import Input, RunConfig
+
+Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
+
+
+def load(
+    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = (), defaults: Defaults = {}
+) -> RunConfig:
+    """Read, merge, resolve and validate the configuration of a run.
+
+    ``source`` is a YAML file, or a mapping of the same shape. ``overrides`` are ``key=value`` with dotted keys (``data.train[0]
+    .weight``, ``reward[0].fn`` for lists) and YAML values. ``defaults`` lies beneath the file, in the shape of the YAML; a callable
+    gets the algorithm's name and raises ValueError if there is none of that name.
+
+    In order: `include`d files (relative to the file, later wins, lists replace), the file, the overrides; the defaults
+    beneath; `like` between models; `${a.b}`, `${env:NAME}` and `${env:NAME,default}`. null stands for "not given" where it is no value
+    of the key, so ``models.reference=null`` takes the model away. Paths that must exist are looked up from the current
+    directory, then from that of the YAML file.
+
+    Raises ConfigError with one line for every problem: file and line (or override), key, and what would be right.
+    """
+    layer, folder = _given(source, overrides)
+    if layer.problems:
+        raise ConfigError(_placed(layer.problems, layer.places))
+    _lay_defaults(layer, defaults)
+    _inherit(layer)
+    data = _resolved(layer)
+    failed = [problem.key for problem in layer.problems]
+    data = _without_nulls(data, ())
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        found = [_problem(e, data) for e in error.errors()]
+        layer.problems += [problem for problem in found if problem.key not in failed]
+        raise ConfigError(_placed(layer.problems, layer.places)) from None
+    beside, missing = _find_inputs(config, folder)
+    if layer.problems or missing:
+        raise ConfigError(_placed([*layer.problems, *missing], layer.places))
+    if beside:
+        data = config.model_dump()
+        for key, path in beside.items():
+            _follow(data, key[:-1])[key[-1]] = path
+        config = RunConfig.model_validate(data)
+    config._places = layer.places
+    return config
+
+
+def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
+    """Refuse models that the recipe does not have. Raises ConfigError with the place and the nearest name."""
+    allowed = list(allowed)
+    unknown = [name for name in config.models if name not in allowed]
+    if unknown:
+        raise ConfigError(
+            config.places.on(Problem(("models", name), f"`{config.algorithm}` has no such model{near(name, allowed)}"))
+            for name in unknown
+        )
+
+
+def _given(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str]) -> tuple[Layer, Path]:
+    """What the person wrote, and the directory of the file."""
+    if isinstance(source, Mapping):
+        layer, folder = from_mapping(source, Place("configuration")), Path()
+    else:
+        layer, folder = from_file(Path(source)), Path(source).parent
+    for override in overrides:
+        assign(layer, override)
+    return layer, folder
+
+
+def _lay_defaults(layer: Layer, defaults: Defaults) -> None:
+    """Put the recipe's defaults beneath what the person wrote."""
+    name = _algorithm(layer)
+    if name is None:
+        return
+    try:
+        found = defaults(name) if callable(defaults) else defaults
+    except ValueError as error:
+        layer.problems.append(Problem(("algorithm",), str(error)))
+        return
+    base = from_mapping(found, Place(f"defaults of {name}"))
+    given = OmegaConf.to_container(layer.data)
+    base.data = OmegaConf.create(beneath(OmegaConf.to_container(base.data), given))
+    base.lay(layer)
+    layer.data, layer.places = base.data, base.places
+
+
+def _algorithm(layer: Layer) -> str | None:
+    """The recipe's name, or None if there is none (validation or resolution will say so)."""
+    try:
+        name = layer.data.get("algorithm")
+    except OmegaConfBaseException:
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _inherit(layer: Layer) -> None:
+    """Fill in what models take from others by `like`."""
+    models = layer.data.get("models")
+    if not isinstance(models, DictConfig):
+        return
+    done: set[str] = set()
+    for name in models:
+        _take(layer, models, name, done, ())
+
+
+def _take(layer: Layer, models: DictConfig, name: str, done: set[str], trail: tuple[str, ...]) -> None:
+    model = models.get(name)
+    source = model.get("like") if isinstance(model, DictConfig) else None
+    if name in done or not isinstance(source, str):
+        return
+    done.add(name)
+    trail = (*trail, name)
+    key: Key = ("models", name, "like")
+    if source in trail:
+        circle = " → ".join([*trail[trail.index(source) :], source])
+        layer.problems.append(Problem(key, f"models are like each other: {circle}"))
+    elif not isinstance(models.get(source), DictConfig):
+        others = [other for other in models if other != name]
+        layer.problems.append(Problem(key, f"there is no model '{source}'{near(source, others)}"))
+    else:
+        _take(layer, models, source, done, trail)
+        base, over = OmegaConf.to_container(models[source]), OmegaConf.to_container(model)
+        models[name] = OmegaConf.merge(OmegaConf.create(beneath(base, over, ("models", name))), model)
+        layer.places.inherit(("models", source), ("models", name))
+
+
+def _resolved(layer: Layer) -> dict[str, Any]:
+    """The data with every reference replaced by its value; one that has none is reported and becomes null."""
+    data = OmegaConf.to_container(layer.data)
+    for key, text in list(_texts(data, ())):
+        if text == "???":
+            layer.problems.append(Problem(key, "must be given (`???` stands in its place)"))
+        if "${" not in text:
+            continue
+        parent = _follow(data, key[:-1])
+        try:
+            value = _follow(layer.data, key)
+            parent[key[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            layer.problems.append(Problem(key, _unresolved(text, error)))
+            parent[key[-1]] = None
+    return data
+
+
+def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(item, (*key, name))
+
+
+def _follow(value: Any, key: Key) -> Any:
+    for part in key:
+        value = value[part]
+    return value
+
+
+def _unresolved(text: str, error: OmegaConfBaseException) -> str:
+    reason = str(error).splitlines()[0].partition("while resolving interpolation: ")[2] or str(error).splitlines()[0]
+    if isinstance(error, InterpolationKeyError):
+        reason = reason.replace("Interpolation key", "there is no key").removesuffix(" not found")
+    elif isinstance(error, UnsupportedInterpolationType):
+        reason = "only ${key.of.this.file} and ${env:NAME,default} are known"
+    elif "Recursive interpolation" in reason:
+        reason = "refers to itself"
+    return f"{shown(text)}: {reason}"
+
+
+def _environment(name: str, *default: Any) -> Any:
+    """``${env:NAME,default}``: the variable's value, read as YAML."""
+    if name in os.environ:
+        return scalar(os.environ[name])
+    if not default:
+        raise ValueError(
+            f"the environment variable {name} is not set and no default is given (${{env:{name},default}})"
+        )
+    return default[0]
+
+
+OmegaConf.register_resolver("env", _environment, replace=True)
+
+
+def _without_nulls(value: Any, key: Key) -> Any:
+    """The data without the nulls of keys that cannot be null: there null says "not given"."""
+    if isinstance(value, list):
+        return [_without_nulls(item, (*key, index)) for index, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: item for name, item in value.items() if item is not None or admits_null(type_at((*key, name)))}
+    return {name: _without_nulls(item, (*key, name)) for name, item in kept.items()}
+
+
+def _problem(error: Any, data: Any) -> Problem:
+    """A pydantic error as a problem."""
+    key, message = _as_written(error["loc"], data), readable(error)
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, Conflict):
+        key += cause.key
+    elif error["type"] == "extra_forbidden":
+        message = f"unknown key{near(str(key[-1]), names_at(key[:-1]))}"
+    return Problem(key, message)
+
+
+def _as_written(key: Key, data: Any) -> Key:
+    """The key without the index 0 of an item that stands without the brackets of its list."""
+    written: list[str | int] = []
+    for part in key:
+        if isinstance(part, int) and not isinstance(data, list):
+            continue
+        written.append(part)
+        if isinstance(data, dict):
+            data = data.get(part)
+        elif isinstance(data, list):
+            data = data[part]
+    return tuple(written)
+
+
+def _find_inputs(config: RunConfig, folder: Path) -> tuple[dict[Key, str], list[Problem]]:
+    """The paths that exist only beside the YAML file, and the problems of those that exist nowhere."""
+    beside: dict[Key, str] = {}
+    missing: list[Problem] = []
+    for key, text, kind in inputs(config):
+        if (Path(text)).exists():
+            continue
+        if (folder / text).exists():
+            beside[key] = str(folder / text)
+        else:
+            missing.append(Problem(key, _nowhere(text, kind, folder)))
+    return beside, missing
+
+
+def _nowhere(text: str, kind: Input, folder: Path) -> str:
+    tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
+    suggestion = next((s for path in tried if (s := nearest_file(path)).startswith(";")), "")
+    return f"there is no {kind.kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
+
+
+def _placed(problems: Iterable[Problem], places: Places) -> list[Problem]:
+    """The problems with their places, each told once (what a model takes by `like` is wrong where it was written)."""
+    told: dict[tuple[Any, ...], Problem] = {}
+    for problem in map(places.on, problems):
+        told.setdefault((problem.place, problem.key[-1:], problem.message), problem)
+    return list(told.values())
