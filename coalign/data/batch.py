@@ -188,10 +188,8 @@ class Batch:
         With ``keep``, equal neighbours of that column stay together as long as they fit. Raises ValueError for a
         sequence longer than the budget: cutting it would change the result, exceeding it break the promise on memory.
         """
-        if len(self) == 0:
-            return []
-        if max_tokens is None:
-            return [self]
+        if len(self) == 0 or max_tokens is None:
+            return [self] if len(self) else []
         if (longest := int(self.lengths.max())) > max_tokens:
             remedy = "raise it or shorten the data"
             raise ValueError(f"a sequence of {longest} tokens exceeds max_tokens_per_micro={max_tokens}; {remedy}")
