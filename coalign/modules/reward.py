@@ -48,7 +48,8 @@ class RewardModule(Module):
             self.caller.close()
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Any]:
-        """Columns ``reward`` f32[N], ``reward/<function>`` f32[N] and ``status`` u8[N]; and Stats of the failures.
+        """Columns ``reward`` f32[N], ``reward/<function>`` f32[N] and ``status`` u8[N]; and Stats: the mean
+        ``reward/<function>/mean``, the counts ``reward/failed/<reason>``.
 
         NaN and Status.ERROR stand where a function failed for good; rows that come in as ERROR are left alone. ``into``
         renames ``reward``. Raises RewardError, with the function's own exception as cause, if no row could be scored.
@@ -118,13 +119,13 @@ def _value(outcome: Outcome) -> float:
 
 
 def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[Outcome]], name: str) -> Stats:
-    """Failures by reason, and the means of what the functions returned besides the reward."""
+    """Failures by reason, and the means of everything that each function returned."""
     many: list[Stats] = []
     for function, scored in zip(functions, outcomes, strict=True):
         for outcome in scored:
             if isinstance(outcome, Failure):
                 many.append({f"{name}/failed/{outcome.reason}": Total(1.0)})
             else:
-                entries = {k: v for k, v in outcome.items() if k != "reward"}
-                many.append({f"{name}/{function.name}/{key}": Stat(value) for key, value in entries.items()})
+                logged = {"mean" if key == "reward" else key: value for key, value in outcome.items()}
+                many.append({f"{name}/{function.name}/{key}": Stat(value) for key, value in logged.items()})
     return merge_stats(many)

@@ -26,7 +26,7 @@ a dict with the key ``"reward"``; its other entries are logged as ``reward/<name
 
 **The reward** of a sample is the sum over functions of weight * value. The batch gets the columns ``reward`` and
 ``reward/<name>``, where the name is the function's or the configuration's ``name``. A function of weight 0 is only
-logged.
+logged, as ``reward/<name>/mean``.
 
 **Failure** is an exception, None, NaN, infinity, something that is no number, a list of the wrong length, or no answer
 within ``timeout`` seconds. The call is repeated ``retries`` times; then its samples get status ERROR and the reward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ _COLORS = ("#3366cc", "#dd8833", "#2a9d6f", "#b04a8f", "#6b5bb0", "#8a8a3c", "#c
 
 @dataclass(frozen=True)
 class _Plot:
-    """One picture: the metrics it shows (a trailing * takes every name with that beginning) and its axis."""
+    """One picture: the metrics it shows (patterns of fnmatch) and its axis."""
 
     file: str
     title: str
@@ -32,7 +33,7 @@ class _Plot:
 
 
 _PLOTS = (
-    _Plot("reward", "Reward", ("reward/mean",)),
+    _Plot("reward", "Reward", ("reward/mean", "reward/*/mean")),
     _Plot("eval", "Evaluation", ("eval/mean", "eval/pass@*", "eval/loss/value", "eval/loss/nll")),
     _Plot("loss", "Loss", ("loss/value", "loss/nll")),
     _Plot("kl", "Divergence from the reference", ("loss/kl_ref", "kl_per_token"), "nats per token"),
@@ -80,10 +81,13 @@ def _curves(rows: Sequence[Mapping[str, object]]) -> dict[str, Curve]:
 
 
 def _choose(plot: _Plot, curves: Mapping[str, Curve]) -> dict[str, Curve]:
-    def wanted(name: str) -> bool:
-        return any(name.startswith(m[:-1]) if m.endswith("*") else name == m for m in plot.metrics)
-
-    return {name: curve for name, curve in curves.items() if wanted(name)}
+    """The curves of a picture in the order of its patterns; of equal ones (a single reward function, say) the first."""
+    chosen: dict[str, Curve] = {}
+    for pattern in plot.metrics:
+        for name in fnmatch.filter(curves, pattern):
+            if curves[name] not in chosen.values():
+                chosen[name] = curves[name]
+    return chosen
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:

@@ -89,12 +89,18 @@ def test_columns_of_several_functions_and_their_weighted_sum(build):
     assert columns["reward"].tolist() == [1.0, 1.5, 2.5, 0.0]
     assert columns["reward"].dtype == torch.float32
     assert columns["status"].tolist() == [0] * 4 and columns["status"].dtype == torch.uint8
-    assert set(columns) == {"reward", "reward/math", "reward/group_rank", "status"}
+    assert columns["reward/math/mean"] == Stat(2.0, 4.0) and columns["reward/group_rank/mean"] == Stat(6.0, 4.0)
+    assert {name for name, value in columns.items() if isinstance(value, torch.Tensor)} == {
+        "reward",
+        "reward/math",
+        "reward/group_rank",
+        "status",
+    }
 
 
 def test_into_renames_the_columns(build):
     columns = build({"fn": "math", "name": "right"}).forward_step(batch("4", "5"), into="score")
-    assert set(columns) == {"score", "score/right", "status"}
+    assert set(columns) == {"score", "score/right", "score/right/mean", "status"}
 
 
 def test_what_a_function_sees(build):
@@ -123,6 +129,7 @@ def test_a_failed_sample_is_an_error_and_never_a_number(build, caplog):
     assert columns["reward"][1:3].isnan().all() and columns["reward/fails_on_words"][1:3].isnan().all()
     assert columns["reward/failed/raised"] == Total(1.0) and columns["reward/failed/not_finite"] == Total(1.0)
     assert columns["reward/fails_on_words/length"] == Stat(2.0, 2.0)
+    assert columns["reward/fails_on_words/mean"] == Stat(7.0, 2.0)
     assert "'fails_on_words' failed on 2 of 4 samples" in caplog.text and "group 0, index 1" in caplog.text
     assert "could not convert string to float" in caplog.text
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from matplotlib.image import imread
 
-from coalign.runtime.plots import plot_run, smooth
+from coalign.runtime.plots import _PLOTS, _choose, plot_run, smooth
 
 
 def write(folder, rows, tail=""):
@@ -45,6 +45,13 @@ def test_one_picture_for_each_kind_of_metric_that_there_is(tmp_path):
 @pytest.mark.parametrize("name", ["reward/mean", "eval/pass@4", "time/step", "loss/nll"])
 def test_a_single_metric_of_a_single_step_is_enough(tmp_path, name):
     assert len(write(tmp_path, [{"step": 1, name: 1.0}])) == 1
+
+
+def test_parts_of_the_reward_are_drawn_with_it_unless_they_are_it():
+    curve, other = [(1, 0.5), (2, 0.6)], [(1, 0.1), (2, 0.2)]
+    (plot,) = [plot for plot in _PLOTS if plot.file == "reward"]
+    names = {"reward/math/mean": curve, "reward/form/mean": other, "reward/mean": curve, "reward/std": other}
+    assert list(_choose(plot, names)) == ["reward/mean", "reward/form/mean"]
 
 
 def test_gaps_and_unknown_names_do_no_harm(tmp_path):
