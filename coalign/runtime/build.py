@@ -35,7 +35,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
     roles = cls.roles(config)
     models = dict(config.models)
     if config.reward:
-        models["reward"] = ModelConfig(module="reward")
+        models["reward"] = ModelConfig(module="reward", head="reward")
     for name, role in roles.items():
         if name not in models:
             raise ValueError(f"models.{name}: {cls.__name__} needs it ({role.__name__}) and the configuration has none")
@@ -114,7 +114,7 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     engine.environment = Environment(cluster, engine.env_flow, data, Buffer(config.runtime.max_staleness, steps))
     pairs = [(a, b) for a, b in cls.sync if a in models and b in models]
     syncs = [WeightSync(engine.models_running[a], engine.models_running[b]) for a, b in pairs]
-    engine.trainers = Trainer(cluster, engine.train_flow, syncs)
+    engine.trainers = Trainer(cluster, engine.train_flow, syncs, next(iter(engine.learning), None))
     if config.data.eval:
         held_out = loader(config, cls, tokenizer, "eval")
         engine.evaluator = Evaluator(cluster, engine.eval_flow, held_out, config.runtime.eval_prompts)

@@ -16,15 +16,20 @@ class Calls:
     def __init__(self) -> None:
         self.futures: list[Future] = []
 
-    def stats(self) -> Stats:
-        """Waits for every call; their metrics, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak)."""
+    def stats(self, main: str | None = None) -> Stats:
+        """Waits for every call; their metrics, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak).
+
+        With ``main``, what any other model reports is named after it (`value/loss/grad_norm`): two models that learn must
+        not be averaged.
+        """
         parts: list[dict[str, Metric]] = []
         for future in self.futures:
             future.result()
-            model = future.label.partition(".")[0]
-            parts.append(dict(future.stats))
+            model, _, method = future.label.partition(".")
+            mine = main is None or model == main
+            parts.append(dict(future.stats) if mine else {f"{model}/{k}": v for k, v in future.stats.items()})
             parts.append({f"time/{future.label}": Total(future.seconds)})
-            if future.peak_memory:
+            if method:
                 parts.append({f"memory/{model}": Max(future.peak_memory / 2**20)})
         return merge_stats(parts)
 

@@ -18,7 +18,7 @@ from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator, score
 from coalign.runtime.hooks import Hook
 from coalign.runtime.trainer import Trainer
-from coalign.types import Stats, Total, merge_stats
+from coalign.types import Stats, Total, Trainable, merge_stats
 
 
 class Engine:
@@ -95,6 +95,11 @@ class Engine:
         return self.cluster.apply(fn, *batches, **arguments)
 
     @property
+    def learning(self) -> list[str]:
+        """The models that learn, the main one (whose weights are the run's product) first."""
+        return [name for name, role in self.roles(self.config).items() if role is Trainable]
+
+    @property
     def eval_sampling(self) -> dict[str, Any]:
         """The sampling settings of evaluation; those that are None stay the policy's own."""
         return self.config.runtime.eval_sampling.model_dump(exclude_none=True)
@@ -113,8 +118,15 @@ class Engine:
             self.step += 1
             stats = merge_stats([rollout, training, self.trainers.sync(self.step)])
             self.after_step(stats)
-            stats["time/step"] = Total(time.perf_counter() - begun)
+            stats |= pace(stats, time.perf_counter() - begun)
             for hook in self.hooks:
                 hook.after_step(self, stats, batch)
         for hook in self.hooks:
             hook.end(self)
+
+
+def pace(stats: Stats, seconds: float) -> Stats:
+    """The step's wall time (s) and its rates (tokens/s)."""
+    rates = {f"throughput/{what}": stats.get(f"tokens/{what}") for what in ("generated", "trained")}
+    found = {name: Total(tokens.value / seconds) for name, tokens in rates.items() if tokens and tokens.value}
+    return {"time/step": Total(seconds), **found}

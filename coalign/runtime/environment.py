@@ -33,6 +33,7 @@ def describe(
         "tokens/response": Stat.of(trained),
         "tokens/response_max": Max(float(trained.max()) if len(trained) else 0.0),
         "tokens/prompt": Stat.of(lengths - trained),
+        "tokens/generated": Total(float(trained.sum())) if versions is not None else Total(0.0),
         "samples/count": Total(float(len(lengths))),
         "samples/empty": Stat.of(trained == 0),
     }

@@ -26,7 +26,7 @@ UNLIMITED = 2**31
 
 def evaluate(config: RunConfig, model: Path | None, display: Display) -> None:
     """Print the metrics of a run's evaluation set; ``model`` replaces the directory that the evaluated model loads."""
-    from coalign.cluster import start
+    from coalign.cluster.start import start
     from coalign.runtime.build import build, recipe
     from coalign.runtime.folder import flatten
 
@@ -96,7 +96,7 @@ def _prompts(job: Job, tokenizer: Any) -> Loader:
 def _writer(output: Path | None, display: Display) -> Iterator[Callable[[dict[str, Any]], None]]:
     """How a record is given out: a line of a file that appears whole at the end, or text on the screen."""
     if output is None:
-        yield lambda record: display.note(record["response"])
+        yield lambda record: display.show(record["response"])
         return
     aside = output.with_name(output.name + ".writing")
     with open(aside, "w") as out:
@@ -111,7 +111,7 @@ def inspect(config: RunConfig, rows: int, display: Display) -> None:
 
     tokenizer = load_tokenizer(config)
     data = loader(config, recipe(config.algorithm), tokenizer, "train")
-    display.note(data.report())
+    display.show(data.report())
     batch = data.next()
     for row in islice(batch.rows(), rows):
         display.show(describe(row, tokenizer))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coalign.cluster import start
+from coalign.cluster.start import start
 from coalign.config import dump
 from coalign.config.schema import RunConfig
 from coalign.runtime.build import build, prepare

@@ -13,17 +13,12 @@ from coalign.cluster.future import WorkerError
 from coalign.data.batch import Batch
 from coalign.runtime.checkpoint import Checkpoints
 from coalign.runtime.hooks import Hook
-from coalign.types import Stats, Total, Trainable
+from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
     from coalign.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
-
-
-def trainable(engine: Engine) -> list[str]:
-    """The models that learn; the first of them is the one that `hf/` holds."""
-    return [name for name, role in engine.roles(engine.config).items() if role is Trainable]
 
 
 def fill(engine: Engine, directory: Path, extra: dict[str, Any]) -> None:
@@ -50,7 +45,7 @@ def fill(engine: Engine, directory: Path, extra: dict[str, Any]) -> None:
     ]
     torch.save(buffered, directory / "buffer.pt")
     saves = []
-    for i, name in enumerate(trainable(engine)):
+    for i, name in enumerate(engine.learning):
         model = engine.models_running[name]
         saves.append(model.save(str(directory / "models" / name)))
         saves.append(model.save_hf(str(directory / ("hf" if i == 0 else f"hf_{name}"))))
@@ -63,7 +58,7 @@ def restore(engine: Engine, directory: Path) -> dict[str, Any]:
     state = json.loads((directory / "state.json").read_text())
     if state["algorithm"] != engine.config.algorithm:
         raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{engine.config.algorithm}`")
-    loads = [engine.models_running[name].load(str(directory / "models" / name)) for name in trainable(engine)]
+    loads = [engine.models_running[name].load(str(directory / "models" / name)) for name in engine.learning]
     for load in loads:
         load.result()
     engine.step = state["step"]

@@ -13,11 +13,15 @@ from coalign.weights.sync import WeightSync
 
 
 class Trainer:
-    """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it."""
+    """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it; ``main`` is the model whose
+    metrics need no prefix."""
 
-    def __init__(self, cluster: Any, flow: Callable[[BatchRef], Any], syncs: Sequence[WeightSync]) -> None:
+    def __init__(
+        self, cluster: Any, flow: Callable[[BatchRef], Any], syncs: Sequence[WeightSync], main: str | None
+    ) -> None:
         self.cluster = cluster
         self.flow = flow
+        self.main = main
         self.syncs = list(syncs)
 
     def step(self, batch: BatchRef) -> Stats:
@@ -25,7 +29,7 @@ class Trainer:
         begun = time.perf_counter()
         with watch(self.cluster) as calls:
             self.flow(batch)
-        return merge_stats([calls.stats(), {"time/train": Total(time.perf_counter() - begun)}])
+        return merge_stats([calls.stats(self.main), {"time/train": Total(time.perf_counter() - begun)}])
 
     def sync(self, version: int) -> Stats:
         """Give the weights of ``version`` to every target; a target serves them only once they are verified."""

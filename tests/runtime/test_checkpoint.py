@@ -52,7 +52,7 @@ def test_a_file_cut_in_half_or_missing_is_found(checkpoints):
 def test_a_manifest_that_cannot_be_read(checkpoints):
     path = checkpoints.write(3, fill)
     (path / MANIFEST).write_text("{")
-    with pytest.raises(CorruptCheckpoint, match="no readable manifest.json"):
+    with pytest.raises(CorruptCheckpoint, match=r"no readable manifest\.json"):
         verify(path)
     assert checkpoints.newest() is None
 

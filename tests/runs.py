@@ -1,0 +1,91 @@
+"""Small real runs for tests: a model of a few thousand parameters, sums as data, a configuration, its results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import tiny_model_dir
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def digits(sample: Any) -> float:
+    """A dense reward that a random model can climb: the share of its response that is digits."""
+    text = sample.response
+    return sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+def write_data(directory: Path, rows: int = 24) -> Path:
+    path = directory / "sums.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)}) + "\n" for i in range(rows))
+    )
+    return path
+
+
+def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
+    """The configuration of a run of a few seconds in ``directory`` (made once: model and data stay)."""
+    model = directory / "model"
+    if not model.exists():
+        tiny_model_dir(model)
+    data = str(write_data(directory))
+    config: dict[str, Any] = {
+        "algorithm": algorithm,
+        "seed": 1,
+        "output": str(directory / "run"),
+        "runtime": {"steps": 4, "prompts_per_step": 4, "threads": 1, "tensorboard": False, "cluster": "local"}
+        | runtime,
+        "data": {"train": data, "eval": data, "chat_template": "none"},
+    }
+    model_keys = {"load": str(model), "max_tokens_per_micro": 256}
+    if algorithm == "sft":
+        config["models"] = {"trainer": model_keys | {"optimizer": {"lr": 3e-3}}}
+        return config
+    config["reward"] = {"fn": "tests.runs:digits"}
+    config["runtime"] |= {"samples_per_prompt": 4, "eval_prompts": 4} | runtime
+    config["models"] = {
+        "policy": model_keys | {"sampling": {"max_new_tokens": 8}},
+        "trainer": {"optimizer": {"lr": 3e-3}},
+    }
+    return config
+
+
+def run(config: dict[str, Any], *overrides: str) -> int:
+    """Train in this process; the exit code."""
+    from coalign.config import load
+    from coalign.runtime.build import recipe
+    from coalign.runtime.display import Display
+    from coalign.runtime.run import train
+
+    return train(load(config, list(overrides), defaults=lambda name: recipe(name).defaults), Display(quiet=True))
+
+
+def command(config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
+    """`coalign train` in a process of its own."""
+    path = Path(config["output"]).parent / "run.yaml"
+    path.write_text(json.dumps(config))
+    return subprocess.Popen(
+        [sys.executable, "-m", "coalign.cli", "train", str(path), *overrides],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def metrics(config: dict[str, Any]) -> list[dict[str, Any]]:
+    path = Path(config["output"]) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def weights_hash(config: dict[str, Any], step: int) -> str:
+    """SHA-256 of the weights that a run's checkpoint holds."""
+    file = Path(config["output"]) / "checkpoints" / f"step_{step}" / "hf" / "model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()

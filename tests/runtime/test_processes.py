@@ -1,0 +1,114 @@
+"""Whole runs in processes of their own: killed, interrupted, on Ray."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import command, metrics, run, settings, weights_hash
+
+
+def wait_for_step(process, config, step, seconds=90):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if any(line["step"] >= step for line in metrics(config)):
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(f"no step {step} within {seconds} s:\n{process.communicate()[0]}")
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [pytest.param((3,), id="once"), pytest.param((1, 2, 3, 4, 5), id="at every step", marks=pytest.mark.slow)],
+)
+def test_killed_and_started_again_the_weights_are_the_same(tmp_path, moments):
+    config = settings(tmp_path, "grpo", steps=6, save_every=1, eval_at_start=False)
+    config["data"].pop("eval")
+    run(config)
+    killed = config | {"output": str(tmp_path / "killed")}
+    for step in moments:
+        process = command(killed)
+        wait_for_step(process, killed, step)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    finish(command(killed))
+    assert weights_hash(killed, 6) == weights_hash(config, 6)
+    assert [line["step"] for line in metrics(killed)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_ctrl_c_saves_and_exits_with_130(tmp_path):
+    config = settings(tmp_path, "grpo", steps=500, eval_at_start=False)
+    process = command(config)
+    wait_for_step(process, config, 2)
+    process.send_signal(signal.SIGINT)
+    output = finish(process, 130)
+    assert "SIGINT: finishing this step, then saving" in output
+    last = metrics(config)[-1]["step"]
+    assert (Path(config["output"]) / "checkpoints" / f"step_{last}" / "manifest.json").exists()
+
+
+def test_an_error_is_one_message_and_an_exit_code(tmp_path):
+    config = settings(tmp_path, "grpo")
+    config["models"]["policy"]["sampling"]["max_new_token"] = 8
+    output = finish(command(config), 2)
+    assert "did you mean 'max_new_tokens'?" in output
+    assert "Traceback" not in output
+
+
+pytest.importorskip("ray")
+
+
+def children():
+    return {p.pid for p in psutil.process_iter(["cmdline"]) if any("ray" in part for part in p.info["cmdline"] or [])}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("algorithm", "workers"),
+    [
+        pytest.param("grpo", 2, id="two rollout workers"),
+        pytest.param("grpo", 1, id="one rollout worker", marks=pytest.mark.slow),
+        pytest.param("ppo", 2, id="ppo", marks=pytest.mark.slow),
+    ],
+)
+def test_ray_gives_the_weights_of_one_process(tmp_path, algorithm, workers):
+    config = settings(tmp_path, algorithm, eval_at_start=False)
+    config["data"].pop("eval")
+    run(config)
+    there = config | {"output": str(tmp_path / "ray")}
+    before = children()
+    placed = [f"models.policy.num_process={workers}", "models.trainer.num_process=1"]
+    finish(command(there, "runtime.cluster=ray", *placed))
+    assert weights_hash(there, 4) == weights_hash(config, 4)
+    for key in ("reward/mean", "loss/value", "loss/grad_norm", "tokens/response"):
+        assert [line[key] for line in metrics(there)] == [line[key] for line in metrics(config)]
+    end = time.monotonic() + 20
+    while children() - before and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not children() - before, "processes were left behind"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
+    config = settings(tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray")
+    process = command(config)
+    wait_for_step(process, config, 2, seconds=150)
+    worker = next(
+        p for p in psutil.process_iter(["cmdline"]) if any("policy" in part for part in p.info["cmdline"] or [])
+    )
+    os.kill(worker.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode not in (0, None)
+    assert "policy" in output
