@@ -13,7 +13,7 @@ from tests.tiny import tiny_model_dir
 
 
 def runs():
-    """Each backend with tied and untied embeddings. Processes take seconds to start: one pair of runs is enough daily."""
+    """Each backend with tied and untied embeddings. Processes take seconds to start: one such run is enough daily."""
     for backend in BACKENDS:
         for tied in (True, False):
             daily = backend.ranks == 1 or (tied and backend.config.get("compute_dtype") is None)
@@ -69,7 +69,7 @@ def test_gradient_norms(reports):
 
 
 def test_weights_after_three_steps(reports):
-    # AdamW's first steps have the size of lr whatever the gradient's: where that is nearly 0, rounding decides the sign.
+    # AdamW's first steps are of the size of lr, whatever the gradient: where that is near 0, rounding decides the sign.
     tolerance, got, expected = reports
     moves = [
         (got.after[name] - got.before[name], tensor - expected.before[name]) for name, tensor in expected.after.items()
