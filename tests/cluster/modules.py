@@ -124,3 +124,16 @@ class UnloadableModule(Module):
 
     def setup(self) -> None:
         raise FileNotFoundError("no weights here")
+
+
+class OwnModule(Module):
+    """Says what it adds."""
+
+    @classmethod
+    def columns(cls, config, context):
+        return ("quality", "style")
+
+    def judge(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"verdict": torch.zeros(batch.tokens_total)}
+
+    judge.produces = ("verdict",)

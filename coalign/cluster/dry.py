@@ -1,0 +1,245 @@
+"""A cluster of stand-ins: flows run on it in milliseconds, on tiny batches of zeros, without any model.
+
+Calls answer at once with the columns that the real model would give, functions really run, and every call is recorded
+in ``cluster.graph``. A flow that reads a column which nobody produced fails here, at the line that asks for it. Values
+mean nothing: everything that a model would compute is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from coalign.cluster.apply import apply_columns, merge_columns, name_of, sort_result
+from coalign.cluster.future import BatchRef, Future, Meta, Outcome
+from coalign.cluster.graph import Graph
+from coalign.cluster.local import Cell, LocalStore
+from coalign.cluster.worker import module_class
+from coalign.config.functions import columns_of
+from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data.batch import Batch
+from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Context, Stats
+
+RESPONSE = 3  # tokens that a stand-in generates
+HEAD_COLUMNS = {"lm": "ref_logprobs", "value": "values", "reward": "reward"}
+
+
+class Traced(Cell):
+    """A stored batch, and which call made each of its columns."""
+
+    __slots__ = ("sources",)
+
+    def __init__(self, batch: Batch, sources: Mapping[str, str]) -> None:
+        super().__init__(batch)
+        self.sources = dict(sources)
+
+
+class DryCluster:
+    """The interface of coalign.cluster.base.Cluster, on stand-ins."""
+
+    store = LocalStore()
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.models: dict[str, DryModel] = {}
+        self.graph = Graph()
+        self.on_call: Callable[[Future], None] | None = None
+
+    def spawn(self, name: str, config: ModelConfig, context: Context) -> DryModel:
+        """A stand-in; a module of one's own (a dotted path) is imported to be asked for its columns, no other is."""
+        model = self.models[name] = DryModel(name, config, context, self)
+        return model
+
+    def put(self, batch: Batch, label: str = "data") -> BatchRef:
+        """A batch of the driver, as a node called ``label``."""
+        names = _columns(batch)
+        label = self.graph.add(label, {}, names)
+        return self._keep(batch, dict.fromkeys(names, label))
+
+    def apply(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
+        """Runs the function. Raises ValueError for a column that nobody produced."""
+        refs = [self.resolve(value) for value in inputs]
+        given, sources = merge_columns([ref.fetch() for ref in refs]), self.sources(refs)
+        needed, optional = columns_of(function)
+        reads = _by_source(sources, [name for name in (*needed, *optional) if name in sources])
+        results: list[Any] = []
+
+        @wraps(function)
+        def noted(*columns: Any, **arguments: Any) -> Any:
+            results.append(function(*columns, **arguments))
+            return results[0]
+
+        batch, stats = apply_columns(noted, [given], keywords)
+        made = list(sort_result(results[0])[0])
+        return self.answer(name_of(function), batch, stats, reads, made, sources, given)
+
+    def shutdown(self) -> None:
+        """Nothing was started."""
+
+    def __enter__(self) -> DryCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def resolve(self, value: Any) -> Any:
+        """See Cluster.resolve."""
+        value = value.result() if isinstance(value, Future) else value
+        return self.put(value) if isinstance(value, Batch) else value
+
+    def sources(self, refs: list[BatchRef]) -> dict[str, str]:
+        """Which call made each column of the merged batches."""
+        return {name: source for ref in refs for part in ref.parts for name, source in part.ref.sources.items()}
+
+    def answer(
+        self,
+        label: str,
+        batch: Batch | None,
+        stats: Stats,
+        reads: dict[str, list[str]],
+        made: list[str],
+        sources: Mapping[str, str],
+        given: Batch | None,
+    ) -> Future:
+        """A finished Future, recorded: ``batch`` with ``made`` from this call and the rest from ``sources``."""
+        node = self.graph.add(label, reads, made, given)
+        result: Any = stats
+        if batch is not None:
+            result = self._keep(batch, {name: node if name in made else sources[name] for name in _columns(batch)})
+        future = Future(label)
+        future.succeed(Outcome(result, stats, 0.0, 0))
+        if self.on_call:
+            self.on_call(future)
+        return future
+
+    def _keep(self, batch: Batch, sources: Mapping[str, str]) -> BatchRef:
+        return BatchRef.of(Meta.of(batch), Traced(batch, sources), self.store)
+
+
+class DryModel:
+    """The interface of coalign.cluster.dist.DistModel, on zeros."""
+
+    def __init__(self, name: str, config: ModelConfig, context: Context, cluster: DryCluster) -> None:
+        self.name, self.config, self.context, self.cluster = name, config, context, cluster
+        self.store = cluster.store
+        # Backends of Coalign import large libraries; what they add follows from the head alone.
+        own = ":" in config.module
+        self._scores = module_class(config).columns(config, context) if own else (HEAD_COLUMNS[config.head],)
+
+    def generate(self, prompts: BatchRef | Future, *, samples: int | None = None, **_: Any) -> Future:
+        """``samples`` responses of three tokens to each prompt."""
+        ref = self._batch("generate", prompts)
+        given, sources = ref.fetch(), self.cluster.sources([ref])
+        batch = _responses(given, samples or self.context.samples_per_prompt)
+        reads = _by_source(sources, [name for name in _columns(given) if name in batch])
+        return self.cluster.answer(f"{self.name}.generate", batch, {}, reads, _columns(batch), {}, given)
+
+    def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
+        """The module's columns, zero; ``into`` renames the first."""
+        ref = self._batch("forward_step", batch)
+        given = ref.fetch()
+        names = [into or self._scores[0], *self._scores[1:]]
+        made = Batch(given.lengths, *_zeros(given, names, per_token=self.config.head != "reward"))
+        reads = _by_source(self.cluster.sources([ref]), ["tokens"])
+        return self.cluster.answer(f"{self.name}.forward_step", made, {}, reads, names, {}, given)
+
+    def train_step(self, batch: BatchRef | Future, **_: Any) -> Future:
+        """Nothing is learned."""
+        return self._consume("train_step", batch)
+
+    def eval_step(self, batch: BatchRef | Future, **_: Any) -> Future:
+        """No metrics."""
+        return self._consume("eval_step", batch)
+
+    def call(self, method: str, *arguments: Any, **keywords: Any) -> Future:
+        """A method of one's own: columns if it says which (``method.produces = ("name", ...)``), else no result."""
+        refs = [self.cluster.resolve(value) for value in (*arguments, *keywords.values())]
+        refs = [ref for ref in refs if isinstance(ref, BatchRef)]
+        if not refs:
+            return self.cluster.answer(f"{self.name}.{method}", None, {}, {}, [], {}, None)
+        names = list(getattr(getattr(module_class(self.config), method), "produces", ()))
+        given, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
+        made = Batch(given.lengths, *_zeros(given, names, per_token=True)) if names else None
+        reads = _by_source(sources, list(sources))
+        return self.cluster.answer(f"{self.name}.{method}", made, {}, reads, names, {}, given)
+
+    def __getattr__(self, method: str) -> Callable[..., Future]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self.call, method)
+
+    def _batch(self, method: str, value: Any) -> BatchRef:
+        ref = self.cluster.resolve(value)
+        if not isinstance(ref, BatchRef):
+            raise TypeError(f"{self.name}.{method}: expected a batch, got a {type(ref).__name__}")
+        return ref
+
+    def _consume(self, method: str, batch: BatchRef | Future) -> Future:
+        ref = self._batch(method, batch)
+        sources = self.cluster.sources([ref])
+        return self.cluster.answer(
+            f"{self.name}.{method}", None, {}, _by_source(sources, list(sources)), [], {}, ref.fetch()
+        )
+
+
+def prompts() -> Batch:
+    """Two prompts of two and three tokens."""
+    return Batch(torch.tensor([2, 3])).with_(
+        tokens=torch.zeros(5, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
+    )
+
+
+def conversations() -> Batch:
+    """Two conversations of six tokens, half of them to learn."""
+    batch = Batch(torch.tensor([6, 6])).with_(group=torch.arange(2), rows=[{}, {}])
+    return batch.with_(
+        tokens=torch.zeros(12, dtype=torch.int32), loss_mask=torch.tensor([False, False, False, True, True, True] * 2)
+    )
+
+
+def _responses(given: Batch, samples: int) -> Batch:
+    """Prompt and response with the columns of docs/design.md §3; sequence columns are repeated."""
+    rows = torch.arange(len(given)).repeat_interleave(samples)
+    lengths = given.lengths[rows] + RESPONSE
+    base = Batch(lengths)
+    position = torch.arange(base.tokens_total) - base.offsets[base.segment]
+    mask = position >= (lengths - RESPONSE)[base.segment]
+    repeated = given.only(*given.sequence).select(rows).sequence if given.sequence else {}
+    sequence = dict(repeated) | {
+        "index": torch.arange(samples, dtype=torch.int32).repeat(len(given)),
+        "prompt_length": (lengths - RESPONSE).to(torch.int32),
+        "status": torch.zeros(len(rows), dtype=torch.uint8),
+    }
+    token = {
+        "tokens": torch.zeros(base.tokens_total, dtype=torch.int32),
+        "loss_mask": mask,
+        "rollout_logprobs": torch.zeros(base.tokens_total),
+        "versions": torch.where(mask, 0, -1).to(torch.int32),
+    }
+    return Batch(lengths, token, sequence)
+
+
+def _zeros(given: Batch, names: list[str], per_token: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(token columns, sequence columns) of zeros; declared names have their own kind and dtype."""
+    token, sequence = {}, {}
+    for name in names:
+        if name in TOKEN_COLUMNS or (per_token and name not in SEQUENCE_COLUMNS):
+            token[name] = torch.zeros(given.tokens_total, dtype=TOKEN_COLUMNS.get(name, torch.float32))
+        else:
+            sequence[name] = torch.zeros(len(given), dtype=SEQUENCE_COLUMNS.get(name, torch.float32))
+    return token, sequence
+
+
+def _columns(batch: Batch) -> list[str]:
+    return [*batch.token, *batch.sequence]
+
+
+def _by_source(sources: Mapping[str, str], names: list[str]) -> dict[str, list[str]]:
+    """Columns grouped by the call that made them."""
+    reads: dict[str, list[str]] = {}
+    for name in names:
+        reads.setdefault(sources[name], []).append(name)
+    return reads
