@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.loader import Loader, build_loader
@@ -60,8 +58,10 @@ def tokenizer_directory(config: RunConfig) -> str:
     raise ValueError("models: none of them has `load` (a Hugging Face model directory), so there is no tokenizer")
 
 
-def load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: RunConfig) -> Any:
     """The run's tokenizer. ValueError names the directory if it has none."""
+    from transformers import AutoTokenizer  # slow to import, and `coalign check` does without
+
     directory = tokenizer_directory(config)
     if not Path(directory).is_dir():
         raise ValueError(f"models: `load: {directory}` is not a directory (a Hugging Face model directory is expected)")

@@ -19,8 +19,8 @@ class Calls:
     def stats(self, main: str | None = None) -> Stats:
         """Waits for every call; their metrics, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak).
 
-        With ``main``, what any other model reports is named after it (`value/loss/grad_norm`): two models that learn must
-        not be averaged.
+        With ``main``, what any other model reports is named after it (`value/loss/grad_norm`): two models that learn
+        must not be averaged.
         """
         parts: list[dict[str, Metric]] = []
         for future in self.futures:

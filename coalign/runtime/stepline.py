@@ -46,8 +46,9 @@ def step_fields(metrics: Mapping[str, float], usual: Mapping[str, float]) -> lis
         fields.append(f"{label} {number(value)}" + (_arrow(change) if arrow else ""))
     if metrics.get("samples/dropped"):
         fields.append(f"dropped {metrics['samples/dropped']:.0f}")
-    if "throughput/tokens" in metrics:
-        fields.append(f"{metrics['throughput/tokens']:,.0f} tok/s")
+    rate = metrics.get("throughput/generated", metrics.get("throughput/trained"))
+    if rate is not None:
+        fields.append(f"{rate:,.0f} tok/s")
     return fields
 
 

@@ -13,8 +13,10 @@ from coalign.weights.sync import WeightSync
 
 
 class Trainer:
-    """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it; ``main`` is the model whose
-    metrics need no prefix."""
+    """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it.
+
+    ``main`` is the model whose metrics need no prefix.
+    """
 
     def __init__(
         self, cluster: Any, flow: Callable[[BatchRef], Any], syncs: Sequence[WeightSync], main: str | None

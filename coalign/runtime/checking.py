@@ -1,0 +1,94 @@
+"""`coalign check`: configuration, flow, losses and memory of a run, seen before anything loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from coalign.cluster.dry import DryCluster, conversations, prompts
+from coalign.cluster.graph import Call, Graph, draw
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import ModelConfig, RunConfig
+from coalign.runtime.build import context, prepare
+from coalign.runtime.display import Display
+from coalign.runtime.engine import Engine
+from coalign.runtime.memory import Estimate, estimate
+from coalign.types import LossInput
+
+# What a model with this head hands to its loss.
+OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
+
+
+def check(config: RunConfig, display: Display) -> None:
+    """Print what the run would do. Raises ValueError for whatever would stop it."""
+    cls, models = prepare(config)
+    for reward in config.reward:
+        bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, "reward")
+    graph = trace(cls, models, config)
+    count = f"{len(models)} models" if len(models) > 1 else "1 model"
+    display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
+    display.show(draw(graph) + "\n")
+    display.show(_memory(cls, models, config))
+    display.show("\nno problem found")
+
+
+def trace(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Graph:
+    """The calls of one step, from a run of the flows on stand-ins. ValueError for a column that nobody produces."""
+    with DryCluster(config) as cluster:
+        engine = cls(config, cluster)
+        for name, model in models.items():
+            setattr(engine, name, cluster.spawn(name, model, context(name, model, config, steps=1)))
+        make, label = (prompts, "prompts") if cls.source == "prompts" else (conversations, "conversations")
+        engine.train_flow(cluster.resolve(engine.env_flow(cluster.put(make(), label))))
+        training = list(cluster.graph.calls)
+        if config.data.eval:
+            engine.eval_flow(cluster.put(make(), label))
+    for call in training:
+        name, _, method = call.label.partition("#")[0].partition(".")
+        if method == "train_step":
+            _try_loss(name, models[name], config, call)
+    return Graph(training)
+
+
+def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> None:
+    """Run a model's loss on the stand-ins that its train_step receives."""
+    from coalign.modules.objective import Objective, loss_input
+
+    loss = model.loss or config.loss
+    trained = call.batch["loss_mask"]
+    sizes = {"logprobs": int(trained.sum()), "values": int(trained.sum()), "scores": len(call.batch)}
+    outputs = {output: torch.zeros(sizes[output], requires_grad=True) for output in OUTPUTS[model.head]}
+    objective = Objective(**loss.model_dump())
+    if objective.entropy:
+        outputs["entropy"] = torch.zeros(sizes["logprobs"])
+    have: LossInput = loss_input(call.batch, outputs)
+    try:
+        objective(call.batch, outputs, tokens=1.0, sequences=1.0)
+    except (TypeError, AttributeError, ValueError) as problem:
+        missing = sorted(
+            f for f in ("ref", "advantages", "returns", "old_values", "scores") if getattr(have, f) is None
+        )
+        raise ValueError(
+            f"models.{name}: the loss `{loss.fn}` fails on what the flow gives it ({problem}); "
+            f"of its inputs these are not there: {', '.join(missing)}"
+        ) from problem
+
+
+def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Any:
+    table = Table(box=None, pad_edge=False, title="memory, over all processes of a model", title_justify="left")
+    for column in ("model", "parameters", "weights", "gradients", "optimizer", "activations", "KV cache", "total"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, role in cls.roles(config).items():
+        if models[name].load is None:
+            continue
+        e: Estimate = estimate(models[name], role, config)
+        parts = (e.weights, e.gradients, e.optimizer, e.activations, e.cache, e.total)
+        table.add_row(name, f"{e.parameters / 1e6:,.1f}M", *map(_size, parts))
+    return table
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:,.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.0f} MiB"
