@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits held at once: what stays near a CPU's caches, what fills a GPU. Measured in docs/lab.md.
+# Logits held at once: what stays near a CPU's caches (measured), and what fills a GPU (not measured).
 TILE = {"cpu": 2**21, "cuda": 2**26}
 MIN_ROWS = 64  # of the weight in a tile, below which a matrix product wastes its time
 
