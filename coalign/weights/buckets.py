@@ -1,4 +1,4 @@
-"""Named tensors as a few large blocks of bytes, each tensor with its checksum: what moves between processes."""
+"""Named tensors as a few lists of bytes, each tensor with its checksum: what moves between processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from coalign.weights.checksum import checksum, tensor_bytes
 
 BUCKET_BYTES = 64 * 2**20
-ALIGNMENT = 64  # bytes; every dtype can be viewed in place
 
 
 class WeightError(RuntimeError):
@@ -21,63 +20,48 @@ class WeightError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Where one tensor lies in a bucket, and what its bytes must add up to."""
+class Packed:
+    """One tensor as u8 data, and what the data must add up to."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    data: np.ndarray
     checksum: int
 
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """u8 data and the tensors in it."""
-
-    data: np.ndarray
-    entries: tuple[Entry, ...]
-
     def verify(self) -> None:
-        """Raises WeightError naming the first tensor whose bytes are not those that were packed."""
-        for entry in self.entries:
-            found = checksum(self.data[entry.start : entry.stop])
-            if found != entry.checksum:
-                raise WeightError(
-                    f"weight '{entry.name}' arrived damaged: checksum {found:016x}, sent with {entry.checksum:016x}"
-                )
+        """Raises WeightError if the bytes are not those that were packed."""
+        found = checksum(self.data)
+        if found != self.checksum:
+            raise WeightError(
+                f"weight '{self.name}' arrived damaged: checksum {found:016x}, sent with {self.checksum:016x}"
+            )
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) as views of the data. Do not write to them: the data may be shared with other processes."""
+    def tensor(self) -> Tensor:
+        """A view of the data. Do not write to it: the data may be shared with other processes."""
+        if not len(self.data):  # numpy has no strides to view nothing with
+            return torch.empty(self.shape, dtype=self.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            data = torch.from_numpy(self.data)
-        for entry in self.entries:
-            yield entry.name, data[entry.start : entry.stop].view(entry.dtype).view(entry.shape)
+            return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
+
+
+Bucket = list[Packed]
 
 
 def pack(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Buckets of about ``size`` bytes (a larger tensor has one to itself), in the order of the weights."""
-    waiting: list[tuple[str, Tensor]] = []
+    """Buckets of at most ``size`` bytes (a larger tensor has one to itself), in the order of the weights.
+
+    Tensors on the host are not copied: a bucket shows later changes until a store has taken it.
+    """
+    bucket: Bucket = []
     filled = 0
     for name, tensor in weights:
-        if waiting and filled + tensor.nbytes > size:
-            yield _bucket(waiting)
-            waiting, filled = [], 0
-        waiting.append((name, tensor))
-        filled += tensor.nbytes
-    if waiting:
-        yield _bucket(waiting)
-
-
-def _bucket(weights: list[tuple[str, Tensor]]) -> Bucket:
-    ends = np.cumsum([-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in weights])
-    data = np.zeros(max(int(ends[-1]), ALIGNMENT), dtype=np.uint8)  # never empty: nothing can be viewed as float32
-    entries = []
-    for (name, tensor), start in zip(weights, [0, *ends[:-1].tolist()], strict=True):
-        raw = tensor_bytes(tensor)
-        data[start : start + len(raw)] = raw
-        # Of the source, not of the copy: the copy is the first thing that may go wrong.
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), start, start + len(raw), checksum(raw)))
-    return Bucket(data, tuple(entries))
+        if bucket and filled + tensor.nbytes > size:
+            yield bucket
+            bucket, filled = [], 0
+        data = tensor_bytes(tensor)
+        bucket.append(Packed(name, tensor.dtype, tuple(tensor.shape), data, checksum(data)))
+        filled += len(data)
+    if bucket:
+        yield bucket

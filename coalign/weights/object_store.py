@@ -6,10 +6,9 @@ serving the version it had.
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
-from coalign.weights.buckets import Bucket, pack
+from coalign.weights.buckets import pack
 from coalign.weights.transport import Model
 
 
@@ -30,18 +29,19 @@ def export_buckets(module: Any, store: Any) -> tuple[list[Any], int]:
     references, moved = [], 0
     for bucket in pack(module.export_weights()):
         references.append(store.put(bucket))
-        moved += bucket.data.nbytes
+        moved += sum(len(packed.data) for packed in bucket)
     return references, moved
 
 
 def verify_buckets(module: Any, store: Any, references: list[Any]) -> None:
     """Raises WeightError unless everything arrived as it was sent."""
     for reference in references:
-        store.get(reference).verify()
+        for packed in store.get(reference):
+            packed.verify()
 
 
 def install_buckets(module: Any, store: Any, references: list[Any], version: int) -> None:
     """Serve these weights from now on."""
-    buckets: list[Bucket] = [store.get(reference) for reference in references]
-    weights = chain.from_iterable(bucket.tensors() for bucket in buckets)
+    arrived = (packed for reference in references for packed in store.get(reference))
+    weights = ((packed.name, packed.tensor()) for packed in arrived)
     module.load_weights(weights, version=version, adopt=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from coalign.weights.buckets import Bucket, WeightError, pack
+from coalign.weights.buckets import WeightError, pack
 from coalign.weights.checksum import checksum, tensor_bytes
 
 
@@ -22,29 +24,27 @@ def weights():
 
 @pytest.mark.parametrize("size", [1, 64, 100, 10**6])
 def test_round_trip_for_any_bucket_size(size):
-    buckets = list(pack(weights(), size))
-    for bucket in buckets:
-        bucket.verify()
-    back = [item for bucket in buckets for item in bucket.tensors()]
-    assert [name for name, _ in back] == [name for name, _ in weights()]
-    for (_, sent), (_, got) in zip(weights(), back, strict=True):
+    back = [packed for bucket in pack(weights(), size) for packed in bucket]
+    assert [packed.name for packed in back] == [name for name, _ in weights()]
+    for (_, sent), packed in zip(weights(), back, strict=True):
+        packed.verify()
+        got = packed.tensor()
         assert got.dtype == sent.dtype and got.shape == sent.shape and torch.equal(got, sent)
 
 
 def test_buckets_are_filled_and_a_large_tensor_has_its_own():
     items = [(str(i), torch.zeros(n, dtype=torch.uint8)) for i, n in enumerate([64, 64, 64, 300, 64])]
-    names = [[entry.name for entry in bucket.entries] for bucket in pack(items, 128)]
+    names = [[packed.name for packed in bucket] for bucket in pack(items, 128)]
     assert names == [["0", "1"], ["2"], ["3"], ["4"]]
 
 
 def test_any_flipped_bit_is_seen_and_the_tensor_named():
-    [bucket] = pack(weights())
-    entry = bucket.entries[1]
-    for byte in range(entry.start, entry.stop):
-        data = bucket.data.copy()
+    [[_, packed, *_]] = pack(weights())
+    for byte in range(len(packed.data)):
+        data = packed.data.copy()
         data[byte] ^= 1 << (byte % 8)
         with pytest.raises(WeightError, match="weight 'b' arrived damaged"):
-            Bucket(data, bucket.entries).verify()
+            replace(packed, data=data).verify()
 
 
 def test_swapped_words_are_seen():
@@ -54,10 +54,10 @@ def test_swapped_words_are_seen():
 
 
 def test_read_only_data_raises_no_warning(recwarn):
-    [bucket] = pack(weights())
-    data = bucket.data.copy()
+    [[packed, *_]] = pack(weights())
+    data = packed.data.copy()
     data.flags.writeable = False
-    assert dict(Bucket(data, bucket.entries).tensors())["a"].shape == (5, 3)
+    assert replace(packed, data=data).tensor().shape == (5, 3)
     assert not recwarn.list
 
 
