@@ -45,15 +45,21 @@ def packed_attention(
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
         what = unknown or (["attention_mask"] if attention_mask is not None else ["is_causal=False"])
         raise NotImplementedError(f"packed attention does not know {what} of {type(module).__name__}")
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    sizes = [sum(block.lengths) for block in blocks]
+    # Split once: the backward of one split is one concatenation, that of many slices as many zero-filled copies.
+    queries, keys, values = (x[0].transpose(0, 1).split(sizes) for x in (query, key, value))
+    place = {block.start: i for i, block in enumerate(blocks)}
     attend = _softcapped if softcap else F.scaled_dot_product_attention
     options = {"scale": scaling, "dropout_p": dropout} | ({"softcap": softcap} if softcap else {})
     out = []
-    for block in blocks:
-        k, v = (_with_prefix(x, block) for x in (key, value))
+    for i, block in enumerate(blocks):
+        k, v = _stack(keys[i], block), _stack(values[i], block)
+        if block.prefix:
+            prefix = place[block.prefix[0]]
+            k, v = (torch.cat([x[prefix].expand(len(y), -1, -1, -1), y], 1) for x, y in ((keys, k), (values, v)))
         mask = _mask(block, sliding_window, query.device)
         rows = attend(
-            _stack(query, block).transpose(1, 2),
+            _stack(queries[i], block).transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
             attn_mask=mask,
@@ -65,15 +71,15 @@ def packed_attention(
     return torch.cat(out)[None], None
 
 
-def _stack(x: Tensor, block: Block) -> Tensor:
-    """[P, H, D] -> [n, longest, H, D]. Shorter spans are filled up with their last token, which no one reads back."""
-    own, n, longest = x[block.start : block.stop], len(block.lengths), max(block.lengths)
+def _stack(own: Tensor, block: Block) -> Tensor:
+    """[sum(lengths), H, D] -> [n, longest, H, D]; shorter spans are filled up with their last token, never read back."""
+    n, longest = len(block.lengths), max(block.lengths)
     if own.shape[0] == n * longest:
         return own.unflatten(0, (n, longest))
     lengths = torch.tensor(block.lengths)
     starts = lengths.cumsum(0) - lengths
     index = starts[:, None] + torch.arange(longest).clamp(max=lengths[:, None] - 1)
-    return own.index_select(0, index.flatten().to(x.device)).unflatten(0, (n, longest))
+    return own.index_select(0, index.flatten().to(own.device)).unflatten(0, (n, longest))
 
 
 def _unstack(x: Tensor, block: Block) -> Tensor:
@@ -84,15 +90,6 @@ def _unstack(x: Tensor, block: Block) -> Tensor:
         return rows
     real = torch.arange(longest) < torch.tensor(block.lengths)[:, None]
     return rows.index_select(0, real.flatten().nonzero().flatten().to(x.device))
-
-
-def _with_prefix(x: Tensor, block: Block) -> Tensor:
-    """[P, H, D] -> [n, prefix + longest, H, D]."""
-    own = _stack(x, block)
-    if block.prefix is None:
-        return own
-    prefix = x[block.prefix[0] : block.prefix[1]]
-    return torch.cat([prefix.expand(len(own), *prefix.shape), own], dim=1)
 
 
 def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | None:

@@ -21,7 +21,8 @@ from coalign.data.batch import Batch
 class Block:
     """Neighbouring spans that attention takes in one call: each causally to itself, all of them to ``prefix``.
 
-    The spans lie end to end from ``start``; ``prefix`` is the (start, stop) of the tokens before each of them, or None.
+    The spans lie end to end from ``start``; ``prefix`` is the (start, stop) of
+    an earlier block of one span that comes before each of them, or None.
     """
 
     start: int
