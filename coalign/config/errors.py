@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: every problem with the place where it was written. Knows no schema and no YAML."""
+"""What is wrong with a configuration: each problem with the place where it was written. Knows no schema, no YAML."""
 
 from __future__ import annotations
 
@@ -100,9 +100,8 @@ def readable(error: Any) -> str:
         cause = context["error"]
         return cause.message if isinstance(cause, Conflict) else str(cause)
     if kind == "literal_error":
-        return (
-            f"is {shown(value)}; expected one of {context['expected'].replace(' or ', ', ')}{_nearest(value, context)}"
-        )
+        options = re.findall(r"'([^']*)'", context["expected"])
+        return f"is {shown(value)}; expected {' | '.join(options)}{_nearest(value, options)}"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
         return f"is {shown(value)}; expected a number {words} {context[name]:g}"
@@ -120,12 +119,10 @@ def shown(value: Any) -> str:
     """A value as YAML would show it, cut to a line."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
-    kind = {dict: " (a mapping)", list: " (a list)", str: " (a text)"}.get(type(value), "")
-    return (text if len(text) <= 60 else text[:57] + "…") + (kind if not isinstance(value, str) else "")
+    return text if len(text) <= 60 else text[:59] + "…"
 
 
-def _nearest(value: Any, context: Any) -> str:
-    options = [part.strip("'") for part in context["expected"].replace(" or ", ", ").split(", ")]
+def _nearest(value: Any, options: list[str]) -> str:
     match = difflib.get_close_matches(str(value).lower(), options, n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
 

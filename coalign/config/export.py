@@ -1,22 +1,125 @@
-"""A configuration written out: as YAML, as a commented template, and the schema for editors."""
+"""A configuration written out: as YAML, as a commented template, and as the JSON Schema that editors check against."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args, get_origin
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+
+from coalign.config.introspect import bare
 from coalign.config.reading import emit
-from coalign.config.schema import RunConfig
+from coalign.config.schema import ModelConfig, RunConfig, Section
+
+_WIDTH = 110
 
 
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML, every default included; ``load`` reads it back to an equal one."""
-    return emit(_escaped(config.model_dump(mode="json")))
+    return emit(_escaped(config.model_dump()))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a run's YAML, with the short forms, references and nulls that ``load`` takes besides."""
+    schema = RunConfig.model_json_schema(schema_generator=_AsWritten)
+    schema["properties"]["include"] = {
+        "description": "YAML files beneath this one, relative to it; later ones win.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    return {"$schema": GenerateJsonSchema.schema_dialect, "title": "Coalign run", **schema}
+
+
+def to_commented_yaml(config: RunConfig | Mapping[str, Any]) -> str:
+    """A template: what ``config`` gives, and every other key commented out with its default; each with its meaning.
+
+    ``config`` may be partial, in the shape of the YAML (a recipe's defaults). Of several models the first shows all
+    keys, the others only theirs. ``load`` reads the result as it reads ``config``.
+    """
+    given = config.model_dump() if isinstance(config, RunConfig) else config
+    return "\n".join(_section(RunConfig, given, "")).lstrip() + "\n"
+
+
+class _AsWritten(GenerateJsonSchema):
+    """Any value may also be a reference, a section with a shorthand a text, and null leaves a key to its default."""
+
+    def model_schema(self, schema: Any) -> dict[str, Any]:
+        found = super().model_schema(schema)
+        for name, value in found.get("properties", {}).items():
+            found["properties"][name] = _or_reference(value)
+        cls = schema["cls"]
+        return {"anyOf": [{"type": "string"}, found]} if issubclass(cls, Section) and cls.shorthand else found
+
+    def function_before_schema(self, schema: Any) -> dict[str, Any]:
+        found = self.generate_inner(schema["schema"])
+        return {"anyOf": [found["items"], found]} if found.get("type") == "array" else found
+
+
+def _or_reference(value: dict[str, Any]) -> dict[str, Any]:
+    about = {name: value[name] for name in ("title", "description", "default") if name in value}
+    kind = {name: item for name, item in value.items() if name not in about}
+    reference = {"type": "string", "pattern": r"\$\{.+\}"}
+    return {**about, "anyOf": [*(kind["anyOf"] if set(kind) == {"anyOf"} else [kind]), reference, {"type": "null"}]}
 
 
 def _escaped(value: Any) -> Any:
-    """The value with ``${`` of texts written so that it is not read as a reference."""
+    """The value with ``${`` in its texts written so that it is not read as a reference."""
     if isinstance(value, dict):
         return {name: _escaped(item) for name, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_escaped(item) for item in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
+def _section(kind: type[BaseModel], given: Mapping[str, Any], indent: str) -> Iterator[str]:
+    """The lines of a section, one key after the other; keys that the schema leaves open come last."""
+    for name, field in kind.model_fields.items():
+        if not indent:
+            yield ""
+        yield from _comment(field, indent)
+        yield from _field(name, field, given, indent)
+    for name in [name for name in given if name not in kind.model_fields]:
+        yield from _lines(name, given[name], indent)
+
+
+def _field(name: str, field: FieldInfo, given: Mapping[str, Any], indent: str) -> Iterator[str]:
+    inner = bare(field.annotation)
+    value = given.get(name)
+    if get_origin(inner) is dict and get_args(inner)[1] is ModelConfig:
+        yield f"{indent}{name}:"
+        yield from _models(value or {}, indent + "  ")
+    elif _is_section(inner) and (value is not None or isinstance(field.default, Section)):
+        yield f"{indent}{name}:"
+        yield from _section(inner, {"fn": value} if isinstance(value, str) else value or {}, indent + "  ")
+    elif name in given:
+        yield from _lines(name, value, indent)
+    else:
+        default = field.examples[0] if field.examples else field.get_default()
+        yield from _lines(name, default.model_dump() if isinstance(default, BaseModel) else default, f"{indent}# ")
+
+
+def _models(models: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for index, (name, model) in enumerate(models.items()):
+        if index == 0:
+            yield f"{indent}{name}:"
+            yield from _section(ModelConfig, model, indent + "  ")
+        else:
+            yield from _lines(name, model, indent)
+
+
+def _comment(field: FieldInfo, indent: str) -> Iterator[str]:
+    text = re.sub(r"\bNone\b", "null", " ".join((field.description or "").split()))
+    yield from textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+
+
+def _lines(name: str, value: Any, indent: str) -> Iterator[str]:
+    value = _escaped(value)
+    text = f"{name}: {emit(value, flow=True)}" if isinstance(value, dict | list) else emit({name: value})
+    yield from (indent + line for line in text.splitlines())
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)

@@ -51,7 +51,7 @@ def resolve_class(name: str, home: str, suffix: str = "") -> type:
     if match:
         return getattr(module, match)
     names = class_names(home, suffix)
-    raise ValueError(f"'{name}' is not in {home}{near(name, names)}; a class of your own is written `my.module:Class`")
+    raise ValueError(f"'{name}' is not in {home}{near(name, names)} (a class of your own: `my.module:Class`)")
 
 
 def class_names(home: str, suffix: str = "") -> list[str]:
@@ -69,7 +69,8 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     """All keyword-only arguments of ``fn``: the given ones, checked against their annotations, and the defaults.
 
     ``where`` is the dotted path of the function's section. Raises ConfigError with one problem for every unknown,
-    missing or ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that is no plain type is not checked.
+    missing or ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that pydantic cannot check
+    (a tensor, say) accepts anything.
     """
     parameters = inspect.signature(fn).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from coalign.config.errors import Key
@@ -19,7 +18,8 @@ def type_at(key: Key) -> Any:
 
 
 def section_at(key: Key) -> type[Section] | None:
-    """The section that stands at ``key``, or None. A list of sections counts as one, its item may stand without brackets."""
+    """The section that stands at ``key``, or None. A list's only item may stand without brackets, so a list of sections
+    counts as one."""
     kind = bare(type_at(key))
     if get_origin(kind) is list:
         kind = bare(get_args(kind)[0])
@@ -34,46 +34,31 @@ def names_at(key: Key) -> list[str]:
 
 def admits_null(kind: Any) -> bool:
     """Whether null is a value of this type (elsewhere it says: not given)."""
-    return (
-        kind is Any
-        or type(None) in get_args(kind)
-        or any(map(admits_null, get_args(kind)[:1] if _annotated(kind) else ()))
-    )
+    if _annotated(kind):
+        return admits_null(get_args(kind)[0])
+    return kind is Any or type(None) in _alternatives(kind)
 
 
 def bare(kind: Any) -> Any:
     """The type without ``Annotated`` and without ``| None``."""
     if _annotated(kind):
         return bare(get_args(kind)[0])
-    if get_origin(kind) in (Union, types.UnionType):
-        rest = [part for part in get_args(kind) if part is not type(None)]
-        return bare(rest[0]) if len(rest) == 1 else kind
-    return kind
+    rest = [part for part in _alternatives(kind) if part is not type(None)]
+    return bare(rest[0]) if len(rest) == 1 else kind
 
 
-def inputs(section: Section, key: Key = ()) -> Iterator[tuple[Key, str, Input]]:
-    """Every given path in the configuration that must exist: (key, path, what it must be)."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        marks = [m for m in (*field.metadata, *_metadata(field.annotation)) if isinstance(m, Input)]
-        if marks and value is not None:
-            yield (*key, name), value, marks[0]
-        yield from _nested(value, (*key, name))
-
-
-def _nested(value: Any, key: Key) -> Iterator[tuple[Key, str, Input]]:
-    if isinstance(value, Section):
-        yield from inputs(value, key)
-    elif isinstance(value, list | dict):
-        for part, item in enumerate(value) if isinstance(value, list) else value.items():
-            yield from _nested(item, (*key, part))
+def input_at(key: Key) -> Input | None:
+    """What must exist where the text at ``key`` points; None for a text that is no path of an input."""
+    return next((mark for mark in _marks(type_at(key)) if isinstance(mark, Input)), None)
 
 
 def _inside(kind: Any, part: str | int) -> Any:
     kind = bare(kind)
     if _is_section(kind):
         field = kind.model_fields.get(part)
-        return Any if field is None else field.annotation
+        if field is None:
+            return Any
+        return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     if get_origin(kind) is dict:
         return get_args(kind)[1]
     if get_origin(kind) is list:
@@ -89,10 +74,13 @@ def _annotated(kind: Any) -> bool:
     return get_origin(kind) is Annotated
 
 
-def _metadata(kind: Any) -> tuple[Any, ...]:
-    """The marks on a type, also inside ``Annotated[…] | None``."""
+def _alternatives(kind: Any) -> tuple[Any, ...]:
+    """The parts of a union; empty for another type."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
+
+
+def _marks(kind: Any) -> tuple[Any, ...]:
+    """What ``Annotated`` adds to a type, also inside a union."""
     if _annotated(kind):
-        return get_args(kind)[1:]
-    if get_origin(kind) in (Union, types.UnionType):
-        return tuple(mark for part in get_args(kind) for mark in _metadata(part))
-    return ()
+        return (*get_args(kind)[1:], *_marks(get_args(kind)[0]))
+    return tuple(mark for part in _alternatives(kind) for mark in _marks(part))

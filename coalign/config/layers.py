@@ -38,7 +38,7 @@ class Layer:
 
 def from_mapping(data: Mapping[str, Any], place: Place) -> Layer:
     """A layer of data that was not read from a file."""
-    layer = Layer(OmegaConf.create(_written_out(dict(data), ())))
+    layer = Layer(OmegaConf.create(written_out(dict(data), ())))
     for key in _keys(data, ()):
         layer.places.put(key, place)
     return layer
@@ -72,7 +72,7 @@ def _with_includes(path: Path, data: dict[str, Any], places: Places, trail: tupl
     for index, name in enumerate(included):
         layer.lay(from_file(path.parent / name, (*trail, path), places.find(("include", index))))
     problems = [*_malformed_references(data, (), places)]
-    layer.lay(Layer(OmegaConf.create({} if problems else _written_out(data, ())), places, problems))
+    layer.lay(Layer(OmegaConf.create({} if problems else written_out(data, ())), places, problems))
     return layer
 
 
@@ -107,7 +107,7 @@ def assign(layer: Layer, override: str) -> None:
         layer.problems += problems
         return
     try:
-        OmegaConf.update(layer.data, ".".join(map(str, key)), _written_out(value, key), merge=False, force_add=True)
+        OmegaConf.update(layer.data, ".".join(map(str, key)), written_out(value, key), merge=False, force_add=True)
     except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
         layer.problems.append(Problem(key, f"cannot be set: {str(error).splitlines()[0]}", place))
         return
@@ -117,7 +117,7 @@ def assign(layer: Layer, override: str) -> None:
 
 
 def beneath(base: Any, over: Any, key: Key = ()) -> Any:
-    """``base`` without what ``over`` makes meaningless: the arguments of a function, where ``over`` names another one."""
+    """``base`` without what ``over`` makes meaningless: arguments of a function, where ``over`` names another one."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return base
     kept = {name: beneath(value, over.get(name), (*key, name)) for name, value in base.items()}
@@ -126,12 +126,12 @@ def beneath(base: Any, over: Any, key: Key = ()) -> Any:
     return kept
 
 
-def _written_out(value: Any, key: Key) -> Any:
-    """The data with texts that stand for a section (``loss: policy_gradient``) written out, so that layers can merge."""
+def written_out(value: Any, key: Key) -> Any:
+    """The data with each text that stands for a section (``loss: sft``) written out as one: so layers can merge."""
     if isinstance(value, Mapping):
-        return {name: _written_out(item, (*key, name)) for name, item in value.items()}
+        return {name: written_out(item, (*key, name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_written_out(item, (*key, index)) for index, item in enumerate(value)]
+        return [written_out(item, (*key, index)) for index, item in enumerate(value)]
     section = section_at(key) if isinstance(value, str) and "${" not in value else None
     return {section.shorthand: value} if section and section.shorthand else value
 
@@ -164,9 +164,8 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def nearest_file(path: Path) -> str:
-    """The end of a sentence about a missing file: the most similar name in its directory, or the part that is missing."""
+    """The end of a sentence about a missing file: the most similar name in its directory, if it has a directory."""
     folder = path.parent
-    if not folder.is_dir():
-        return f" (there is no directory '{folder}')"
-    match = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.6)
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
     return f"; did you mean '{folder / match[0]}'?" if match else ""

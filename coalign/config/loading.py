@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,8 +13,8 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, Unsu
 from pydantic import ValidationError
 
 from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near, readable, shown
-from coalign.config.introspect import admits_null, inputs, names_at, type_at
-from coalign.config.layers import Layer, assign, beneath, from_file, from_mapping, nearest_file
+from coalign.config.introspect import admits_null, input_at, names_at, type_at
+from coalign.config.layers import Layer, assign, beneath, from_file, from_mapping, nearest_file, written_out
 from coalign.config.places import Places
 from coalign.config.reading import scalar
 from coalign.config.schema import Input, RunConfig
@@ -22,18 +23,22 @@ Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
 
 
 def load(
-    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = (), defaults: Defaults = {}
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    defaults: Defaults = MappingProxyType({}),
 ) -> RunConfig:
     """Read, merge, resolve and validate the configuration of a run.
 
-    ``source`` is a YAML file, or a mapping of the same shape. ``overrides`` are ``key=value`` with dotted keys (``data.train[0]
-    .weight``, ``reward[0].fn`` for lists) and YAML values. ``defaults`` lies beneath the file, in the shape of the YAML; a callable
-    gets the algorithm's name and raises ValueError if there is none of that name.
+    ``source`` is a YAML file, or a mapping of the same shape. ``overrides`` are ``key=value`` with dotted keys
+    (``data.train[0].weight`` inside a list) and YAML values; the value replaces what is there. ``defaults`` lies
+    beneath the file, in the shape of the YAML; a callable gets the algorithm's name and raises ValueError if there is
+    none of that name.
 
     In order: `include`d files (relative to the file, later wins, lists replace), the file, the overrides; the defaults
-    beneath; `like` between models; `${a.b}`, `${env:NAME}` and `${env:NAME,default}`. null stands for "not given" where it is no value
-    of the key, so ``models.reference=null`` takes the model away. Paths that must exist are looked up from the current
-    directory, then from that of the YAML file.
+    beneath; `like` between models; `${a.b}`, `${env:NAME}` and `${env:NAME,default}`. null stands for "not given" where
+    it is no value of the key, so ``models.reference=null`` takes the model away. Where a file names another ``fn`` than
+    the defaults, the arguments of the defaults are dropped. Data and model paths are looked up from the current
+    directory, then from that of the YAML file; they must exist.
 
     Raises ConfigError with one line for every problem: file and line (or override), key, and what would be right.
     """
@@ -42,23 +47,16 @@ def load(
         raise ConfigError(_placed(layer.problems, layer.places))
     _lay_defaults(layer, defaults)
     _inherit(layer)
-    data = _resolved(layer)
+    data = _without_nulls(_resolved(layer), ())
+    layer.problems += _find_inputs(data, folder)
     failed = [problem.key for problem in layer.problems]
-    data = _without_nulls(data, ())
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
         found = [_problem(e, data) for e in error.errors()]
         layer.problems += [problem for problem in found if problem.key not in failed]
-        raise ConfigError(_placed(layer.problems, layer.places)) from None
-    beside, missing = _find_inputs(config, folder)
-    if layer.problems or missing:
-        raise ConfigError(_placed([*layer.problems, *missing], layer.places))
-    if beside:
-        data = config.model_dump()
-        for key, path in beside.items():
-            _follow(data, key[:-1])[key[-1]] = path
-        config = RunConfig.model_validate(data)
+    if layer.problems:
+        raise ConfigError(_placed(layer.problems, layer.places))
     config._places = layer.places
     return config
 
@@ -157,7 +155,7 @@ def _resolved(layer: Layer) -> dict[str, Any]:
         except OmegaConfBaseException as error:
             layer.problems.append(Problem(key, _unresolved(text, error)))
             parent[key[-1]] = None
-    return data
+    return written_out(data, ())
 
 
 def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
@@ -234,24 +232,22 @@ def _as_written(key: Key, data: Any) -> Key:
     return tuple(written)
 
 
-def _find_inputs(config: RunConfig, folder: Path) -> tuple[dict[Key, str], list[Problem]]:
-    """The paths that exist only beside the YAML file, and the problems of those that exist nowhere."""
-    beside: dict[Key, str] = {}
-    missing: list[Problem] = []
-    for key, text, kind in inputs(config):
-        if (Path(text)).exists():
+def _find_inputs(data: dict[str, Any], folder: Path) -> Iterator[Problem]:
+    """Point the paths that exist only beside the YAML file there; yields a problem for each that exists nowhere."""
+    for key, text in list(_texts(data, ())):
+        wanted = input_at(key)
+        if wanted is None or Path(text).exists():
             continue
         if (folder / text).exists():
-            beside[key] = str(folder / text)
+            _follow(data, key[:-1])[key[-1]] = str(folder / text)
         else:
-            missing.append(Problem(key, _nowhere(text, kind, folder)))
-    return beside, missing
+            yield Problem(key, _nowhere(text, wanted, folder))
 
 
-def _nowhere(text: str, kind: Input, folder: Path) -> str:
+def _nowhere(text: str, wanted: Input, folder: Path) -> str:
     tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
-    suggestion = next((s for path in tried if (s := nearest_file(path)).startswith(";")), "")
-    return f"there is no {kind.kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
+    suggestion = next((found for path in tried if (found := nearest_file(path))), "")
+    return f"there is no {wanted.kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
 
 
 def _placed(problems: Iterable[Problem], places: Places) -> list[Problem]:
@@ -259,4 +255,4 @@ def _placed(problems: Iterable[Problem], places: Places) -> list[Problem]:
     told: dict[tuple[Any, ...], Problem] = {}
     for problem in map(places.on, problems):
         told.setdefault((problem.place, problem.key[-1:], problem.message), problem)
-    return list(told.values())
+    return sorted(told.values(), key=lambda p: (p.place.source, p.place.line or 0) if p.place else ("", 0))

@@ -1,7 +1,7 @@
 """YAML text with the place of every value. Scalars follow YAML 1.2: 1e-6 is a number; yes, on and dates are texts.
 
-Refuses duplicate keys, and aliases that contain themselves. A key with nothing behind it (``runtime:``) is not given; write
-``null`` to mean null.
+Refuses duplicate keys, and aliases that contain themselves. A key with nothing behind it (``runtime:``) is not given;
+write ``null`` to mean null.
 """
 
 from __future__ import annotations

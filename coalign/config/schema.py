@@ -80,9 +80,7 @@ class LossConfig(Function):
     @model_validator(mode="after")
     def _constant_has_a_length(self) -> Self:
         if self.aggregation == "constant" and self.constant_length is None:
-            raise Conflict(
-                ("constant_length",), "missing: aggregation `constant` divides by it (usually max_new_tokens)"
-            )
+            raise Conflict(("constant_length",), "missing: aggregation `constant` needs it (usually max_new_tokens)")
         if self.aggregation != "constant" and self.constant_length is not None:
             raise Conflict(("constant_length",), f"has no effect with aggregation `{self.aggregation}`; use `constant`")
         return self
@@ -225,9 +223,9 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    train: Several[SourceConfig] = []
+    train: Annotated[Several[SourceConfig], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
-    eval: Several[SourceConfig] = []
+    eval: Annotated[Several[SourceConfig], Field(examples=["eval.jsonl"])] = []
     """Likewise, for evaluation."""
     prompt_key: str = "prompt"
     """A string, or a list of {role, content} messages."""
@@ -245,9 +243,11 @@ class DataConfig(Section):
     max_tokens: PositiveInt | None = None
     """Of prompt and response together (SFT)."""
     on_empty: Literal["drop", "error"] = "drop"
+    """What to do with a row without a prompt; drops are counted and reported, here and below."""
     on_missing_key: Literal["drop", "error"] = "error"
+    """… with a row that lacks the prompt's or answer's key."""
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
-    """What to do with a row that has no prompt, lacks the key, or has too many tokens; drops are counted and reported."""
+    """… with a prompt or conversation of too many tokens."""
     shuffle: bool = True
 
     @field_validator("prompt_format")
@@ -312,7 +312,7 @@ class RuntimeConfig(Section):
         if self.eval_samples > 1 and self.eval_sampling.temperature == 0.0:
             raise Conflict(
                 ("eval_samples",),
-                f"is {self.eval_samples}, and runtime.eval_sampling.temperature is 0 (greedy), so the samples of a prompt "
+                f"is {self.eval_samples}, and runtime.eval_sampling.temperature is 0 (greedy), so a prompt's samples "
                 "would all be the same; set a temperature above 0",
             )
         return self
@@ -339,7 +339,7 @@ class RunConfig(Section):
     """The run folder."""
     runtime: RuntimeConfig = RuntimeConfig()
     data: DataConfig = DataConfig()
-    reward: Several[RewardConfig] = []
+    reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
     """Reward functions, summed by weight."""
     advantage: Function | None = None
     loss: LossConfig | None = None
