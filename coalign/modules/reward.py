@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 class RewardModule(Module):
     """Scores batches with the run's reward functions (``context.rewards``), summed by weight. See coalign.rewards."""
 
+    exclusive = False  # it waits for functions, and models may compute meanwhile
+
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
         if not context.rewards:
