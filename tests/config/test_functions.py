@@ -1,0 +1,133 @@
+"""Names and arguments of functions."""
+
+import sys
+from typing import Literal
+
+import pytest
+
+from coalign.config import ConfigError
+from coalign.config.functions import bind, class_names, columns_of, resolve, resolve_class
+
+HOME = "pretend"
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path, monkeypatch):
+    folder = tmp_path / HOME
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "from math import sqrt\n\ndef ratio(x): ...\n\ndef Clip(x): ...\n\n_hidden = 3\n"
+    )
+    (folder / "fsdp.py").write_text("class FSDPModule(dict):\n    pass\n")
+    (folder / "base.py").write_text("class Module(dict):\n    pass\n")
+    (folder / "broken.py").write_text("import not_installed_here\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == HOME]:
+        del sys.modules[name]
+
+
+def test_a_short_name_is_looked_up_at_home_whatever_its_case():
+    assert resolve("ratio", HOME).__name__ == "ratio"
+    assert resolve("clip", HOME).__name__ == "Clip"
+
+
+def test_a_dotted_path_is_imported():
+    assert resolve("os.path:join", HOME) is __import__("os").path.join
+    assert resolve("pretend.fsdp:FSDPModule.fromkeys", HOME) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ratoi", "'ratoi' is not in pretend; did you mean 'ratio'? (a function of your own: `my.module:name`)"),
+        ("sqrt", "'sqrt' is not in pretend; there are: ratio, Clip (a function of your own: `my.module:name`)"),
+        ("_hidden", "'_hidden' is not in pretend; there are: ratio, Clip (a function of your own: `my.module:name`)"),
+        ("nowhere.mod:f", "'nowhere.mod:f': no module 'nowhere' in the current directory or installed"),
+        ("pretend.nowhere:f", "'pretend.nowhere:f': no module 'pretend.nowhere' in the current directory or installed"),
+        ("pretend:ratoi", "'pretend:ratoi': 'pretend' has no 'ratoi'; did you mean 'ratio'?"),
+    ],
+)
+def test_an_unknown_name(name, expected):
+    with pytest.raises(ValueError) as caught:
+        resolve(name, HOME)
+    assert str(caught.value) == expected
+
+
+def test_what_is_missing_inside_a_users_module_rises_as_it_is():
+    with pytest.raises(ModuleNotFoundError, match="not_installed_here"):
+        resolve("pretend.broken:f", HOME)
+
+
+def test_classes_by_short_name_and_path():
+    assert resolve_class("fsdp", HOME, "Module").__name__ == "FSDPModule"
+    assert resolve_class("FSDP", HOME, "Module") is resolve_class("pretend.fsdp:FSDPModule", HOME, "Module")
+    assert class_names(HOME, "Module") == ["fsdp"]
+    with pytest.raises(ValueError) as caught:
+        resolve_class("fdsp", HOME, "Module")
+    assert (
+        str(caught.value) == "'fdsp' is not in pretend; did you mean 'fsdp'? (a class of your own: `my.module:Class`)"
+    )
+    with pytest.raises(ValueError, match="'base' is not in pretend; there are: fsdp"):
+        resolve_class("base", HOME, "Module")
+
+
+def test_the_projects_own_names():
+    assert resolve("policy_gradient", "coalign.algorithms.losses").__name__ == "policy_gradient"
+    assert resolve("gae", "coalign.algorithms.advantages").__name__ == "gae"
+    assert resolve("math", "coalign.rewards").__name__ == "math"
+    assert {"fsdp", "native", "reward"} <= set(class_names("coalign.modules", "Module"))
+    assert {"grpo", "ppo", "sft"} <= set(class_names("coalign.recipes"))
+
+
+def loss(
+    x, *, clip: float = 0.2, mode: Literal["a", "b"] = "a", limits: tuple[float, float] = (0.0, 1.0), k: int | None
+):
+    return x
+
+
+def test_bind_gives_all_arguments():
+    assert bind(loss, {"k": None}, "loss") == {"clip": 0.2, "mode": "a", "limits": (0.0, 1.0), "k": None}
+    assert bind(loss, {"k": 1, "clip": 1, "limits": [0, 2]}, "loss")["limits"] == (0.0, 2.0)
+
+
+def test_bind_tells_all_problems():
+    with pytest.raises(ConfigError) as caught:
+        bind(loss, {"clip": "x", "mode": "c", "clap": 1, "x": 1, "limits": [1, "b"]}, "models.value.loss")
+    assert str(caught.value).splitlines() == [
+        "models.value.loss.clip: is 'x'; expected a number",
+        "models.value.loss.mode: is 'c'; expected a | b",
+        "models.value.loss.clap: unknown argument of loss; did you mean 'clip'?",
+        "models.value.loss.x: unknown argument of loss; there are: clip, mode, limits, k",
+        "models.value.loss.limits[1]: is 'b'; expected a number",
+        "models.value.loss.k: missing: loss needs it",
+    ]
+
+
+def test_bind_takes_classes_untyped_and_open_signatures():
+    class Controller:
+        def __init__(self, *, coef: float, target=6):
+            pass
+
+    def open_ended(x, *, a=1, **more):
+        return x
+
+    assert bind(Controller, {"coef": 1}, "kl") == {"coef": 1.0, "target": 6}
+    assert bind(open_ended, {"b": [1]}, "loss") == {"a": 1, "b": [1]}
+    with pytest.raises(ConfigError, match="advantage.a: unknown argument of f; it takes none"):
+        bind(lambda x: x, {"a": 1}, "advantage") if False else bind(_no_arguments("f"), {"a": 1}, "advantage")
+
+
+def _no_arguments(name):
+    def function(x):
+        return x
+
+    function.__name__ = name
+    return function
+
+
+def test_columns_are_the_positional_parameters():
+    def gae(token_rewards, values, /, loss_mask, segment=None, *, gamma=1.0):
+        return {}
+
+    assert columns_of(gae) == (["token_rewards", "values", "loss_mask"], ["segment"])
