@@ -9,18 +9,16 @@ import asyncio
 import inspect
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from coalign.rewards.threads import OutOfTime, Settled, Threads, TooManyHung
 from coalign.types import Sample
 
-_THREADS = min(32, (os.cpu_count() or 1) + 4)  # plain functions at once: enough to overlap some waiting
 _TASKS = 256  # async functions at once
-_HUNG_THREADS = 16  # plain functions that did not come back and still run
 
 
 class RewardError(RuntimeError):
@@ -83,8 +81,7 @@ class Caller:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._threads, self._tasks = asyncio.Semaphore(_THREADS), asyncio.Semaphore(_TASKS)
-        self._hung: list[threading.Thread] = []
+        self._threads, self._tasks = Threads(), asyncio.Semaphore(_TASKS)
         threading.Thread(target=self._run, name="rewards", daemon=True).start()
 
     def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
@@ -117,81 +114,65 @@ class Caller:
     async def _score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
         try:
             async with asyncio.TaskGroup() as running:
-                tasks = [[running.create_task(self._persist(f, unit)) for unit in f.units(samples)] for f in functions]
+                tasks = [running.create_task(self._persist(function, samples)) for function in functions]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-        return [list(itertools.chain.from_iterable(task.result() for task in row)) for row in tasks]
+        return [task.result() for task in tasks]
 
-    async def _persist(self, function: RewardFunction, unit: list[Sample]) -> list[Outcome]:
-        """Call until nothing fails or the retries are used up; the last attempt counts."""
-        for attempt in range(function.retries + 1):
-            if attempt:
-                await asyncio.sleep(0.1 * 2 ** (attempt - 1))  # a service that refused needs a moment
-            outcomes = await self._attempt(function, unit)
-            if not any(isinstance(outcome, Failure) for outcome in outcomes):
+    async def _persist(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
+        """Repeat the calls that failed until none does or the retries are used up; the last attempt counts."""
+        units = function.units(samples)
+        outcomes = await self._attempt(function, units)
+        for attempt in range(function.retries):
+            failed = [i for i, unit in enumerate(outcomes) if any(isinstance(one, Failure) for one in unit)]
+            if not failed:
                 break
-        return outcomes
+            await asyncio.sleep(0.1 * 2**attempt)  # a service that refused needs a moment
+            for i, unit in zip(failed, await self._attempt(function, [units[i] for i in failed]), strict=True):
+                outcomes[i] = unit
+        return list(itertools.chain.from_iterable(outcomes))
 
-    async def _attempt(self, function: RewardFunction, unit: list[Sample]) -> list[Outcome]:
-        argument = unit[0] if function.takes == "sample" else unit
-        run, free = (self._await, self._tasks) if function.waits else (self._thread, self._threads)
-        async with free:
-            returned, error = await run(function, argument)
-        if isinstance(error, _OutOfTime):
-            return [Failure("timeout", error)] * len(unit)
-        if error is not None:
-            return [Failure("raised", error)] * len(unit)
-        return read_outcomes(function, returned, len(unit))
+    async def _attempt(self, function: RewardFunction, units: list[list[Sample]]) -> list[list[Outcome]]:
+        arguments = [unit[0] for unit in units] if function.takes == "sample" else units
+        if function.waits:
+            settled = await asyncio.gather(*(self._await(function, argument) for argument in arguments))
+        else:
+            settled = await self._in_threads(function, arguments)
+        return [_outcomes(function, *one, len(unit)) for one, unit in zip(settled, units, strict=True)]
 
-    async def _await(self, function: RewardFunction, argument: Any) -> tuple[Any, BaseException | None]:
-        task = asyncio.ensure_future(_settled(function.call, argument))
-        done, _ = await asyncio.wait({task}, timeout=function.timeout)
+    async def _await(self, function: RewardFunction, argument: Any) -> Settled:
+        async with self._tasks:
+            task = asyncio.ensure_future(_settled(function.call, argument))
+            done, _ = await asyncio.wait({task}, timeout=function.timeout)
         if done:
             return task.result()
         task.cancel()
-        return None, _OutOfTime(f"no answer within {function.timeout:g} s")
+        return None, OutOfTime(function.timeout)
 
-    async def _thread(self, function: RewardFunction, argument: Any) -> tuple[Any, BaseException | None]:
-        future: Future[tuple[Any, BaseException | None]] = Future()
-        future.set_running_or_notify_cancel()
-        # Daemon threads, one a call: a pool would wait for its hung ones when the process ends.
-        thread = threading.Thread(
-            target=_settle, args=(future, function.call, argument), name=f"reward {function.name}", daemon=True
-        )
-        thread.start()
-        settled = asyncio.wrap_future(future)
-        done, _ = await asyncio.wait({settled}, timeout=function.timeout)
-        if done:
-            return future.result()
-        settled.cancel()  # the thread may come back after the loop has gone
-        self._hung = [*(t for t in self._hung if t.is_alive()), thread]
-        if len(self._hung) > _HUNG_THREADS:
+    async def _in_threads(self, function: RewardFunction, arguments: Sequence[Any]) -> list[Settled]:
+        try:
+            return await self._threads.run(function.call, arguments, function.timeout)
+        except* TooManyHung as hung:
             raise RewardError(
-                f"{len(self._hung)} calls of reward functions did not return in time and still run, the last one of "
-                f"'{function.name}' (timeout {function.timeout:g} s). Threads cannot be stopped: raise the timeout, "
-                "make the function `async def`, or let it work in a subprocess with a time limit of its own."
-            )
-        return None, _OutOfTime(f"no answer within {function.timeout:g} s")
+                f"{hung.exceptions[0]}, the last one in '{function.name}' (timeout {function.timeout:g} s). Threads "
+                "cannot be stopped: raise the timeout, make the function `async def`, or let it work in a subprocess "
+                "with a time limit of its own."
+            ) from None
 
 
-class _OutOfTime(Exception):
-    """Our deadline, as against a TimeoutError that the function raised itself."""
-
-
-def _settle(future: Future, call: Callable[[Any], Any], argument: Any) -> None:
-    try:
-        future.set_result((call(argument), None))
-    except BaseException as error:  # SystemExit too: a reward cannot end the run by calling exit()
-        future.set_result((None, error))
-
-
-async def _settled(call: Callable[[Any], Any], argument: Any) -> tuple[Any, BaseException | None]:
+async def _settled(call: Callable[[Any], Any], argument: Any) -> Settled:
     try:
         return await call(argument), None
     except asyncio.CancelledError:
         raise
     except BaseException as error:
         return None, error
+
+
+def _outcomes(function: RewardFunction, returned: Any, error: BaseException | None, expected: int) -> list[Outcome]:
+    if error is not None:
+        return [Failure("timeout" if isinstance(error, OutOfTime) else "raised", error)] * expected
+    return read_outcomes(function, returned, expected)
 
 
 def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> list[Outcome]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.rewards.calls import _HUNG_THREADS, Caller, Failure, RewardError, RewardFunction
+from coalign.rewards.calls import Caller, Failure, RewardError, RewardFunction
+from coalign.rewards.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
 SAMPLES = [sample(f"{g}{i}", group=g, index=i) for g in range(3) for i in range(2)]
@@ -208,19 +209,19 @@ def test_a_thread_may_come_back_after_the_caller_is_gone(caplog):
     release = threading.Event()
     caller = Caller()
     assert values(score(caller, lambda s: release.wait(60), SAMPLES[:1], timeout=0.05)) == ["timeout"]
-    (thread,) = caller._hung
+    (thread,) = caller._threads._hung
     caller.close()
     time.sleep(0.05)
     release.set()
     thread.join(10)
-    assert not thread.is_alive() and not caplog.records
+    assert not thread.is_alive() and "closed" not in caplog.text
 
 
 def test_too_many_hung_threads_end_the_run(caller):
     release = threading.Event()
     try:
         with pytest.raises(RewardError, match=r"(?s)'f' \(timeout 0.05 s\).*async def.*subprocess"):
-            score(caller, lambda s: release.wait(60), SAMPLES * (_HUNG_THREADS + 1), timeout=0.05)
+            score(caller, lambda s: release.wait(60), SAMPLES * (MAX_HUNG + 1), timeout=0.05)
     finally:
         release.set()
     assert values(score(caller, per_sample))[0] == 0.0

@@ -1,0 +1,74 @@
+"""Plain functions in threads: order, deadlines a call, going on after a thread that hangs."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from coalign.rewards.threads import MAX_HUNG, OutOfTime, Threads, TooManyHung
+
+
+def run(call, arguments, seconds=5.0):
+    async def main():
+        return await Threads().run(call, arguments, seconds)
+
+    return asyncio.run(main())
+
+
+def test_results_keep_their_order_whatever_finishes_first():
+    def call(i):
+        time.sleep(0.02 * (i % 3))
+        return -i
+
+    assert run(call, list(range(40))) == [(-i, None) for i in range(40)]
+    assert run(call, []) == []
+
+
+def test_the_deadline_is_that_of_a_call_not_of_its_thread():
+    # 60 calls of 0.05 s in a few threads take longer than 0.3 s together, and none of them does alone.
+    results = run(lambda i: time.sleep(0.05) or i, range(60), seconds=0.3)
+    assert [value for value, _ in results] == list(range(60))
+
+
+def test_after_a_hang_the_other_calls_are_still_made_and_a_late_result_is_ignored():
+    release = threading.Event()
+
+    def call(i):
+        if i % 10 == 0:
+            release.wait(30)
+        return i
+
+    results = run(call, range(40), seconds=0.2)
+    late = [i for i, (_, error) in enumerate(results) if isinstance(error, OutOfTime)]
+    release.set()
+    assert late == [0, 10, 20, 30]
+    assert all(results[i] == (i, None) for i in range(40) if i % 10)
+
+
+def test_hangs_are_counted():
+    release = threading.Event()
+    try:
+        with pytest.raises(ExceptionGroup) as raised:
+            run(lambda i: release.wait(30), range(2 * MAX_HUNG), seconds=0.05)
+        assert raised.group_contains(TooManyHung, match=f"{MAX_HUNG + 1} threads")
+    finally:
+        release.set()
+
+
+def test_what_a_call_raises_is_its_result():
+    def call(i):
+        raise (SystemExit, StopIteration, ValueError, KeyboardInterrupt)[i]
+
+    assert [type(error) for _, error in run(call, range(4))] == [
+        SystemExit,
+        StopIteration,
+        ValueError,
+        KeyboardInterrupt,
+    ]
+
+
+def test_many_cheap_calls_cost_little():
+    start = time.process_time()
+    assert len(run(lambda i: i, range(20_000))) == 20_000
+    assert time.process_time() - start < 2.0
