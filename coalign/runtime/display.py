@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -24,7 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from coalign.runtime.stepline import number, step_fields, step_seconds
-from coalign.types import Sample, Status
+
+if TYPE_CHECKING:
+    from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +189,7 @@ def _texts(sample: Sample) -> Iterator[RenderableType]:
 def _verdict(sample: Sample) -> str:
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
     reward = "no reward" if sample.reward is None else f"reward {number(sample.reward)}"
-    ending = "" if sample.status is Status.OK else f" · {sample.status.name.lower()}"
+    ending = f" · {sample.status.name.lower()}" if sample.status else ""  # 0 is OK
     return f"{reward}{f' ({parts})' if parts else ''} · {int(sample.loss_mask.sum())} tokens{ending}"
 
 
