@@ -53,6 +53,11 @@ class _AsWritten(GenerateJsonSchema):
         cls = schema["cls"]
         return {"anyOf": [{"type": "string"}, found]} if issubclass(cls, Section) and cls.shorthand else found
 
+    def dict_schema(self, schema: Any) -> dict[str, Any]:
+        found = super().dict_schema(schema)
+        values = found["additionalProperties"]
+        return found if values is True else {**found, "additionalProperties": {"anyOf": [values, {"type": "null"}]}}
+
     def function_before_schema(self, schema: Any) -> dict[str, Any]:
         found = self.generate_inner(schema["schema"])
         return {"anyOf": [found["items"], found]} if found.get("type") == "array" else found
@@ -71,7 +76,7 @@ def _escaped(value: Any) -> Any:
         return {name: _escaped(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_escaped(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _section(kind: type[BaseModel], given: Mapping[str, Any], indent: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -31,9 +32,7 @@ def resolve(name: str, home: str) -> Any:
     names = _public(module)
     if match := _ignoring_case(name, names):
         return getattr(module, match)
-    raise ValueError(
-        f"'{name}' is not in {home}{near(name, names)}; a function of your own is written `my.module:name`"
-    )
+    raise ValueError(f"'{name}' is not in {home}{near(name, names)} (a function of your own: `my.module:name`)")
 
 
 def resolve_class(name: str, home: str, suffix: str = "") -> type:
@@ -111,9 +110,7 @@ def _dotted(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise  # the module is there, and something that it imports is not
-        raise ValueError(
-            f"'{name}': there is no module '{error.name}' in the current directory or installed"
-        ) from error
+        raise ValueError(f"'{name}': no module '{error.name}' in the current directory or installed") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             names = _public(value) if isinstance(value, ModuleType) else dir(value)
@@ -163,10 +160,5 @@ def _checked(value: Any, kind: Any) -> Any:
         adapter = TypeAdapter(kind)
     except (PydanticSchemaGenerationError, PydanticUserError):
         return value
-    try:
-        return adapter.validate_python(value, strict=True)
-    except ValidationError:
-        # YAML has no tuples, sets or enumerations: those it can only write as lists and texts.
-        if isinstance(value, list | dict) or not isinstance(value, str | bool | int | float | None):
-            return adapter.validate_python(value)
-        raise
+    # As JSON, because a tuple, a set or an enumeration can only be written as a list or a text in YAML.
+    return adapter.validate_json(json.dumps(value), strict=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError
 
 from coalign.config.errors import ConfigError, Key, Place, Problem, shown, undotted
 from coalign.config.introspect import names_at, section_at
@@ -24,21 +24,35 @@ from coalign.config.reading import parse
 class Layer:
     """Plain data, where its keys were written, and what was wrong with its text."""
 
-    data: DictConfig = field(default_factory=lambda: OmegaConf.create({}))
+    data: dict[str, Any] = field(default_factory=dict)
     places: Places = field(default_factory=lambda: Places({}))
     problems: list[Problem] = field(default_factory=list)
 
     def lay(self, over: Layer) -> None:
         """Put a layer on top of this one."""
-        _forget_replaced(self.places, over.data, ())
-        self.data = OmegaConf.merge(self.data, over.data)
+        self._forget_replaced(over.data, ())
+        self.data = overlay(self.data, over.data)
         self.places.lay(over.places)
         self.problems += over.problems
+
+    def _forget_replaced(self, over: dict[str, Any], key: Key) -> None:
+        for name, value in over.items():
+            if isinstance(value, dict):
+                self._forget_replaced(value, (*key, name))
+            else:
+                self.places.forget((*key, name))
+
+
+def overlay(base: Any, over: Any) -> Any:
+    """``over`` with those keys of ``base`` that it does not give."""
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return over
+    return base | {name: overlay(base.get(name), value) for name, value in over.items()}
 
 
 def from_mapping(data: Mapping[str, Any], place: Place) -> Layer:
     """A layer of data that was not read from a file."""
-    layer = Layer(OmegaConf.create(written_out(dict(data), ())))
+    layer = Layer(written_out(data, ()))
     for key in _keys(data, ()):
         layer.places.put(key, place)
     return layer
@@ -72,7 +86,7 @@ def _with_includes(path: Path, data: dict[str, Any], places: Places, trail: tupl
     for index, name in enumerate(included):
         layer.lay(from_file(path.parent / name, (*trail, path), places.find(("include", index))))
     problems = [*_malformed_references(data, (), places)]
-    layer.lay(Layer(OmegaConf.create({} if problems else written_out(data, ())), places, problems))
+    layer.lay(Layer({} if problems else written_out(data, ()), places, problems))
     return layer
 
 
@@ -84,10 +98,8 @@ def _malformed_references(value: Any, key: Key, places: Places) -> Iterator[Prob
         try:
             OmegaConf.create([value])
         except GrammarParseError:
-            message = (
-                f"{shown(value)} is no complete reference; expected ${{key.of.this.file}} or ${{env:NAME,default}}"
-            )
-            yield places.on(Problem(key, message + r" (\${ is a plain text)"))
+            message = f"{shown(value)}: expected ${{key.of.this.file}} or ${{env:NAME,default}}"
+            yield places.on(Problem(key, message + r"; where ${ is meant as text, write \${"))
 
 
 def assign(layer: Layer, override: str) -> None:
@@ -107,13 +119,23 @@ def assign(layer: Layer, override: str) -> None:
         layer.problems += problems
         return
     try:
-        OmegaConf.update(layer.data, ".".join(map(str, key)), written_out(value, key), merge=False, force_add=True)
-    except (OmegaConfBaseException, IndexError, TypeError, ValueError) as error:
-        layer.problems.append(Problem(key, f"cannot be set: {str(error).splitlines()[0]}", place))
+        _set(layer.data, key, written_out(value, key))
+    except IndexError:
+        layer.problems.append(Problem(key, "the list has no such item", place))
         return
     layer.places.forget(key)
     for inner in [key, *_keys(value, key)]:
         layer.places.put(inner, place)
+
+
+def _set(data: Any, key: Key, value: Any) -> None:
+    """Put ``value`` at ``key``; mappings on the way are made, and replace what holds nothing."""
+    for part in key[:-1]:
+        inner = data[part] if isinstance(data, list) else data.get(part)
+        if not isinstance(inner, dict | list):
+            data[part] = inner = {}
+        data = inner
+    data[key[-1]] = value
 
 
 def beneath(base: Any, over: Any, key: Key = ()) -> Any:
@@ -144,15 +166,6 @@ def _keys(value: Any, key: Key) -> list[Key]:
     else:
         return []
     return [found for name, item in items for found in [(*key, name), *_keys(item, (*key, name))]]
-
-
-def _forget_replaced(places: Places, over: DictConfig, key: Key) -> None:
-    for name in over:
-        node = over._get_node(name)
-        if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation():
-            _forget_replaced(places, node, (*key, name))
-        else:
-            places.forget((*key, name))
 
 
 def _unreadable(path: Path, error: Exception) -> str:

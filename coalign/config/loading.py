@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 from pydantic import ValidationError
 
 from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near, readable, shown
 from coalign.config.introspect import admits_null, input_at, names_at, type_at
-from coalign.config.layers import Layer, assign, beneath, from_file, from_mapping, nearest_file, written_out
+from coalign.config.layers import Layer, assign, beneath, from_file, from_mapping, nearest_file, overlay, written_out
 from coalign.config.places import Places
 from coalign.config.reading import scalar
 from coalign.config.schema import Input, RunConfig
@@ -94,8 +95,7 @@ def _lay_defaults(layer: Layer, defaults: Defaults) -> None:
         layer.problems.append(Problem(("algorithm",), str(error)))
         return
     base = from_mapping(found, Place(f"defaults of {name}"))
-    given = OmegaConf.to_container(layer.data)
-    base.data = OmegaConf.create(beneath(OmegaConf.to_container(base.data), given))
+    base.data = beneath(base.data, layer.data)
     base.lay(layer)
     layer.data, layer.places = base.data, base.places
 
@@ -103,7 +103,7 @@ def _lay_defaults(layer: Layer, defaults: Defaults) -> None:
 def _algorithm(layer: Layer) -> str | None:
     """The recipe's name, or None if there is none (validation or resolution will say so)."""
     try:
-        name = layer.data.get("algorithm")
+        name = OmegaConf.create(layer.data).get("algorithm")
     except OmegaConfBaseException:
         return None
     return name if isinstance(name, str) else None
@@ -112,45 +112,39 @@ def _algorithm(layer: Layer) -> str | None:
 def _inherit(layer: Layer) -> None:
     """Fill in what models take from others by `like`."""
     models = layer.data.get("models")
-    if not isinstance(models, DictConfig):
-        return
     done: set[str] = set()
-    for name in models:
+    for name in models if isinstance(models, dict) else ():
         _take(layer, models, name, done, ())
 
 
-def _take(layer: Layer, models: DictConfig, name: str, done: set[str], trail: tuple[str, ...]) -> None:
-    model = models.get(name)
-    source = model.get("like") if isinstance(model, DictConfig) else None
+def _take(layer: Layer, models: dict[str, Any], name: str, done: set[str], trail: tuple[str, ...]) -> None:
+    model = models[name]
+    source = model.get("like") if isinstance(model, dict) else None
     if name in done or not isinstance(source, str):
         return
-    done.add(name)
     trail = (*trail, name)
     key: Key = ("models", name, "like")
     if source in trail:
         circle = " → ".join([*trail[trail.index(source) :], source])
-        layer.problems.append(Problem(key, f"models are like each other: {circle}"))
-    elif not isinstance(models.get(source), DictConfig):
+        layer.problems.append(Problem(("models", source, "like"), f"models are like each other: {circle}"))
+    elif not isinstance(models.get(source), dict):
         others = [other for other in models if other != name]
         layer.problems.append(Problem(key, f"there is no model '{source}'{near(source, others)}"))
     else:
         _take(layer, models, source, done, trail)
-        base, over = OmegaConf.to_container(models[source]), OmegaConf.to_container(model)
-        models[name] = OmegaConf.merge(OmegaConf.create(beneath(base, over, ("models", name))), model)
+        models[name] = overlay(beneath(models[source], model, ("models", name)), model)
         layer.places.inherit(("models", source), ("models", name))
+    done.add(name)
 
 
 def _resolved(layer: Layer) -> dict[str, Any]:
     """The data with every reference replaced by its value; one that has none is reported and becomes null."""
-    data = OmegaConf.to_container(layer.data)
-    for key, text in list(_texts(data, ())):
-        if text == "???":
-            layer.problems.append(Problem(key, "must be given (`???` stands in its place)"))
-        if "${" not in text:
-            continue
+    tree = OmegaConf.create(layer.data)
+    data = deepcopy(layer.data)
+    for key, text in [(key, text) for key, text in _texts(data, ()) if "${" in text]:
         parent = _follow(data, key[:-1])
         try:
-            value = _follow(layer.data, key)
+            value = _follow(tree, key)
             parent[key[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
             layer.problems.append(Problem(key, _unresolved(text, error)))
@@ -188,9 +182,7 @@ def _environment(name: str, *default: Any) -> Any:
     if name in os.environ:
         return scalar(os.environ[name])
     if not default:
-        raise ValueError(
-            f"the environment variable {name} is not set and no default is given (${{env:{name},default}})"
-        )
+        raise ValueError(f"the environment variable {name} is not set; set it, or write ${{env:{name},default}}")
     return default[0]
 
 
@@ -228,7 +220,7 @@ def _as_written(key: Key, data: Any) -> Key:
         if isinstance(data, dict):
             data = data.get(part)
         elif isinstance(data, list):
-            data = data[part]
+            data = data[part] if part < len(data) else None
     return tuple(written)
 
 

@@ -47,8 +47,8 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOA
 
 def parse(text: str, source: str) -> tuple[Any, Places]:
     """The value of a YAML document, and where each of its keys was written. Raises ConfigError with file and line."""
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

