@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from coalign.native.engine import Engine, Request
+from coalign.native.engine import Engine
 from coalign.native.model import Model
+from coalign.native.request import Request
 from coalign.native.sampling import Sampling
 
 
@@ -34,8 +35,8 @@ def main() -> None:
         "transformers": _transformers(model, prompts, args),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for name, run in runs.items():
-        _timed(run)  # warm
+    for run in runs.values():
+        run()  # warm
     for _ in range(args.rounds):
         for name, run in runs.items():
             times[name].append(_timed(run))
@@ -44,10 +45,13 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     rate = _matmul_rate(args.prompts * args.samples, args.hidden, dtype)
     floor = 2 * parameters * tokens / rate
-    print(f"{parameters / 1e6:.1f}M parameters, {args.dtype}, {args.threads} threads, {args.prompts} x {args.samples} x {args.new}")
+    shape = f"{args.prompts} x {args.samples} x {args.new}"
+    print(f"{parameters / 1e6:.1f}M parameters, {args.dtype}, {args.threads} threads, {shape}")
     for name, value in seconds.items():
         spread = f"{min(times[name]):.2f}..{max(times[name]):.2f}"
-        print(f"{name:13s} {value:6.2f} s ({spread})  {tokens / value:8.0f} tokens/s  {floor / value:5.0%} of the floor")
+        print(
+            f"{name:13s} {value:6.2f} s ({spread})  {tokens / value:8.0f} tokens/s  {floor / value:5.0%} of the floor"
+        )
     print(f"ratio {seconds['transformers'] / seconds['coalign']:.2f}x; floor {floor:.2f} s at {rate / 1e9:.0f} GFLOP/s")
 
 

@@ -15,8 +15,9 @@ from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.modules import pretrained
 from coalign.modules.base import Module
-from coalign.native.engine import Engine, Progress, Request, Response
+from coalign.native.engine import Engine, Progress
 from coalign.native.model import Model
+from coalign.native.request import Request, Response
 from coalign.native.sampling import Sampling
 
 

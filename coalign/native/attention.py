@@ -1,12 +1,14 @@
 """The KV cache, and the attention function through which transformers models read and write it.
 
-A model runs on packed rows: tokens [1, T] of many sequences with their own positions. The attention function gets the
-running ``pass_`` (a Prefill or a Decode) through the model's keyword arguments, stores keys and values itself and knows which
-rows belong together; so the model needs no Cache object and builds no mask.
+A model runs on packed rows: tokens [1, T] of many sequences with their own positions. The attention function gets ``kv``
+(a Prefill or a Decode) through the model's keyword arguments. That stores keys and values and knows which rows belong
+together, so the model needs no Cache object and builds no mask.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -35,9 +37,8 @@ class KVCache:
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Storage of layer ``index``; key and value [1, heads, T, head_dim] show its form."""
         if index not in self.layers:
-            # Zeros, because a masked column still takes part in the products and must not hold a NaN.
             self.layers[index] = tuple(
-                x.new_zeros(self.slots, self.length, x.shape[1], x.shape[3]) for x in (key, value)
+                _zeros((self.slots, self.length, x.shape[1], x.shape[3]), x.dtype, x.device) for x in (key, value)
             )
         return self.layers[index]
 
@@ -144,6 +145,15 @@ class Rules:
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros (a masked column still takes part in products, so it must not hold a NaN), on CPU as untouched pages:
+    torch.zeros would write, and so commit, memory that short responses never use."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -151,18 +161,18 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    pass_: Prefill | Decode,
+    kv: Prefill | Decode,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **rest: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, d], key / value [1, kv heads, T, d] -> [1, T, heads, d]."""
+    """transformers' attention interface: query [1, heads, T, d], key, value [1, kv heads, T, d] -> [1, T, heads, d]."""
     if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
         raise NotImplementedError(
             f"the native engine's attention does not know {unknown}, which {type(module).__name__} asks for"
         )
-    return pass_.attend(module.layer_idx, query, key, value, Rules(scaling, sliding_window, softcap)), None
+    return kv.attend(module.layer_idx, query, key, value, Rules(scaling, sliding_window, softcap)), None
 
 
 AttentionInterface.register(NAME, attention)

@@ -1,10 +1,11 @@
 """A linear layer for inference on CPU: weights prepacked for the matrix units, rows independent of their batch.
 
-A float GEMM may round a row differently when the number of rows changes, because the library picks another kernel or
-another split of the inner sum. Then a sampled token would depend on what else is in the batch. The two kernels used here
-do not (measured, see docs/lab.md; tests/native/test_invariance.py holds it):
+A matrix product may round a row differently when the number of rows changes, because the library picks another kernel
+or another split of the inner sum. Then a sampled token would depend on what else is in the batch. The two kernels used
+here do not (measured, see docs/lab.md; tests/native/test_invariance.py holds it):
 
-- float32: MKL's packed sgemm gives a row the same bits for any number of rows except one, for any position and 1 or 2 threads;
+- float32: MKL's packed sgemm gives a row the same bits in any position, with any number of rows except one, and with one
+  thread or two;
 - bfloat16: oneDNN's prepacked product is called on tiles of exactly ``TILE`` rows, so its shape never changes.
 
 Without these kernels (another device, no MKL) the layer is a plain nn.Linear.

@@ -65,8 +65,9 @@ class Model:
             self._take(name, tensor.detach(), adopt)
             missing.discard(self._homes[name][0])
         if missing or unexpected:
+            kind = type(self.module).__name__
             raise ValueError(
-                f"the weights do not fit {type(self.module).__name__}: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
+                f"the weights do not fit {kind}: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
             )
 
     def _take(self, name: str, tensor: Tensor, adopt: bool) -> None:
@@ -102,7 +103,7 @@ class Model:
             linear.pack()
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, pass_: attention.Prefill | attention.Decode, rows: Tensor | None
+        self, tokens: Tensor, positions: Tensor, kv: attention.Prefill | attention.Decode, rows: Tensor | None
     ) -> Tensor:
         """Logits [len(rows), V] of the packed ``tokens`` i64[T] at ``positions`` i64[T]; T a multiple of ROWS.
 
@@ -110,7 +111,7 @@ class Model:
         """
         keep = 0 if rows is None else torch.cat([rows, rows[-1:].expand(-len(rows) % ROWS)])
         out = self.module(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, pass_=pass_
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, kv=kv
         )
         return out.logits[0] if rows is None else out.logits[0, : len(rows)]
 

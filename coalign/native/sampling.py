@@ -50,7 +50,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One token for each row.
 
-    logits [B, V]; uniform f64[B]; seen bool[B, V], which tokens the repetition penalty applies to (prompt and response).
+    logits [B, V]; uniform f64[B]; seen bool[B, V], the tokens of prompt and response, which the repetition penalty hits.
     Returns tokens i64[B] and their log-probs f32[B] under the penalised, temperature-scaled distribution before top-k,
     top-p and min-p. Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
     """
@@ -108,7 +108,9 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
     Two levels: chunk sums choose a chunk, a running sum inside the chunk the token; so only chunk sums touch all of V.
     """
-    chunks = F.pad(weights, (0, -weights.shape[-1] % _CHUNK)).view(len(weights), -1, _CHUNK)
+    if excess := weights.shape[-1] % _CHUNK:
+        weights = F.pad(weights, (0, _CHUNK - excess))
+    chunks = weights.view(len(weights), -1, _CHUNK)
     bounds = chunks.sum(-1).double().cumsum(-1)
     chunk, rest = _locate(bounds, uniform * bounds[:, -1])
     inside = chunks.gather(1, chunk[:, None, None].expand(-1, 1, _CHUNK))[:, 0].double().cumsum(-1)

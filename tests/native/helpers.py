@@ -8,8 +8,9 @@ from dataclasses import replace  # noqa: F401  (for the tests)
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
-from coalign.native.engine import Engine, Request, Response
+from coalign.native.engine import Engine
 from coalign.native.model import Model
+from coalign.native.request import Request, Response
 from coalign.native.sampling import Sampling
 
 VOCABULARY = 160

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from coalign.native.engine import Request
 from coalign.native.model import Model
+from coalign.native.request import Request
 from coalign.types import Status
 from tests.native import helpers
 
@@ -20,7 +20,8 @@ def test_an_end_token_is_part_of_the_response_and_ends_it():
     free = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING))
     end = free[0].tokens[4].item()
     met = 0
-    for full, ended in zip(free, helpers.flat(helpers.engine(MODEL, end_tokens=[end]).generate(asked, helpers.SAMPLING))):
+    ending = helpers.flat(helpers.engine(MODEL, end_tokens=[end]).generate(asked, helpers.SAMPLING))
+    for full, ended in zip(free, ending, strict=True):
         tokens = full.tokens.tolist()
         cut = tokens.index(end) + 1 if end in tokens else len(tokens)
         assert ended.tokens.tolist() == tokens[:cut]
@@ -47,10 +48,10 @@ def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
     computed = []
     forward = Model.forward
 
-    def counted(self, tokens, positions, pass_, rows):
+    def counted(self, tokens, positions, kv, rows):
         if rows is not None:
             computed.append(len(rows))
-        return forward(self, tokens, positions, pass_, rows)
+        return forward(self, tokens, positions, kv, rows)
 
     monkeypatch.setattr(Model, "forward", counted)
     helpers.engine(MODEL, max_sequences=3).generate(helpers.requests(2, samples=7), helpers.SAMPLING)
@@ -68,7 +69,12 @@ def test_responses_stop_at_the_models_context():
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "no tokens"), ([3, helpers.VOCABULARY], "token id outside"), ([-1], "token id outside"), ([1] * 60, "kv_tokens")],
+    [
+        ([], "no tokens"),
+        ([3, helpers.VOCABULARY], "token id outside"),
+        ([-1], "token id outside"),
+        ([1] * 60, "kv_tokens"),
+    ],
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt, message):
     with pytest.raises(ValueError, match=message):
@@ -153,7 +159,8 @@ def test_after_a_failed_call_the_engine_still_works():
 
 def test_a_repetition_penalty_discourages_prompt_and_response():
     strong = helpers.replace(helpers.SAMPLING, temperature=0.0, repetition_penalty=1e6)
-    for request, [response] in zip(helpers.requests(4), helpers.engine(MODEL).generate(helpers.requests(4), strong)):
+    asked = helpers.requests(4)
+    for request, [response] in zip(asked, helpers.engine(MODEL).generate(asked, strong), strict=True):
         tokens = response.tokens.tolist()
         assert len(set(tokens)) == len(tokens)
         assert not set(tokens) & set(request.prompt)

@@ -1,4 +1,4 @@
-"""A token depends on the weights and (seed, group, index, position): tokens and log-probs are the same bits in any batch."""
+"""Tokens and log-probs are the same bits in any batch: they depend on weights, seed, group, index and position only."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import random
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from tests.native import helpers
 
 MODELS = {
     "small": helpers.qwen2(),
-    "odd_sizes": helpers.qwen2(hidden_size=56, intermediate_size=104, num_attention_heads=7, num_key_value_heads=7, vocab_size=211),
+    "odd_sizes": helpers.qwen2(
+        hidden_size=56, intermediate_size=104, num_attention_heads=7, num_key_value_heads=7, vocab_size=211
+    ),
+    "soft_cap": Gemma2Config(
+        vocab_size=160,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=8,
+    ),
     "wide": helpers.qwen2(hidden_size=192, intermediate_size=1024, vocab_size=2048),
 }
 

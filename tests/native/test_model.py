@@ -1,4 +1,4 @@
-"""Weights in: adopted without a copy or copied, complete, named, and refreshed wherever something was derived from them."""
+"""Weights in: adopted without a copy or copied, complete and named, and refreshed in what was derived from them."""
 
 from __future__ import annotations
 

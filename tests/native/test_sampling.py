@@ -39,7 +39,7 @@ def test_uniforms_are_the_counters_hash(key, position):
 def test_uniforms_are_uniform_and_uncorrelated():
     keys = torch.tensor([stream_key(0, group, index) for group in range(200) for index in range(5)])
     u = uniforms(keys[:, None].expand(-1, 100).flatten(), torch.arange(100).repeat(1000))
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     assert abs(u.mean().item() - 0.5) < 0.005
     assert abs(u.var().item() - 1 / 12) < 0.002
     grid = u.view(200, 5, 100) - 0.5
@@ -53,7 +53,9 @@ def test_stream_keys_differ_in_every_argument():
     assert all(-(2**63) <= key < 2**63 for key in keys)
 
 
-@pytest.mark.parametrize(("u", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.4999, 1), (0.5001, 2), (0.56, 3), (0.999999, 4)])
+@pytest.mark.parametrize(
+    ("u", "token"), [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.4999, 1), (0.5001, 2), (0.56, 3), (0.999999, 4)]
+)
 def test_draw_inverts_the_cumulative_distribution(u, token):
     assert draw(PROBS, torch.tensor([u], dtype=torch.float64)).tolist() == [token]
 
@@ -115,7 +117,9 @@ def test_penalty_divides_positive_and_multiplies_negative_logits():
 
 def test_log_probs_are_before_truncation_and_after_temperature():
     logits = torch.tensor([[0.0, math.log(3.0) * 2]])
-    tokens, logprobs = sample(logits, torch.tensor([0.1], dtype=torch.float64), replace(SAMPLING, temperature=2.0, top_k=1))
+    tokens, logprobs = sample(
+        logits, torch.tensor([0.1], dtype=torch.float64), replace(SAMPLING, temperature=2.0, top_k=1)
+    )
     assert tokens.tolist() == [1]
     assert logprobs.item() == pytest.approx(math.log(0.75), abs=1e-6)
 
