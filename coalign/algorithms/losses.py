@@ -83,7 +83,7 @@ def value(x: LossInput, *, clip: float | None = None) -> LossOutput:
     """
     values, returns = _read(x, "values"), _read(x, "returns")
     error = (values - returns).square()
-    stats = {"value": Stat.of(values), "returns": Stat.of(returns), "squared_error": Stat.of(error)}
+    stats = {"values": Stat.of(values), "returns": Stat.of(returns), "squared_error": Stat.of(error)}
     if clip is not None:
         old = _read(x, "old_values", "clip")
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
