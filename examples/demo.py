@@ -39,9 +39,9 @@ def main() -> None:
     begun = time.perf_counter()
     make_model(folder / "model")
     make_data(folder / "data")
-    display.note("1/2  supervised fine-tuning on sums, stopped early")
+    display.show("1/2  supervised fine-tuning on sums, stopped early")
     run("arithmetic_sft", display)
-    display.note("2/2  GRPO: the reward is 1 for a right answer")
+    display.show("2/2  GRPO: the reward is 1 for a right answer")
     grpo = run("arithmetic_grpo", display)
 
     steps = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
@@ -50,10 +50,10 @@ def main() -> None:
     for title, step in (("before GRPO", 0), ("after GRPO", last)):
         for sample in samples(grpo, step):
             mark = "right" if sample["reward"] == 1 else "wrong"
-            display.note(f"{title}:  {sample['prompt']}{sample['response'].removesuffix('<end>')}   ({mark})")
+            display.show(f"{title}:  {sample['prompt']}{sample['response'].removesuffix('<end>')}   ({mark})")
     held_out = len((folder / "data" / "eval.jsonl").read_text().splitlines())
-    display.note(f"{time.perf_counter() - begun:.0f} s; curves: {grpo / 'plots'}")
-    display.note(f"accuracy: {before:.1%} -> {after:.1%} on {held_out} held-out problems")
+    display.show(f"{time.perf_counter() - begun:.0f} s; curves: {grpo / 'plots'}")
+    display.show(f"accuracy: {before:.1%} -> {after:.1%} on {held_out} held-out problems")
 
 
 if __name__ == "__main__":

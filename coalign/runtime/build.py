@@ -34,6 +34,8 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
     models = dict(config.models)
     if config.reward:
         models["reward"] = ModelConfig(module="reward", head="reward")
+    for i, reward in enumerate(config.reward):
+        bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
     for name, role in roles.items():
         if name not in models:
             raise ValueError(f"models.{name}: {cls.__name__} needs it ({role.__name__}) and the configuration has none")

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from coalign.cluster.dry import DryCluster, conversations, prompts
 from coalign.cluster.graph import Call, Graph, draw
-from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.runtime.build import context, prepare
 from coalign.runtime.display import Display
@@ -25,8 +24,6 @@ OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
 def check(config: RunConfig, display: Display) -> None:
     """Print what the run would do. Raises ValueError for whatever would stop it."""
     cls, models = prepare(config)
-    for reward in config.reward:
-        bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, "reward")
     graph = trace(cls, models, config)
     count = f"{len(models)} models" if len(models) > 1 else "1 model"
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")

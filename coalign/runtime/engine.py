@@ -42,6 +42,7 @@ class Engine:
         self.step = 0
         self.last = 0
         self.stop: str | None = None  # why the loop should end before its last step
+        self.phase: Callable[[str], None] = lambda text: None  # told what the loop is waiting for
         self.environment: Environment
         self.trainers: Trainer
         self.evaluator: Evaluator | None = None
@@ -113,7 +114,9 @@ class Engine:
             hook.begin(self)
         while self.step < self.last and not self.stop:
             begun = time.perf_counter()
+            self.phase("rollout")
             batch, rollout = self.environment.next(self.step)
+            self.phase("train")
             training = self.trainers.step(batch)
             self.step += 1
             stats = merge_stats([rollout, training, self.trainers.sync(self.step)])

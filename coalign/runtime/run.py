@@ -36,6 +36,7 @@ def train(config: RunConfig, display: Display) -> int:
             engine = build(config, cluster)
             return _learn(engine, folder, display)
         finally:
+            display.close()
             cluster.shutdown()
             folder.close()
 
@@ -52,6 +53,7 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     engine.hooks = [*_evaluation(engine, record), record, save]
     log.info("%s", engine.environment.loader.report())
     display.start(engine.step, engine.last)
+    engine.phase = display.phase
     with _stop_on_signal(engine) as caught:
         engine.learn()
     plot_run(folder.path)
