@@ -72,7 +72,7 @@ def packed_attention(
 
 
 def _stack(own: Tensor, block: Block) -> Tensor:
-    """[sum(lengths), H, D] -> [n, longest, H, D]; shorter spans are filled up with their last token, never read back."""
+    """[sum(lengths), H, D] -> [n, longest, H, D], shorter spans filled up with their last token, never read back."""
     n, longest = len(block.lengths), max(block.lengths)
     if own.shape[0] == n * longest:
         return own.unflatten(0, (n, longest))

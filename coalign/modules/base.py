@@ -147,7 +147,7 @@ class TrainableModule(Module):
         stats = [
             self._update(part, objective)
             for _ in range(self.config.epochs_per_batch)
-            for part in batch.split(self.config.updates_per_batch, keep="group")
+            for part in batch.split(self.config.updates_per_batch, keep=_unit(batch))
         ]
         self.version += 1
         return merge_stats(stats)
@@ -201,7 +201,7 @@ class TrainableModule(Module):
     def _micros(self, batch: Batch) -> list[Batch]:
         """This rank's micro-batches, filled up with idle ones to the greatest number that any rank has: forward and
         backward of a sharded model are collectives."""
-        micros = batch.micro(self.config.max_tokens_per_micro, keep="group")
+        micros = batch.micro(self.config.max_tokens_per_micro, keep=_unit(batch))
         (most,) = self.all_reduce([float(len(micros))], "max")
         return micros + [IDLE] * (int(most) - len(micros))
 
@@ -226,3 +226,8 @@ class TrainableModule(Module):
         several = self.config.updates_per_batch * self.config.epochs_per_batch > 1
         (needed,) = self.all_reduce([float(stale or several)], "max")
         return batch.with_(**self.forward_step(batch, into="old_logprobs")) if needed else batch
+
+
+def _unit(batch: Batch) -> str | None:
+    """The column whose equal neighbours are not torn apart: groups and pairs, where there are any."""
+    return "group" if "group" in batch else None

@@ -29,13 +29,13 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return parameters | buffers
 
 
-def save(dir: str | Path, state: dict[str, torch.Tensor], progress: dict[str, int]) -> None:
-    """Write ``state`` and ``progress``. A collective."""
-    dcp.save({**state, "progress": progress}, checkpoint_id=str(dir))
+def save(dir: str | Path, state: dict[str, torch.Tensor], progress: dict[str, int], *, alone: bool) -> None:
+    """Write ``state`` and ``progress``. A collective, unless this process holds the model ``alone``."""
+    dcp.save({**state, "progress": progress}, checkpoint_id=str(dir), no_dist=alone)
 
 
-def load(dir: str | Path, state: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Fill the tensors of ``state`` in place; returns the progress. A collective.
+def load(dir: str | Path, state: dict[str, torch.Tensor], *, alone: bool) -> dict[str, int]:
+    """Fill the tensors of ``state`` in place; returns the progress. A collective, unless ``alone``.
 
     Raises FileNotFoundError where there is no checkpoint, and ValueError naming the tensors that are missing, left over
     or of another shape. Nothing is touched then.
@@ -46,7 +46,7 @@ def load(dir: str | Path, state: dict[str, torch.Tensor]) -> dict[str, int]:
     progress = {name.removeprefix("progress."): 0 for name in saved if name.startswith("progress.")}
     _refuse_strangers(dir, {n: m for n, m in saved.items() if not n.startswith("progress.")}, state)
     loaded: dict[str, Any] = {**state, "progress": progress}
-    dcp.load(loaded, checkpoint_id=str(dir))
+    dcp.load(loaded, checkpoint_id=str(dir), no_dist=alone)
     return loaded["progress"]
 
 

@@ -102,10 +102,12 @@ class FSDPModule(TrainableModule):
 
     def save(self, dir: str | Path) -> None:
         state = checkpoint.training_state(self.model, self.optimizer)
-        checkpoint.save(dir, state, {"version": self.version, "updates": self.updates})
+        progress = {"version": self.version, "updates": self.updates}
+        checkpoint.save(dir, state, progress, alone=self.context.world_size == 1)
 
     def load(self, dir: str | Path) -> None:
-        progress = checkpoint.load(dir, checkpoint.training_state(self.model, self.optimizer))
+        state = checkpoint.training_state(self.model, self.optimizer)
+        progress = checkpoint.load(dir, state, alone=self.context.world_size == 1)
         self.version, self.updates = progress["version"], progress["updates"]
 
     def save_hf(self, dir: str | Path) -> None:

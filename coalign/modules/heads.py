@@ -46,6 +46,8 @@ class LanguageModel(PackedModel):
     def forward(self, layout: Layout, *, entropy: bool = False) -> dict[str, Tensor]:
         """logprobs f32[T], and with ``entropy`` that of the whole next-token distribution, f32[T]."""
         hidden = self.hidden(layout)[layout.predictors]
+        if torch.is_autocast_enabled(hidden.device.type):  # the last norm left it in float32
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         return self.head(hidden, layout.targets, entropy=entropy)
 
     def head(self, hidden: Tensor, targets: Tensor, *, entropy: bool = False) -> dict[str, Tensor]:
@@ -69,6 +71,7 @@ class LanguageModel(PackedModel):
         Raises NotImplementedError for a family that does something to its logits that this class does not know:
         training on wrong log-probs would go unnoticed.
         """
+        self.eval()
         tokens = torch.arange(8, device=self.model.device) % self.model.get_output_embeddings().weight.shape[0]
         layout = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
         own = self.model(

@@ -25,6 +25,8 @@ FIELDS = {
     "old_values": "values",
 }
 
+OWN_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates"}
+
 
 class Objective:
     """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss."""
@@ -56,6 +58,10 @@ class Objective:
             raise ValueError(
                 f"the loss returned {len(result.value)} values; expected {len(x.segment)} (one per trained token) or "
                 f"{x.sequences} (one per sequence)"
+            )
+        if taken := OWN_STATISTICS & set(result.stats):
+            raise ValueError(
+                f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
             )
         return (result.value * weights.to(result.value)).sum(), result.stats
 
