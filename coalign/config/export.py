@@ -30,7 +30,7 @@ def json_schema() -> dict[str, Any]:
         "description": "YAML files beneath this one, relative to it; later ones win.",
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
     }
-    return {"$schema": GenerateJsonSchema.schema_dialect, "title": "Coalign run", **schema}
+    return {"$schema": GenerateJsonSchema.schema_dialect, **schema, "title": "Coalign run"}
 
 
 def to_commented_yaml(config: RunConfig | Mapping[str, Any]) -> str:

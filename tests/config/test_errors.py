@@ -180,10 +180,10 @@ def test_a_file_that_cannot_be_read(complaint, text, expected):
 
 def test_a_file_that_is_not_there_or_not_text(here, write):
     write("", "run.yaml")
-    with pytest.raises(ConfigError, match="^there is no file 'rum.yaml'; did you mean 'run.yaml'?"):
+    with pytest.raises(ConfigError, match=r"^there is no file 'rum.yaml'; did you mean 'run.yaml'\?$"):
         load("rum.yaml")
     (here / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="'bytes.yaml' is not UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"^'bytes.yaml' is not UTF-8 text$"):
         load("bytes.yaml")
     with pytest.raises(ConfigError, match="'model' cannot be read: Is a directory"):
         load("model")

@@ -131,7 +131,7 @@ def test_the_template_reads_as_what_it_was_made_from(here):
 
 
 def test_every_commented_key_of_the_template_can_be_uncommented(here):
-    """Keys are commented with their defaults, so reading them changes nothing (but `train`, `eval`, `reward`: examples)."""
+    """Keys are commented with their defaults, so reading them changes nothing; three are examples."""
     template = to_commented_yaml({"algorithm": "grpo", **DEFAULTS})
     text, found = re.subn(r"# (?=(?!train|eval|reward)[a-z_]+: (?!null$)[^ ]+$)", "", template, flags=re.MULTILINE)
     (here / "all.yaml").write_text(text)
@@ -141,7 +141,7 @@ def test_every_commented_key_of_the_template_can_be_uncommented(here):
 
 def test_the_template_of_a_whole_configuration(run, here):
     config = run(
-        "{algorithm: grpo, reward: math, data: {train: train.jsonl, system: 'a \\${b}'}, models: {policy: {load: model}}}"
+        "{algorithm: grpo, reward: math, data: {train: train.jsonl, system: 'a \\${b}'}, models: {a: {load: model}}}"
     )
     (here / "template.yaml").write_text(to_commented_yaml(config))
     assert load("template.yaml") == config
@@ -160,7 +160,7 @@ def validate():
     [
         "{algorithm: grpo, reward: math, loss: sft, data: {train: a.jsonl, eval: [b.jsonl, {path: c}]}}",
         "{algorithm: grpo, include: a.yaml, seed: '${env:SEED}', models: {policy: {num_gpu: '${x}', vllm: {a: 1}}}}",
-        "{algorithm: grpo, models: {policy: null}, loss: {fn: sft, own_argument: 3}, runtime: {steps: null}, seed: null}",
+        "{algorithm: grpo, models: {policy: null}, loss: {fn: sft, my_own: 3}, runtime: {steps: null}, seed: null}",
     ],
 )
 def test_editors_accept_what_load_accepts(validate, text):

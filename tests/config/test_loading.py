@@ -108,7 +108,8 @@ def test_overrides_replace_lists_sections_and_items(run):
 
 
 def test_null_takes_away_and_is_a_value_only_where_it_can_be(run):
-    text = "{algorithm: grpo, runtime: {keep: 9}, models: {policy: {max_tokens_per_micro: 5, optimizer: {clip_grad_norm: null}}}}"
+    policy = "{max_tokens_per_micro: 5, optimizer: {clip_grad_norm: null}}"
+    text = f"{{algorithm: grpo, runtime: {{keep: 9}}, models: {{policy: {policy}}}}}"
     config = run(
         text, "runtime.keep=null", "models.policy.max_tokens_per_micro=null", "models.reference=null", "loss.dual=null"
     )
