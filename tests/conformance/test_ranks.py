@@ -1,0 +1,82 @@
+"""What only several processes can get wrong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coalign.data.batch import Batch
+from tests.conformance.backends import Backend, build, on_ranks
+from tests.modules.batches import rollout
+from tests.tiny import tiny_model_dir
+
+pytestmark = pytest.mark.slow
+ONE, TWO = Backend("one", "fsdp"), Backend("two", "fsdp", ranks=2, config={"max_tokens_per_micro": 40})
+
+
+def _halfway(rank: int, port: int, path: str, folder: Path, batches: list[Batch]) -> dict:
+    """Four steps straight; then from a checkpoint after the second; also with nothing to do on one rank."""
+    straight = build(TWO, path, rank=rank, port=port)
+    for i, batch in enumerate(batches):
+        straight.train_step(batch.split(2, keep="group")[rank])
+        if i == 1:
+            straight.save(folder / "checkpoint")
+            straight.save_hf(folder / "hf")
+            middle = {name: tensor.clone() for name, tensor in straight.export_weights()}
+    ended = {name: tensor.clone() for name, tensor in straight.export_weights()}
+    straight.load(folder / "checkpoint")
+    for batch in batches[2:]:
+        straight.train_step(batch.split(2, keep="group")[rank])
+    resumed = {name: tensor.clone() for name, tensor in straight.export_weights()}
+    alone = batches[0] if rank == 0 else batches[0].select([])
+    stats = straight.train_step(alone)
+    scored = straight.forward_step(alone)["ref_logprobs"]
+    straight.close()
+    return {"middle": middle, "ended": ended, "resumed": resumed, "alone": stats, "scored": scored}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    path = str(tiny_model_dir(folder / "model"))
+    batches = [rollout((5, 9, 7), 3, seed=i) for i in range(4)]
+    return path, folder, batches, on_ranks(2, _halfway, folder, path, folder, batches)
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_resume_is_bit_for_bit(run):
+    first = run[-1][0]
+    assert same(first["ended"], first["resumed"])
+
+
+def test_only_rank_0_exports(run):
+    assert run[-1][0]["ended"] and not run[-1][1]["ended"]
+
+
+def test_one_process_reads_what_two_wrote(run):
+    path, folder, batches, (first, _) = run
+    trainer = build(ONE, path, init="random")
+    trainer.load(folder / "checkpoint")
+    assert same(first["middle"], dict(trainer.export_weights()))
+    for batch in batches[2:]:
+        trainer.train_step(batch)
+    for name, tensor in trainer.export_weights():
+        torch.testing.assert_close(tensor.detach(), first["ended"][name], rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_write_a_hugging_face_directory(run):
+    _, folder, _, (first, _) = run
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+    assert same(first["middle"], dict(loaded.named_parameters()))
+
+
+def test_a_rank_without_sequences_takes_part(run):
+    _, _, batches, (first, second) = run
+    assert first["alone"]["tokens/trained"].value == int(batches[0]["loss_mask"].sum())
+    assert second["alone"]["tokens/trained"].value == 0
+    assert first["alone"]["loss/grad_norm"].value == second["alone"]["loss/grad_norm"].value > 0
+    assert len(first["scored"]) == batches[0].tokens_total and len(second["scored"]) == 0
