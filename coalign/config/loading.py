@@ -127,10 +127,10 @@ def _take(layer: Layer, models: dict[str, Any], name: str, done: set[str], trail
     if source in trail:
         circle = " → ".join([*trail[trail.index(source) :], source])
         layer.problems.append(Problem(("models", source, "like"), f"models are like each other: {circle}"))
-    elif not isinstance(models.get(source), dict):
+    elif models.get(source) is None:
         others = [other for other in models if other != name]
         layer.problems.append(Problem(key, f"there is no model '{source}'{near(source, others)}"))
-    else:
+    elif isinstance(models[source], dict):  # validation refuses another kind
         _take(layer, models, source, done, trail)
         models[name] = overlay(beneath(models[source], model, ("models", name)), model)
         layer.places.inherit(("models", source), ("models", name))

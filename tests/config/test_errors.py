@@ -213,6 +213,11 @@ def test_arguments_of_a_function_are_located(run):
     assert str(caught.value) == "run.yaml:3: loss.clip_lwo: unknown argument of loss; did you mean 'clip_low'?"
 
 
+def test_like_of_what_is_no_model_is_told_once(complaint):
+    text = "algorithm: grpo\nmodels:\n  judge: 3\n  other: {like: judge}\n"
+    assert complaint(text) == "run.yaml:3: models.judge: is 3; expected a mapping of keys to values"
+
+
 def test_an_error_survives_pickling(run):
     import pickle
 
