@@ -6,7 +6,7 @@ f32[T], 0 wherever ``loss_mask`` is False; sums run in float64. Every function a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def group(
     loss_mask: Tensor,
     segment: Tensor,
     *,
-    scale: str = "std",
+    scale: Literal["std", "none"] = "std",
     unbiased: bool = True,
     eps: float = 1e-6,
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def policy_gradient(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3",
     entropy_coef: float = 0.0,
 ) -> LossOutput:
     """The clipped surrogate of PPO (1707.06347), per token, with the settings of its descendants.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def shape_reward(
     segment: Tensor,
     *,
     kl_coef: float,
-    estimator: str = "k1",
+    estimator: Literal["k1", "k2", "k3"] = "k1",
     clip: float | None = None,
 ) -> dict[str, Any]:
     """token_rewards f32[T]: -kl_coef · kl_t at every trained token, plus the reward at the last one (2203.02155).

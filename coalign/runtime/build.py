@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coalign.config import check_names, located
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.loader import Loader, build_loader
@@ -27,20 +28,24 @@ def recipe(algorithm: str) -> type[Engine]:
 
 
 def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
-    """The recipe and the models it needs, checked. ValueError names the key that is wrong."""
+    """The recipe and the models it needs, checked. ValueError names the key that is wrong, and its place."""
     cls = recipe(config.algorithm)
-    cls.check(config)
     roles = cls.roles(config)
     models = dict(config.models)
     if config.reward:
         models["reward"] = ModelConfig(module="reward", head="reward")
-    for i, reward in enumerate(config.reward):
-        bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
-    for name, role in roles.items():
-        if name not in models:
-            raise ValueError(f"models.{name}: {cls.__name__} needs it ({role.__name__}) and the configuration has none")
-        if role is Trainable:
-            _check_loss(name, models[name], config)
+    with located(config):
+        check_names(config, cls.models)
+        cls.check(config)
+        for i, reward in enumerate(config.reward):
+            bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
+        for name, role in roles.items():
+            if name not in models:
+                needed = f"`{config.algorithm}` needs the model `{name}` ({role.__name__})"
+                hint = "give a reward function (`reward:`) or a model" if name == "reward" else "add it"
+                raise ValueError(f"models.{name}: {needed} and the configuration has none; {hint}")
+            if role is Trainable:
+                _check_loss(name, models[name], config)
     return cls, {name: models[name] for name in roles}
 
 

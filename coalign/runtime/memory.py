@@ -1,9 +1,9 @@
 """How much memory each model of a run will take, from its files' headers and its settings; loads no weights.
 
 Weights, gradients and optimizer are exact for dense models. Activations follow the count of Korthikanti et al.
-(2205.05198) for attention that does not store its scores: 17 numbers of the hidden size (and 2 of the intermediate
-size) per token and layer kept for the backward pass, or one with gradient checkpointing. An estimate, to see what fits before
-it is tried.
+(2205.05198) for attention that does not store its scores: 17 numbers of the hidden size and 2 of the intermediate size
+per token and layer are kept for the backward pass, or one of the hidden size with gradient checkpointing. An
+estimate, to see what fits before it is tried.
 """
 
 from __future__ import annotations
