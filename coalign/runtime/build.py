@@ -119,8 +119,9 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     for name, model in engine.models_running.items():
         setattr(engine, name, model)
     engine.environment = Environment(cluster, engine.env_flow, data, Buffer(config.runtime.max_staleness, steps))
+    overlap = config.runtime.max_staleness > 0
     pairs = [(a, b) for a, b in cls.sync if a in models and b in models]
-    syncs = [WeightSync(engine.models_running[a], engine.models_running[b]) for a, b in pairs]
+    syncs = [WeightSync(engine.models_running[a], engine.models_running[b], overlap=overlap) for a, b in pairs]
     engine.trainers = Trainer(cluster, engine.train_flow, syncs, next(iter(engine.learning), None))
     if config.data.eval:
         held_out = loader(config, cls, tokenizer, "eval")

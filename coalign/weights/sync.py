@@ -8,18 +8,23 @@ from __future__ import annotations
 import time
 
 from coalign.types import Stats, Total
-from coalign.weights.in_process import adopt
+from coalign.weights.in_process import adopt, copy
 from coalign.weights.object_store import through_store
 from coalign.weights.transport import Model, Transport
 
 
 class WeightSync:
-    """Weights of ``source`` to ``target``, with a version that the target reports for every token it samples."""
+    """Weights of ``source`` to ``target``, with a version that the target reports for every token it samples.
 
-    def __init__(self, source: Model, target: Model, transport: Transport | None = None) -> None:
+    ``overlap``: the target computes while the source trains, so it needs weights that stand still.
+    """
+
+    def __init__(
+        self, source: Model, target: Model, *, overlap: bool = False, transport: Transport | None = None
+    ) -> None:
         self.source = source
         self.target = target
-        self.transport = transport or transport_between(source, target)
+        self.transport = transport or transport_between(source, target, overlap)
 
     def __call__(self, version: int) -> Stats:
         """Move the weights and wait until every replica serves them.
@@ -32,6 +37,8 @@ class WeightSync:
         return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - begun)}
 
 
-def transport_between(source: Model, target: Model) -> Transport:
-    """The live tensors where both models are in one process, the object store otherwise."""
-    return adopt if source.store.in_process and target.store.in_process else through_store
+def transport_between(source: Model, target: Model, overlap: bool) -> Transport:
+    """The live tensors, or a copy, where both models are in one process; the object store otherwise."""
+    if source.store.in_process and target.store.in_process:
+        return copy if overlap else adopt
+    return through_store

@@ -58,14 +58,23 @@ def test_in_one_process_the_live_tensors_are_adopted(make, prompts):
 def test_a_damaged_bucket_is_refused_and_the_old_version_keeps_serving(make, prompts):
     cluster = make(MODELS)
     trainer, policy = cluster.models["trainer"], cluster.models["policy"]
-    WeightSync(trainer, policy, through_store)(1)
+    WeightSync(trainer, policy, transport=through_store)(1)
     before = policy.serving().result()
     trainer.train_step(prompts).result()
     with pytest.raises(
         WorkerError, match=r"verify_buckets failed in policy.*weight 'model.half' arrived damaged"
     ) as caught:
-        WeightSync(trainer, Tampering(policy), through_store)(2)
+        WeightSync(trainer, Tampering(policy), transport=through_store)(2)
     assert isinstance(caught.value.cause, WeightError)
     assert policy.serving().result() == before  # the run goes on, too
-    WeightSync(trainer, policy, through_store)(2)
+    WeightSync(trainer, policy, transport=through_store)(2)
     assert policy.serving().result()[0] == 2
+
+
+def test_a_target_that_computes_meanwhile_gets_weights_that_stand_still(make, prompts):
+    cluster = make(MODELS)
+    trainer, policy = cluster.models["trainer"], cluster.models["policy"]
+    WeightSync(trainer, policy, overlap=True)(0)
+    trainer.train_step(prompts).result()
+    _, weights = policy.serving().result()
+    assert weights["model.weight"] == [1.0] * 4
