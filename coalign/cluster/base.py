@@ -83,9 +83,12 @@ class Cluster(ABC):
 
     def shutdown(self) -> None:
         """End every call and every worker. Safe to call twice."""
-        closing = [] if self.error else [running.meta for model in self.models.values() for running in model.close()]
+        models = self.models.values()
+        releasing = [] if self.error else [running.meta for model in models for running in model.release()]
         self._cancel(RuntimeError("the cluster has been shut down"))
-        concurrent.futures.wait(closing, CLOSE_SECONDS)
+        concurrent.futures.wait(releasing, CLOSE_SECONDS)
+        for model in models:
+            model.close()
         self._kill()
 
     def __enter__(self) -> Cluster:

@@ -96,7 +96,10 @@ class DistModel:
         return self._call("save_hf", (directory,), {}, fatal=False)
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Future:
-        """Any method of the module. Several batches among the arguments are cut alike: they hold the same sequences."""
+        """Any method of the module. A plain result is the first worker's.
+
+        Several batches among the arguments are cut alike: they must hold the same sequences.
+        """
         return self._call(method, arguments, keywords)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
@@ -125,10 +128,13 @@ class DistModel:
 
         return self._launch("setup", work)
 
-    def close(self) -> list[Running]:
-        """Take no more calls, and let the modules give back what they took."""
-        self._lane.close()
+    def release(self) -> list[Running]:
+        """Let the modules give back what they took."""
         return [rank.execute("close") for rank in self._ranks]
+
+    def close(self) -> None:
+        """Take no more calls."""
+        self._lane.close()
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 

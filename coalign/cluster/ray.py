@@ -3,9 +3,9 @@
 Columns are stored as numpy arrays, so a worker maps a payload instead of unpickling it, and copies its own rows out:
 stored objects are shared by all readers and must not be written to.
 
-Cores: Ray only counts them, the operating system shares them. Each CPU process reserves the fraction that lets all of
-them together fit into half of the cluster's cores (at most one core each), so that reservations spread processes over
-nodes, and no layout can wait for a core.
+Cores: Ray only counts them, the operating system shares them. Each process reserves the fraction with which all of them
+fit into half of the cluster's cores (at most one core each): reservations spread processes over nodes, and no layout
+can wait for a core. How many threads compute is set by ``threads`` alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,19 +142,24 @@ class RayCluster(Cluster):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self._run = os.path.basename(os.path.normpath(config.output))
+        # Names are unique over all runs of a Ray cluster.
+        self._run = f"{os.path.basename(os.path.normpath(config.output))}-{uuid.uuid4().hex[:6]}"
         self._threads = config.runtime.threads
         self._groups: dict[str, PlacementGroup] = {}
         self._actors: list[Any] = []
         self._starting = threading.Lock()  # nothing may start while everything is being ended
         self._owner = not ray.is_initialized()
         if self._owner:
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init(address=config.runtime.ray_address, include_dashboard=False, namespace=f"coalign-{os.getpid()}")
+            _connect(config.runtime.ray_address)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        processes = sum(footprint.processes for footprint in self.footprints.values())
-        self._cpu = min(1.0, round(sum(node.get("CPU", 0.0) for node in nodes) / 2 / max(processes, 1), 3))
-        require(self.slots, [int(node.get("GPU", 0)) for node in nodes])
+        # Two more than the configuration lists: rewards, and pure functions.
+        processes = sum(footprint.processes for footprint in self.footprints.values()) + 2
+        self._cpu = min(1.0, round(sum(node.get("CPU", 0.0) for node in nodes) / 2 / processes, 3))
+        try:
+            require(self.slots, [int(node.get("GPU", 0)) for node in nodes])
+        except ValueError:
+            self._kill()
+            raise
 
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool) -> list[DistActor]:
         group = self._group(slot)
@@ -177,7 +183,8 @@ class RayCluster(Cluster):
     def _actor(self, where: str, threads: int | None, options: dict[str, Any]) -> RayWorker:
         # Ray would set OMP_NUM_THREADS to the cores reserved, and results depend on the number of threads.
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        remote = ray.remote(Actor).options(
+        named = type(options["name"], (Actor,), {})  # what `ps` and Ray's tools show
+        remote = ray.remote(named).options(
             num_cpus=self._cpu, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env}, **options
         )
         with self._starting:
@@ -224,3 +231,14 @@ class RayCluster(Cluster):
                 remove_placement_group(self._groups.popitem()[1])
             if self._owner:
                 ray.shutdown()
+
+
+def _connect(address: str | None) -> None:
+    """Join the Ray cluster at ``address``; None: start one here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address or "local", include_dashboard=False, namespace="coalign")
+    except ConnectionError as error:
+        raise ValueError(
+            f"runtime.ray_address: no Ray cluster answers at {address}: {error.__cause__ or error}"
+        ) from error

@@ -122,8 +122,9 @@ def test_workers_cannot_damage_what_others_read(wide, prompts):
 
 
 def test_actors_say_what_they_are(wide):
-    names = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-    assert {"run:judge:replica1", "run:trainer:rank1", "run:judge:replica0"} <= names
+    names = [actor["name"].partition(":") for actor in ray.util.list_named_actors(all_namespaces=True)]
+    assert all(run.startswith("run-") for run, _, _ in names)  # and a part of its own for every run
+    assert {"judge:replica0", "judge:replica1", "trainer:rank0", "trainer:rank1"} <= {name for _, _, name in names}
 
 
 def test_threads_are_set_however_many_cores_are_reserved(wide):
