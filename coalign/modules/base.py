@@ -116,6 +116,10 @@ class TrainableModule(Module):
         """Of the next optimizer step."""
         raise NotImplementedError
 
+    def token_budget(self, batch: Batch) -> int | None:
+        """The most tokens that one micro-batch of ``batch`` may have."""
+        return self.config.max_tokens_per_micro
+
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """The ``sum`` or ``max`` of each value over the ranks of this model."""
         return list(values)
@@ -201,7 +205,7 @@ class TrainableModule(Module):
     def _micros(self, batch: Batch) -> list[Batch]:
         """This rank's micro-batches, filled up with idle ones to the greatest number that any rank has: forward and
         backward of a sharded model are collectives."""
-        micros = batch.micro(self.config.max_tokens_per_micro, keep=_unit(batch))
+        micros = batch.micro(self.token_budget(batch), keep=_unit(batch))
         (most,) = self.all_reduce([float(len(micros))], "max")
         return micros + [IDLE] * (int(most) - len(micros))
 

@@ -27,6 +27,8 @@ from coalign.modules.layout import pack
 from coalign.types import Context
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# glibc maps a larger block afresh each time, page by page; activations beyond it made a step 15 % slower (docs/lab.md).
+CPU_BLOCK = 32 * 2**20
 
 
 class FSDPModule(TrainableModule):
@@ -86,6 +88,14 @@ class FSDPModule(TrainableModule):
     def learning_rate(self) -> float:
         total = self.context.steps * self.config.updates_per_batch * self.config.epochs_per_batch
         return optim.learning_rate(self.updates, self.config.optimizer, total=total)
+
+    def token_budget(self, batch: Batch) -> int | None:
+        budget = self.config.max_tokens_per_micro
+        if self.device.type != "cpu" or len(batch) == 0:
+            return budget
+        row = 4 * max(m.out_features for m in self.model.model.base_model.modules() if isinstance(m, nn.Linear))
+        fits = max(CPU_BLOCK // row, int(batch.lengths.max()))
+        return fits if budget is None else min(budget, fits)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         if self.context.world_size == 1:
