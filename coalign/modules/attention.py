@@ -41,7 +41,7 @@ def packed_attention(
     Raises NotImplementedError for a dense mask, for attention that is not causal, and for further settings that would
     change the result (attention sinks, position biases).
     """
-    unknown = sorted(k for k, v in other.items() if v is not None and k not in HARMLESS)
+    unknown = sorted(k for k, v in other.items() if v is not None and v is not False and k not in HARMLESS)
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
         what = unknown or (["attention_mask"] if attention_mask is not None else ["is_causal=False"])
         raise NotImplementedError(f"packed attention does not know {what} of {type(module).__name__}")

@@ -146,6 +146,10 @@ class TrainableModule(Module):
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained and
         the loss's own statistics as loss/<name>. ``loss`` names another loss than the configured one.
         """
+        if self.config.frozen:
+            raise ValueError(
+                f"model '{self.context.model}' is frozen: to train it, set models.{self.context.model}.frozen to false"
+            )
         objective = self._objective(loss)
         batch = self._with_old_logprobs(batch)
         stats = [
@@ -159,7 +163,7 @@ class TrainableModule(Module):
     def eval_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
         """loss/value and loss/<name> over ``batch``; nothing is learned."""
         objective = self._objective(loss)
-        micros, measure, seen = self._prepare(batch, objective)
+        micros, measure, seen = self._prepare(batch, objective, self._totals(batch))
         outputs = self.run(micros, entropy=objective.entropy)
         for micro, out in zip(micros, outputs, strict=True):
             measure(micro, out)
@@ -168,7 +172,11 @@ class TrainableModule(Module):
     # ---- one update
 
     def _update(self, batch: Batch, objective: Objective) -> Stats:
-        micros, measure, seen = self._prepare(batch, objective)
+        first = float(self.context.rank == 0)
+        totals = self._totals(batch)
+        if totals[0] == 0:  # nothing to learn; a step on momentum alone would still move the weights
+            return {"loss/skipped_updates": Total(first)}
+        micros, measure, seen = self._prepare(batch, objective, totals)
         with torch.random.fork_rng([] if self.context.device == "cpu" else [self.context.device]):
             # Dropout depends on the place in the run, not on what ran before in this process: no RNG state to save.
             torch.manual_seed(hash((self.context.seed, self.context.rank, self.updates)))
@@ -180,15 +188,22 @@ class TrainableModule(Module):
         step: Stats = {
             "loss/lr": Stat(lr),
             "loss/grad_norm": Stat(norm if finite else 0.0, float(finite)),
-            "loss/skipped_updates": Total(float(not finite and self.context.rank == 0)),
+            "loss/skipped_updates": Total(first * (not finite)),
             "tokens/trained": Total(float(trained(batch).sum())),
         }
         return merge_stats([step, *seen])
 
-    def _prepare(self, batch: Batch, objective: Objective) -> tuple[list[Batch], Measure, list[Stats]]:
-        """The micro-batches, the function from (micro-batch, outputs) to a loss, and where it notes statistics."""
+    def _totals(self, batch: Batch) -> tuple[float, float]:
+        """Trained tokens, and sequences that have any, over all ranks: the denominators of one update."""
         segment = batch.segment[trained(batch)]
         tokens, sequences = self.all_reduce([float(len(segment)), float(trained_sequences(segment, len(batch)))])
+        return tokens, sequences
+
+    def _prepare(
+        self, batch: Batch, objective: Objective, totals: tuple[float, float]
+    ) -> tuple[list[Batch], Measure, list[Stats]]:
+        """The micro-batches, the function from (micro-batch, outputs) to a loss, and where it notes statistics."""
+        tokens, sequences = totals
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:

@@ -185,6 +185,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(path):
     assert trainer.train_step(rollout())["loss/skipped_updates"].value == 0
 
 
+def test_an_update_without_trained_tokens_moves_nothing(path):
+    trainer = module(path, updates_per_batch=3)
+    trainer.train_step(rollout((5, 9, 7)))
+    before, updates = weights(trainer), trainer.updates
+    batch = rollout()
+    stats = trainer.train_step(batch.with_(loss_mask=torch.zeros_like(batch["loss_mask"])))
+    assert stats["loss/skipped_updates"].value == 3 and trainer.updates == updates
+    assert same(before, weights(trainer))
+
+
+def test_a_frozen_model_refuses_to_be_trained(path):
+    with pytest.raises(ValueError, match=r"models\.trainer\.frozen"):
+        module(path, frozen=True).train_step(rollout())
+
+
 def test_dropout_is_off_when_scoring_and_repeats_when_training(tmp_path):
     path = str(tiny_model_dir(tmp_path, attention_dropout=0.5))
     first, second = module(path), module(path)
@@ -288,6 +303,16 @@ def test_save_hf_loads_with_transformers(path, tmp_path):
     assert same(dict(loaded.named_parameters()), weights(trainer))
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template
     assert same(weights(module(str(tmp_path))), weights(trainer))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_save_hf_of_other_families(tmp_path, family):
+    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "moe" in family else {}
+    trainer = module(str(tiny_model_dir(tmp_path / "from", family=family, **more)))
+    trainer.train_step(rollout())
+    trainer.save_hf(tmp_path / "to")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "to", dtype=torch.float32)
+    assert same(dict(loaded.named_parameters()), weights(trainer))
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
