@@ -1,8 +1,8 @@
 """The KV cache, and the attention function through which transformers models read and write it.
 
-A model runs on packed rows: tokens [1, T] of many sequences with their own positions. The attention function gets ``kv``
-(a Prefill or a Decode) through the model's keyword arguments. That stores keys and values and knows which rows belong
-together, so the model needs no Cache object and builds no mask.
+A model runs on packed rows: tokens [1, T] of many sequences with their own positions. The attention function gets
+``kv`` (a Prefill or a Decode) through the model's keyword arguments. That stores keys and values and knows which rows
+belong together, so the model needs no Cache object and builds no mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
-STRIDE = 32  # decode attends over a whole number of such column blocks
+STRIDE = 16  # decode attends over a whole number of such column blocks
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 
@@ -46,11 +46,10 @@ class KVCache:
         """A copy of a slot's first ``length`` tokens: keys and values of every layer."""
         return [storage[slot, :length].clone() for pair in self.layers.values() for storage in pair]
 
-    def write(self, slots: Sequence[int], tokens: list[Tensor]) -> None:
-        """Put what ``read`` gave at the beginning of ``slots``."""
+    def write(self, slots: slice, tokens: list[Tensor]) -> None:
+        """Put what ``read`` gave at the beginning of each of ``slots``."""
         for storage, part in zip((x for pair in self.layers.values() for x in pair), tokens, strict=True):
-            for slot in slots:
-                storage[slot, : len(part)] = part
+            storage[slots, : len(part)] = part
 
 
 class Prefill:
@@ -59,18 +58,17 @@ class Prefill:
     ``segments``: (first row, last row + 1, slots) of each prompt. Rows of no segment are padding: their output is zero.
     """
 
-    def __init__(self, cache: KVCache, segments: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    def __init__(self, cache: KVCache, segments: Sequence[tuple[int, int, slice]]) -> None:
         self.cache = cache
-        self.segments = [(start, stop, list(slots)) for start, stop, slots in segments]
+        self.segments = segments
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
         stored_keys, stored_values = self.cache.layer(layer, key, value)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
         for start, stop, slots in self.segments:
             q, k, v = (x[:, :, start:stop] for x in (query, key, value))
-            for slot in slots:
-                stored_keys[slot, : stop - start] = k[0].transpose(0, 1)
-                stored_values[slot, : stop - start] = v[0].transpose(0, 1)
+            stored_keys[slots, : stop - start] = k[0].transpose(0, 1)
+            stored_values[slots, : stop - start] = v[0].transpose(0, 1)
             out[:, start:stop] = rules.attend(q, k, v, rules.causal_mask(stop - start, q)).transpose(1, 2)
         return out
 
@@ -161,17 +159,22 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kv: Prefill | Decode,
+    kv: Prefill | Decode | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **rest: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [1, heads, T, d], key, value [1, kv heads, T, d] -> [1, T, heads, d]."""
-    if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
+    kind = type(module).__name__
+    if kv is None:
         raise NotImplementedError(
-            f"the native engine's attention does not know {unknown}, which {type(module).__name__} asks for"
+            f"the native engine cannot run {kind}: its model does not hand keyword arguments to it"
         )
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"the native engine cannot run {kind}: it is not causal")
+    if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
+        raise NotImplementedError(f"the native engine cannot run {kind}: its attention asks for {unknown}")
     return kv.attend(module.layer_idx, query, key, value, Rules(scaling, sliding_window, softcap)), None
 
 

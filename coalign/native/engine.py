@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from coalign.native import probe
 from coalign.native.gate import Gate
 from coalign.native.model import Model
 from coalign.native.request import Request, Response
@@ -60,9 +61,15 @@ class Engine:
         self._gate.release()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool) -> None:
-        """Take new weights at a token boundary: later tokens, also of responses under way, come from ``version``."""
+        """Take new weights at a token boundary: later tokens, also of responses under way, come from ``version``.
+
+        ``adopt`` shares the given tensors. While ``generate`` runs nobody may change them: it computes partly with
+        packed copies. Raises ValueError for weights that do not fit, or an architecture that fails the first probe.
+        """
         with self._gate.held():
             self.model.load(weights, adopt=adopt)
+            if self.version < 0:
+                probe.check(self.model)
             self.version = version
             if self._running is not None:
                 self.model.pack()

@@ -4,8 +4,8 @@ A matrix product may round a row differently when the number of rows changes, be
 or another split of the inner sum. Then a sampled token would depend on what else is in the batch. The two kernels used
 here do not (measured, see docs/lab.md; tests/native/test_invariance.py holds it):
 
-- float32: MKL's packed sgemm gives a row the same bits in any position, with any number of rows except one, and with one
-  thread or two;
+- float32: MKL's packed sgemm gives a row the same bits in any position, with any number of rows except one, and with
+  one thread or two;
 - bfloat16: oneDNN's prepacked product is called on tiles of exactly ``TILE`` rows, so its shape never changes.
 
 Without these kernels (another device, no MKL) the layer is a plain nn.Linear.
@@ -40,7 +40,7 @@ class Linear(nn.Linear):
             return
         if self.weight.dtype == torch.float32 and torch.backends.mkl.is_available():
             self.product = _mkl_product(self.weight, self.bias)
-        elif self.weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
+        elif self.weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self.product = _onednn_product(self.weight, self.bias)
 
     def unpack(self) -> None:

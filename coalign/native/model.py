@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -123,7 +124,7 @@ def _refuse_foreign_state(module: nn.Module) -> None:
         raise ValueError(
             f"the native engine cannot run {kind}: it has layers other than causal attention {sorted(other)}"
         )
-    if not module._supports_attention_backend:
+    if not module._supports_attention_backend or "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise ValueError(f"the native engine cannot run {kind}: it does not use transformers' attention interface")
 
 

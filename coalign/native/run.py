@@ -129,11 +129,12 @@ class Run:
                 if prompt.started == prompt.request.samples:
                     prompt.logits = prompt.prefix = None
 
-    def _start(self, prompt: Prompt) -> list[int]:
+    def _start(self, prompt: Prompt) -> slice:
         """Put as many of the prompt's samples into slots as fit; returns the slots."""
         count = min(prompt.request.samples - prompt.started, self.slots - len(self.active))
-        slots = list(range(len(self.active), len(self.active) + count))
-        for index, slot in enumerate(slots, prompt.started):
+        slots = slice(len(self.active), len(self.active) + count)
+        for index in range(prompt.started, prompt.started + count):
+            slot = len(self.active)
             sequence = Active(prompt, prompt.first_row + index, slot)
             if self.sampling.stop:
                 sequence.stops = StopFinder(self.sampling.stop, self.engine.decode)
@@ -146,7 +147,7 @@ class Run:
         prompt.started += count
         return slots
 
-    def _prefill(self, fresh: list[tuple[Prompt, list[int]]]) -> None:
+    def _prefill(self, fresh: list[tuple[Prompt, slice]]) -> None:
         """Compute prompts; the keys and values of each go to its slots."""
         tokens, positions, segments, last = [], [], [], []
         for prompt, slots in fresh:
@@ -163,7 +164,7 @@ class Run:
         for (prompt, slots), row in zip(fresh, logits.split(1), strict=True):
             prompt.logits, prompt.version = row, self.engine.version
             if prompt.started < prompt.request.samples:
-                prompt.prefix = self.cache.read(slots[0], len(prompt.request.prompt))
+                prompt.prefix = self.cache.read(slots.start, len(prompt.request.prompt))
 
     def _decode(self) -> None:
         """One more token for every active sequence."""
@@ -217,7 +218,8 @@ class Run:
         """Move the sequence of the last slot into ``slot``."""
         moved = self.active.pop()
         if moved.slot != slot:
-            self.cache.write([slot], self.cache.read(moved.slot, len(moved.prompt.request.prompt) + moved.length))
+            length = len(moved.prompt.request.prompt) + moved.length
+            self.cache.write(slice(slot, slot + 1), self.cache.read(moved.slot, length))
             self.state[:, slot] = self.state[:, moved.slot]
             if self.seen is not None:
                 self.seen[slot] = self.seen[moved.slot]

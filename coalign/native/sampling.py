@@ -50,7 +50,7 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One token for each row.
 
-    logits [B, V]; uniform f64[B]; seen bool[B, V], the tokens of prompt and response, which the repetition penalty hits.
+    logits [B, V]; uniform f64[B]; seen bool[B, V], the tokens of prompt and response, which the penalty hits.
     Returns tokens i64[B] and their log-probs f32[B] under the penalised, temperature-scaled distribution before top-k,
     top-p and min-p. Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
     """

@@ -10,8 +10,8 @@ _PARTIAL = "\ufffd"  # what a tokenizer prints for a character whose bytes are n
 class StopFinder:
     """Watches one response as it grows.
 
-    ``decode`` turns token ids into text. Only the last few tokens are decoded at each step: what they add to the text of
-    the tokens before them (a decoder may treat the first token of a text in its own way).
+    ``decode`` turns token ids into text. Only the last few tokens are decoded at each step: what they add to the
+    text of the tokens before them (a decoder may treat the first token of a text in its own way).
     """
 
     def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str]) -> None:

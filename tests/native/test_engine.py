@@ -53,8 +53,9 @@ def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
             computed.append(len(rows))
         return forward(self, tokens, positions, kv, rows)
 
+    engine = helpers.engine(MODEL, max_sequences=3)
     monkeypatch.setattr(Model, "forward", counted)
-    helpers.engine(MODEL, max_sequences=3).generate(helpers.requests(2, samples=7), helpers.SAMPLING)
+    engine.generate(helpers.requests(2, samples=7), helpers.SAMPLING)
     assert sum(computed) == 2
 
 

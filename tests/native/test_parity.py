@@ -7,6 +7,8 @@ import torch
 from transformers import (
     BloomConfig,
     CohereConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPTNeoXConfig,
@@ -65,6 +67,20 @@ FAMILIES = {
     "olmo2": Olmo2Config(**_GROUPED),
     "granite": GraniteConfig(**_GROUPED, logits_scaling=2.0, residual_multiplier=0.5),
     "cohere": CohereConfig(**_GROUPED),
+    "deepseek_v3": DeepseekV3Config(
+        **_SHAPE,
+        num_key_value_heads=6,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+    ),
     "mixtral": MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
 }
 
@@ -122,3 +138,10 @@ def test_bfloat16_is_near_the_float32_model():
 def test_a_foreign_architecture_is_refused(config, reason):
     with pytest.raises(ValueError, match=reason):
         Model(config, dtype=torch.float32, device="cpu")
+
+
+def test_an_architecture_that_would_come_out_wrong_is_refused():
+    """Differential attention calls the interface twice a layer, with other values: its logits would be nonsense."""
+    model = helpers.reference(DiffLlamaConfig(**_GROUPED))
+    with pytest.raises(ValueError, match="DiffLlamaForCausalLM: its logits would differ"):
+        helpers.engine(model)
