@@ -27,8 +27,8 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters (tied ones once) and persistent buffers, live."""
-    parameters = dict(model.named_parameters())
-    buffers = {name: t for name, t in model.state_dict().items() if name in dict(model.named_buffers())}
+    parameters, persistent = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return parameters | buffers
 
 

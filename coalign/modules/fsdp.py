@@ -7,7 +7,7 @@ from coalign.modules.attention, the order of events from coalign.modules.base.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -47,10 +47,9 @@ class FSDPModule(TrainableModule):
         """Load the model; with several ranks join the others first. Raises what coalign.modules.pretrained raises."""
         if self.context.world_size == 1:
             self.model = self._wrap(pretrained.load(self.config, seed=self.context.seed)).to(self.device)
-            self._check(self.model)
+            self.model.check()
         else:
-            self.mesh = join(self.context)
-            self.model = self._load_sharded()
+            self.model = self._load_sharded(join(self.context))
         if self.config.frozen:
             self.model.requires_grad_(False)
         else:
@@ -142,31 +141,27 @@ class FSDPModule(TrainableModule):
             return LanguageModel(model, temperature=self.config.sampling.temperature or 1.0)
         return ScalarModel(model, output={"value": "values", "reward": "scores"}[self.config.head])
 
-    def _check(self, model: PackedModel) -> None:
-        if self.config.head == "lm":
-            model.check_head()
-
-    def _autocast(self):
+    def _autocast(self) -> AbstractContextManager[object]:
         # Over several ranks FSDP casts the parameters itself.
         if self.compute_dtype is None or self.context.world_size > 1:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
-    def _load_sharded(self) -> PackedModel:
+    def _load_sharded(self, mesh: DeviceMesh) -> PackedModel:
         """Rank 0 reads the weights and hands every rank its shards; no other rank ever holds the whole model."""
-        full = self._wrap(pretrained.load(self.config, seed=self.context.seed)) if self.context.rank == 0 else None
-        if full is not None:
-            self._check(full)
+        state, buffers = {}, {}
+        if self.context.rank == 0:
+            full = self._wrap(pretrained.load(self.config, seed=self.context.seed))
+            full.check()
+            state, buffers = full.state_dict(), dict(full.named_buffers())
         model = self._wrap(pretrained.skeleton(self.config))
-        shard(model, self.mesh, self.compute_dtype)
+        shard(model, mesh, self.compute_dtype)
         model.to_empty(device=self.device)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, full.state_dict() if full is not None else {}, options=options)
-        # Buffers outside of the state dict (rotary frequencies) hold whatever memory held.
-        whole = dict(full.named_buffers()) if full is not None else {}
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        # Buffers outside of the state dict (rotary frequencies) hold whatever the memory held.
         for name, buffer in model.named_buffers():
-            if name in whole:
-                buffer.copy_(whole[name])
+            if self.context.rank == 0:
+                buffer.copy_(buffers[name])
             dist.broadcast(buffer, 0)
         return model
 

@@ -9,7 +9,7 @@ Pure index arithmetic on the host. It knows neither models nor losses; coalign.m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from coalign.data.batch import Batch
 class Block:
     """Neighbouring spans that attention takes in one call: each causally to itself, all of them to ``prefix``.
 
-    The spans lie end to end from ``start``; ``prefix`` is the (start, stop) of
-    an earlier block of one span that comes before each of them, or None.
+    The spans lie end to end from ``start``; ``prefix`` is the (start, stop) of an earlier block, of one span, that each
+    of them continues, or None.
     """
 
     start: int
@@ -51,9 +51,8 @@ class Layout:
     last: Tensor  # i64[N], place in the row of each sequence's last token
 
     def to(self, device: torch.device | str) -> Layout:
-        moved = (getattr(self, name).to(device) for name in ("tokens", "positions"))
-        rest = (getattr(self, name).to(device) for name in ("predictors", "targets", "segment", "last"))
-        return Layout(*moved, self.blocks, *rest)
+        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "blocks"}
+        return replace(self, **tensors)
 
 
 def trained(batch: Batch) -> Tensor:
@@ -81,43 +80,31 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
     tokens share the prompt's place; a batch without these columns shares nothing. Exact for models that mix tokens by
     attention alone. Raises ValueError as `trained` does.
     """
-    mask = trained(batch)
-    offsets = batch.offsets.tolist()
-    # For each batch token its place in the row, and for each place in the row its batch token.
-    place = torch.empty(batch.tokens_total, dtype=torch.int64)
-    source: list[Tensor] = []
+    where = trained(batch).nonzero().flatten()
+    runs = list(_runs(batch, share_prefix))
+    # The row is the batch without the prompts that repeat the one in the first row of their run.
+    repeated, first = torch.zeros(len(batch), dtype=torch.int64), torch.arange(len(batch))
+    for start, stop, shared in runs:
+        repeated[start + 1 : stop], first[start:stop] = shared, start
+    segment, tokens = batch.segment, batch["tokens"].to(torch.int64)
+    position = torch.arange(batch.tokens_total) - batch.offsets[segment]
+    kept = position >= repeated[segment]
+    place = kept.cumsum(0) - 1
+    place = torch.where(kept, place, place[batch.offsets[first][segment] + position])
     blocks: list[Block] = []
-    filled = 0
-    for start, stop, shared in _runs(batch, share_prefix):
-        prefix = None
+    for start, stop, shared in runs:
+        at = int(place[batch.offsets[start]])
         if shared:
-            source.append(torch.arange(offsets[start], offsets[start] + shared))
-            prefix = (filled, filled + shared)
-            blocks.append(Block(filled, (shared,)))
-            filled += shared
-        lengths = []
-        own_start = filled
-        for row in range(start, stop):
-            first, last = offsets[row], offsets[row + 1]
-            own = last - first - shared
-            if shared:
-                place[first : first + shared] = torch.arange(*prefix)
-            place[first + shared : last] = torch.arange(filled, filled + own)
-            source.append(torch.arange(first + shared, last))
-            filled += own
-            lengths.append(own)
-        blocks += _blocks(own_start, [n for n in lengths if n], prefix)
-    index = torch.cat(source) if source else torch.zeros(0, dtype=torch.int64)
-    tokens = batch["tokens"].to(torch.int64)
-    positions = torch.arange(batch.tokens_total) - batch.offsets[batch.segment]
-    where = mask.nonzero().flatten()
+            blocks.append(Block(at, (shared,)))
+        own = [n - shared for n in batch.lengths[start:stop].tolist() if n > shared]
+        blocks += _blocks(at + shared, own, (at, at + shared) if shared else None)
     return Layout(
-        tokens=tokens[index],
-        positions=positions[index],
+        tokens=tokens[kept],
+        positions=position[kept],
         blocks=tuple(blocks),
         predictors=place[where - 1],
         targets=tokens[where],
-        segment=batch.segment[where],
+        segment=segment[where],
         last=place[batch.offsets[1:] - 1],
     )
 
@@ -141,17 +128,17 @@ def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> I
 def _runs(batch: Batch, share_prefix: bool) -> Iterator[tuple[int, int, int]]:
     """(start, stop, shared): neighbouring rows and how many leading tokens they share (0: they only lie side by side).
 
-    Rows that share nothing form one run each time, so that attention can still take them together.
+    Rows that share nothing form one run, so that attention can still take them together.
     """
-    shareable = share_prefix and "group" in batch and "prompt_length" in batch
-    groups = batch["group"].tolist() if shareable else None
-    prompts = batch["prompt_length"].tolist() if shareable else None
+    if not (share_prefix and "group" in batch and "prompt_length" in batch):
+        yield from [(0, len(batch), 0)] if len(batch) else []
+        return
+    groups, prompts = batch["group"].tolist(), batch["prompt_length"].tolist()
     start = alone = 0
     while start < len(batch):
         stop = start + 1
-        if shareable:
-            while stop < len(batch) and groups[stop] == groups[start] and _same_prompt(batch, start, stop, prompts):
-                stop += 1
+        while stop < len(batch) and groups[stop] == groups[start] and _same_prompt(batch, start, stop, prompts):
+            stop += 1
         if stop - start > 1:
             if alone < start:
                 yield alone, start, 0
