@@ -51,9 +51,11 @@ def variants(asked):
     yield "one by one", [[request] for request in asked], {}
 
 
-@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
+# Only the wide model has operations large enough to be divided among threads.
+@pytest.mark.parametrize(
+    ("name", "threads"), [*((name, 1) for name in MODELS), pytest.param("wide", 2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
 def test_neighbours_do_not_change_a_bit(name, dtype, threads):
     model = helpers.reference(MODELS[name], dtype=dtype)
     asked = helpers.requests(9, samples=3)
