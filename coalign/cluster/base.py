@@ -14,7 +14,7 @@ from coalign.cluster.answers import Remote, combine, wait
 from coalign.cluster.apply import name_of
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store
-from coalign.cluster.lane import Task, in_thread
+from coalign.cluster.lane import Lane, Task, in_thread
 from coalign.cluster.slot import Footprint, Slot, plan
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig, RunConfig
@@ -41,6 +41,7 @@ class Cluster(ABC):
         self.error: BaseException | None = None
         self._pending: set[Future] = set()
         self._lock = threading.Lock()
+        self._lanes: list[Lane] = []
         self.footprints = {name: _footprint(name, model) for name, model in config.models.items()}
         self.slots = plan(self.footprints, config.runtime.colocation)
 
@@ -87,9 +88,11 @@ class Cluster(ABC):
         releasing = [] if self.error else [running.meta for model in models for running in model.release()]
         self._cancel(RuntimeError("the cluster has been shut down"))
         concurrent.futures.wait(releasing, CLOSE_SECONDS)
-        for model in models:
-            model.close()
         self._kill()
+        for lane in self._lanes:
+            lane.close()
+        for lane in self._lanes:
+            lane.join(CLOSE_SECONDS)
 
     def __enter__(self) -> Cluster:
         return self
@@ -113,6 +116,11 @@ class Cluster(ABC):
             self.on_call(future)
         submit(lambda: self._finish(future, work, fatal))
         return future
+
+    def lane(self, name: str) -> Lane:
+        """A thread of this cluster, ended with it."""
+        self._lanes.append(Lane(name))
+        return self._lanes[-1]
 
     def resolve(self, value: Any) -> Any:
         """An argument of a call once it is there: Futures waited for, Batches put, everything else as it is."""

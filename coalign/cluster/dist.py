@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.answers import Remote, Running, combine, wait
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
-from coalign.cluster.lane import Lane
 from coalign.config.schema import ModelConfig
 from coalign.types import Context
 
@@ -65,7 +64,7 @@ class DistModel:
         self._hold = hold  # takes the model's devices for the time of one call
         self._spmd = spmd
         self._copies = config.tensor_parallel if spmd else 1
-        self._lane = Lane(name)
+        self._lane = cluster.lane(name)
 
     def generate(self, prompts: BatchRef | Future, **keywords: Any) -> Future:
         """Responses to prompts: a BatchRef."""
@@ -131,10 +130,6 @@ class DistModel:
     def release(self) -> list[Running]:
         """Let the modules give back what they took."""
         return [rank.execute("close") for rank in self._ranks]
-
-    def close(self) -> None:
-        """Take no more calls."""
-        self._lane.close()
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 

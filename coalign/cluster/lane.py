@@ -30,6 +30,14 @@ class Lane:
         """End once the tasks given so far are done."""
         self._tasks.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, or this long.
+
+        A thread that is still freeing tensors while the interpreter goes away aborts the process.
+        """
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()

@@ -14,7 +14,7 @@ from coalign.cluster.answers import Remote, Running
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta
-from coalign.cluster.lane import Lane, Task, in_thread
+from coalign.cluster.lane import Task, in_thread
 from coalign.cluster.slot import Slot, require
 from coalign.cluster.worker import Worker
 from coalign.config.schema import RunConfig
@@ -75,7 +75,6 @@ class LocalCluster(Cluster):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._cpu = threading.Lock()
-        self._lanes: list[Lane] = []
         self._threads = config.runtime.threads
         self._gpus = _first_gpus(list(self.slots.values()))
         require(self.slots, [torch.cuda.device_count()])
@@ -83,8 +82,7 @@ class LocalCluster(Cluster):
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool) -> list[DistActor]:
         if len(slot.places[name]) > 1:
             raise ValueError(f"models.{name} asks for {len(slot.places[name])} processes; use `runtime.cluster: ray`")
-        lane = Lane(f"{name}-worker")
-        self._lanes.append(lane)
+        lane = self.lane(f"{name}-worker")
         device = f"cuda:{self._gpus[slot.name] + slot.places[name][0] * slot.gpus}" if slot.gpus_of(name) else "cpu"
         return [DistActor([LocalWorker(name, Worker(self.store, threads), lane.submit)], device)]
 
@@ -96,8 +94,6 @@ class LocalCluster(Cluster):
 
     def _kill(self) -> None:
         """Threads cannot be killed: they end when idle, or with the process."""
-        for lane in self._lanes:
-            lane.close()
 
 
 def _first_gpus(slots: list[Slot]) -> dict[str, int]:

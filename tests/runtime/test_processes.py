@@ -106,7 +106,7 @@ def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
     process = command(config)
     wait_for_step(process, config, 2, seconds=150)
     worker = next(
-        p for p in psutil.process_iter(["cmdline"]) if any("policy" in part for part in p.info["cmdline"] or [])
+        p for p in psutil.process_iter(["cmdline"]) if any(":policy:" in part for part in p.info["cmdline"] or [])
     )
     os.kill(worker.pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
