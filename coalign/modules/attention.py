@@ -7,6 +7,8 @@ this function does not know is refused, never ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,30 +47,42 @@ def packed_attention(
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
         what = unknown or (["attention_mask"] if attention_mask is not None else ["is_causal=False"])
         raise NotImplementedError(f"packed attention does not know {what} of {type(module).__name__}")
-    sizes = [sum(block.lengths) for block in blocks]
+    # Rotary embeddings may have left query and key wider than value. On a CPU, torch's bf16 kernel needs twice the time
+    # of the float32 one for its backward.
+    dtype = value.dtype
+    kernel = torch.promote_types(dtype, torch.float32) if value.device.type == "cpu" else dtype
+    query, key, value = (x[0].transpose(0, 1).to(kernel) for x in (query, key, value))
+    attend = partial(_softcapped, softcap=softcap) if softcap else F.scaled_dot_product_attention
+    attend = partial(attend, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
+    with torch.autocast(value.device.type, enabled=False):
+        out = _attend(attend, query, key, value, blocks, sliding_window)
+    return out[None].to(dtype), None
+
+
+def _attend(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: tuple[Block, ...],
+    window: int | None,
+) -> Tensor:
+    """[P, heads, D] from query [P, heads, D], key and value [P, kv_heads, D]."""
     # Split once: the backward of one split is one concatenation, that of many slices as many zero-filled copies.
-    queries, keys, values = (x[0].transpose(0, 1).split(sizes) for x in (query, key, value))
+    sizes = [sum(block.lengths) for block in blocks]
+    queries, keys, values = (x.split(sizes) for x in (query, key, value))
     place = {block.start: i for i, block in enumerate(blocks)}
-    attend = _softcapped if softcap else F.scaled_dot_product_attention
-    options = {"scale": scaling, "dropout_p": dropout} | ({"softcap": softcap} if softcap else {})
     out = []
     for i, block in enumerate(blocks):
         k, v = _stack(keys[i], block), _stack(values[i], block)
         if block.prefix:
             prefix = place[block.prefix[0]]
             k, v = (torch.cat([x[prefix].expand(len(y), -1, -1, -1), y], 1) for x, y in ((keys, k), (values, v)))
-        mask = _mask(block, sliding_window, query.device)
-        rows = attend(
-            _stack(queries[i], block).transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=query.shape[1] != key.shape[1],
-            **options,
-        )
+        mask = _mask(block, window, query.device)
+        q, k, v = (x.transpose(1, 2) for x in (_stack(queries[i], block), k, v))
+        rows = attend(q, k, v, attn_mask=mask, is_causal=mask is None)
         out.append(_unstack(rows.transpose(1, 2), block))
-    return torch.cat(out)[None], None
+    return torch.cat(out)
 
 
 def _stack(own: Tensor, block: Block) -> Tensor:
