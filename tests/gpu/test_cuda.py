@@ -1,0 +1,63 @@
+"""The same promises on a CUDA device. Run there with `pytest -m gpu tests/gpu`; no machine of ours has run them yet."""
+
+import pytest
+import torch
+
+from coalign.config.schema import ModelConfig, SamplingConfig
+from coalign.data.batch import Batch
+from coalign.modules.fsdp import FSDPModule
+from coalign.modules.native import NativeModule
+from coalign.types import Context
+from tests.conformance import reference
+from tests.modules.batches import rollout
+from tests.tiny import tiny_model_dir
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CUDA = Context(device="cuda:0", loss={"fn": "policy_gradient"}, samples_per_prompt=4)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tiny_model_dir(tmp_path / "model"))
+
+
+def build(cls, path, **config):
+    module = cls(ModelConfig(load=path, **config), CUDA)
+    module.setup()
+    return module
+
+
+@pytest.mark.parametrize(("compute", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_logprobs_agree_with_hugging_face_on_the_cpu(path, compute, tolerance):
+    batch = rollout((5, 9, 12), 3)
+    model = reference.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = reference.logprobs(model, batch).detach()
+    got = build(FSDPModule, path, compute_dtype=compute).forward_step(batch)["ref_logprobs"][batch["loss_mask"]]
+    assert float((got - expected).norm() / expected.norm()) < tolerance
+
+
+def test_the_sampler_and_the_trainer_agree(path):
+    trainer = build(FSDPModule, path)
+    policy = build(NativeModule, path, module="native", sampling=SamplingConfig(max_new_tokens=16))
+    policy.load_weights(trainer.export_weights(), version=0, adopt=True)
+    prompts = Batch(torch.tensor([3, 5])).with_(
+        tokens=torch.arange(8, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
+    )
+    out = policy.generate(prompts)
+    mask = out["loss_mask"]
+    again = trainer.forward_step(out)["ref_logprobs"]
+    assert float((again - out["rollout_logprobs"])[mask].abs().mean()) < 1e-4
+
+
+def test_a_training_step_learns_and_moves_off_the_device(path):
+    trainer = build(FSDPModule, path, optimizer={"lr": 1e-2})
+    batch = rollout((5, 9, 12), 3)
+    batch = batch.with_(advantages=torch.where(batch["loss_mask"], 1.0, 0.0))
+    before = trainer.forward_step(batch)["ref_logprobs"].sum()
+    trainer.train_step(batch)
+    assert trainer.forward_step(batch)["ref_logprobs"].sum() > before
+    trainer.move("cpu")
+    assert trainer.forward_step(batch)["ref_logprobs"].sum() > before
