@@ -8,7 +8,9 @@ here do not (measured, see docs/lab.md; tests/native/test_invariance.py holds it
   one thread or two;
 - bfloat16: oneDNN's prepacked product is called on tiles of exactly ``TILE`` rows, so its shape never changes.
 
-Without these kernels (another device, no MKL) the layer is a plain nn.Linear.
+Without these kernels (another device, no MKL) the layer is a plain nn.Linear. Weights that are not in an nn.Linear
+(the experts of a mixture, GPT-2's Conv1D) keep transformers' arithmetic. In both cases log-probs may differ in their
+last bits from one batch to another.
 """
 
 from __future__ import annotations
