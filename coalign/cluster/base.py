@@ -58,8 +58,9 @@ class Cluster(ABC):
             self.slots |= plan({name: _footprint(name, config)}, [])
         slot = self.slots[name]
         spmd = _one_group(config)
-        actors = self._start(name, slot, context.threads, spmd)
-        hold = self._hold(name, slot) if module_class(config).exclusive else nullcontext
+        exclusive = module_class(config).exclusive
+        actors = self._start(name, slot, context.threads, spmd, exclusive)
+        hold = self._hold(name, slot) if exclusive else nullcontext
         model = self.models[name] = DistModel(name, config, actors, self, hold, spmd)
         model.ready = model.setup(context)
         return model
@@ -130,7 +131,7 @@ class Cluster(ABC):
     # ---- what a kind of cluster provides --------------------------------------------------------------------------
 
     @abstractmethod
-    def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool) -> list[DistActor]:
+    def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
         """Workers for a model at its places."""
 
     @abstractmethod

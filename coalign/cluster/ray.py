@@ -161,7 +161,7 @@ class RayCluster(Cluster):
             self._kill()
             raise
 
-    def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool) -> list[DistActor]:
+    def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
         group = self._group(slot)
         gpus = slot.gpus_of(name)
         ranks = []
