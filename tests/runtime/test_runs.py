@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from coalign.config import load
+from coalign.recipes.grpo import GRPO
 from coalign.runtime import saving
+from coalign.runtime.build import recipe
+from coalign.runtime.checking import check as examine
 from coalign.runtime.checkpoint import CorruptCheckpoint
+from coalign.runtime.display import Display
 from coalign.runtime.recording import Record
+from coalign.types import Stat
 from tests.runs import metrics, run, settings, weights_hash
 
 
@@ -179,3 +185,60 @@ def test_a_missing_column_is_named(tmp_path):
     config = settings(tmp_path, "grpo") | {"advantage": {"fn": "gae"}}
     with pytest.raises(Exception, match=r"gae needs the column '(token_rewards|values)', which nobody produced"):
         run(config)
+
+
+class Bonus(GRPO):
+    """A flow of one's own: GRPO with something added to its advantages."""
+
+    def env_flow(self, prompts):
+        return self.apply(add_reward, super().env_flow(prompts), bonus=0.5)
+
+
+def add_reward(advantages, reward, segment, *, bonus: float):
+    return {"advantages": advantages + bonus * reward[segment], "bonus": Stat(bonus)}
+
+
+def test_a_flow_of_ones_own(tmp_path):
+    config = settings(tmp_path, "grpo", steps=2, eval_at_start=False)
+    run(config)
+    mine = config | {"algorithm": "tests.runtime.test_runs:Bonus", "output": str(tmp_path / "mine")}
+    mine |= {"advantage": {"fn": "group"}, "loss": {"fn": "policy_gradient"}}
+    run(mine)
+    assert [line["bonus"] for line in metrics(mine)] == [0.5, 0.5]
+    assert metrics(mine)[0]["reward/mean"] == metrics(config)[0]["reward/mean"]
+    assert weights_hash(mine, 2) != weights_hash(config, 2)
+
+
+def test_a_reward_model_instead_of_a_function(tmp_path):
+    config = settings(tmp_path, "ppo", steps=2, eval_at_start=False)
+    config.pop("reward")
+    reward = {"module": "fsdp", "load": str(tmp_path / "model"), "head": "reward", "frozen": True}
+    config["models"]["reward"] = reward
+    with pytest.raises(Exception, match=r"lacks \['score.weight'\].*head_init: zero"):
+        run(config)
+    config["models"]["reward"] = reward | {"head_init": "zero"}
+    assert run(config) == 0
+    assert [line["reward/mean"] for line in metrics(config)] == [0.0, 0.0]  # a head of zeros
+
+
+def test_check_draws_the_flow_and_loads_nothing(tmp_path, capsys):
+    config = settings(tmp_path, "ppo")
+    examine(load(config, [], defaults=lambda name: recipe(name).defaults), Display())
+    shown = capsys.readouterr().out
+    for part in (
+        "policy.generate",
+        "shape_reward",
+        "gae",
+        "value.train_step",
+        "advantages, returns",
+        "no problem found",
+    ):
+        assert part in shown
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # a header, and no weights
+    examine(load(config, [], defaults=lambda name: recipe(name).defaults), Display())
+
+
+def test_check_tries_the_losses(tmp_path):
+    config = settings(tmp_path, "grpo") | {"loss": {"fn": "value"}}
+    with pytest.raises(ValueError, match=r"models.trainer: the loss `value` fails .*: .*returns"):
+        examine(load(config, [], defaults=lambda name: recipe(name).defaults), Display())
