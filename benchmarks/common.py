@@ -16,14 +16,12 @@ def prompts(n: int) -> list[dict]:
     if GSM8K.exists():
         with open(GSM8K) as lines:
             return [json.loads(next(lines)) for _ in range(n)]
-    return [
-        {"question": f"Ann has {i} apples and buys {i * 7 % 50} more each day. " * 5, "answer": "#### 1"}
-        for i in range(n)
-    ]
+    texts = (f"Ann has {i} apples and buys {i * 7 % 50} more each day. " * 5 for i in range(n))
+    return [{"question": text, "answer": "#### 1"} for text in texts]
 
 
 def make_model(directory: Path, *, hidden=384, layers=6, heads=6, kv_heads=2, intermediate=1024, vocab=16384) -> int:
-    """A random Qwen2-style model (default: 15.7M parameters) with a BPE tokenizer trained on GSM8K; its parameter count."""
+    """A random Qwen2-style model (default: 15.7M parameters) with a BPE tokenizer of GSM8K; its parameter count."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

@@ -1,10 +1,10 @@
-"""GRPO step: Coalign against TRL, in turns, each in its own process, on the same model, prompts, n, lengths, KL, precision.
+"""GRPO step: Coalign against TRL in turns, each in its own process: same model, prompts, lengths, KL and precision.
 
     python benchmarks/grpo_vs_trl.py [--rounds 3] [--steps 3] [--precision fp32 bf16]
 
-Prints medians and ratios, split by phase, with the FLOP floor: the least work the step needs (generation with the prompt
-computed once per group, reference forward, forward and backward; head only where a token is chosen) over the matmul rate
-measured in the same run. TRL runs without gradient checkpointing, its fastest setting here.
+Prints medians and ratios, split by phase, with the FLOP floor: the least work the step needs (generation with the
+prompt computed once per group, reference forward, forward and backward; head only where a token is chosen) over the
+matmul rate measured in the same run. TRL runs without gradient checkpointing, its fastest setting here.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run_coalign(model: Path, precision: str, steps: int) -> dict:
 def run_trl(model: Path, precision: str, steps: int) -> dict:
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     times = defaultdict(list)
@@ -158,9 +158,6 @@ def run_trl(model: Path, precision: str, steps: int) -> dict:
         train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(model),
     )
-    optimizer_step = trainer._inner_training_loop
-
-    from transformers import TrainerCallback
 
     class Marks(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
@@ -170,7 +167,6 @@ def run_trl(model: Path, precision: str, steps: int) -> dict:
             marks.append(time.perf_counter())
 
     trainer.add_callback(Marks())
-    assert optimizer_step is not None
     trainer.train()
     whole = [b - a for a, b in zip(marks[::2], marks[1::2], strict=True)][1:]
     generate, score, prepare = (times[k][1:] for k in ("generate", "score", "prepare"))
@@ -236,9 +232,8 @@ def main() -> None:
                 a, b, least = median(ours[phase]), median(theirs[phase]), floors[phase] / rate
                 print(f"{phase:<10}{a:>11.2f}{b:>9.2f}{a / b:>8.2f}{least:>9.2f}{least / a:>10.0%}")
             print(f"{'overhead':<10}{median(ours['overhead']):>11.3f}{median(theirs['overhead']):>9.3f}")
-            print(
-                f"{'peak MiB':<10}{max(ours['peak']):>11.0f}{max(theirs['peak']):>9.0f}{max(ours['peak']) / max(theirs['peak']):>8.2f}"
-            )
+            mine, other = max(ours["peak"]), max(theirs["peak"])
+            print(f"{'peak MiB':<10}{mine:>11.0f}{other:>9.0f}{mine / other:>8.2f}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def _load(path: Path, overrides: list[str] | None):
 
 @app.command()
 def train(
-    config: Config, overrides: Overrides = None, quiet: Annotated[bool, typer.Option(help="Warnings and the summary only.")] = False
+    config: Config,
+    overrides: Overrides = None,
+    quiet: Annotated[bool, typer.Option(help="Warnings and the summary only.")] = False,
 ):
     """Train. Stops at the last step, or after the step under way on Ctrl-C, with a checkpoint; run again to go on."""
     from coalign.runtime.display import Display

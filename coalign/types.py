@@ -2,8 +2,8 @@
 
 Nothing here computes: shapes and meanings only. ``T`` is a number of tokens, ``N`` a number of sequences, ``V`` a
 vocabulary. Everything that belongs to a token stands *at* that token: ``logprobs[t]`` is the log-probability of
-``tokens[t]`` given what came before it, ``values[t]`` is the value of the state in which ``tokens[t]`` was chosen. So the
-first token of a sequence has no log-prob (0.0, and it is never in a loss mask).
+``tokens[t]`` given what came before it, ``values[t]`` is the value of the state in which ``tokens[t]`` was chosen. So
+the first token of a sequence has no log-prob (0.0, and it is never in a loss mask).
 """
 
 from __future__ import annotations
@@ -136,10 +136,11 @@ def merge_stats(many: Iterable[Mapping[str, Metric]]) -> Stats:
 class LossInput:
     """What a loss may read of one micro-batch. ``[T]`` unless said; absent columns are None.
 
-    T counts the *trained* tokens only (those of the loss mask, in order): the framework leaves the others out before the
-    language-model head, so no loss has to mask and no logits are computed for prompts. ``old`` is the anchor of the importance ratio (equal to ``logprobs.detach()`` on the first update of a batch),
-    ``rollout`` the sampler's log-probs, ``values`` the value head's *current* prediction (with gradient) and
-    ``old_values`` the one made at rollout time.
+    T counts the *trained* tokens only (those of the loss mask, in order): the framework leaves the others out before
+    the language-model head, so no loss has to mask and no logits are computed for prompts. ``old`` is the anchor of
+    the importance ratio (equal to ``logprobs.detach()`` on the first update of a batch), ``rollout`` the sampler's
+    log-probs, ``values`` the value head's *current* prediction (with gradient) and ``old_values`` the one made at
+    rollout time.
     """
 
     segment: Tensor  # i64, which sequence each token belongs to, 0..N-1, never decreasing
@@ -204,7 +205,9 @@ class Context:
     seed: int = 0
     steps: int = 1  # training steps of the run: the length of a learning-rate schedule
     samples_per_prompt: int = 1
-    loss: Mapping[str, Any] | None = None  # {"fn": ..., "aggregation": ..., **arguments}: the loss this model trains with
+    loss: Mapping[str, Any] | None = (
+        None  # {"fn": ..., "aggregation": ..., **arguments}: the loss this model trains with
+    )
     rewards: tuple[Mapping[str, Any], ...] = ()  # reward functions, for the reward module
     tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet
