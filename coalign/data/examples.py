@@ -13,12 +13,13 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from coalign.config.schema import DataConfig
+from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
+from coalign.data.messages import RowReader
 from coalign.data.sources import BadRow, Rows
 from coalign.data.templates import Template
 
@@ -51,18 +52,21 @@ class Examples(ABC):
     broken in another way is always refused.
     """
 
+    longest: ClassVar[str]  # the key of DataConfig that bounds a row, in tokens
+
     def __init__(
         self,
         name: str,
         rows: Rows,
         config: DataConfig,
-        max_tokens: int | None,
+        source: SourceConfig,
         template: Template,
         limit: int | None = None,
     ) -> None:
         """``limit`` stops after that many usable rows."""
         self.name = name
-        self.max_tokens = max_tokens
+        self.reader = RowReader.of(config, source)
+        self.max_tokens: int | None = getattr(config, self.longest)
         self.template = template
         self._rows = rows
         self._policy = {"missing": config.on_missing_key, "empty": config.on_empty, "long": config.on_long}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.examples import Example, Examples
-from coalign.data.messages import RowReader, prompt_text
-from coalign.data.sources import BadRow, Rows
-from coalign.data.templates import Template
+from coalign.data.messages import prompt_text
+from coalign.data.sources import BadRow
 
 
 class PromptSource(Examples):
@@ -19,17 +17,7 @@ class PromptSource(Examples):
     ``_source`` and ``_row`` (file name and row number, from 0).
     """
 
-    def __init__(
-        self,
-        name: str,
-        rows: Rows,
-        config: DataConfig,
-        source: SourceConfig,
-        template: Template,
-        limit: int | None = None,
-    ) -> None:
-        self.reader = RowReader.of(config, source)
-        super().__init__(name, rows, config, config.max_prompt_tokens, template, limit)
+    longest = "max_prompt_tokens"
 
     def encode(self, row: dict[str, Any]) -> Example:
         messages = self.reader.prompt(row)
