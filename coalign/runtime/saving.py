@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coalign.cluster.future import WorkerError
 from coalign.data.batch import Batch
 from coalign.runtime.checkpoint import Checkpoints
 from coalign.runtime.hooks import Hook
@@ -72,8 +72,9 @@ def restore(engine: Engine, directory: Path) -> dict[str, Any]:
 class Save(Hook):
     """Takes a checkpoint every ``every`` steps, at the end, and when the loop is asked to stop.
 
-    A full disk does not end the run: it goes on with the last good checkpoint and says so; only the last one must
-    succeed.
+    A checkpoint that cannot be written does not end the run: it goes on with the last good one and says so. Whatever
+    the reason: writers of tensors report a full disk by errors of their own. Only the first checkpoint (a run that
+    cannot save should not go on) and the last one must succeed.
     """
 
     def __init__(self, checkpoints: Checkpoints, every: int, best: str | None) -> None:
@@ -91,13 +92,18 @@ class Save(Hook):
             return
         try:
             self.checkpoints.write(engine.step, lambda d: fill(engine, d, {"best": self.best}))
-        except (OSError, WorkerError) as problem:
-            if last or not isinstance(getattr(problem, "cause", problem), OSError):
-                raise
+        except Exception as problem:
             good = self.checkpoints.steps()
-            kept = f"the last good one is step {good[-1]}" if good else "there is no earlier one"
+            free = f"{shutil.disk_usage(self.checkpoints.directory).free / 2**20:.1f} MiB are free on that disk"
+            if last or not good:
+                problem.add_note(f"the checkpoint of step {engine.step} could not be written; {free}")
+                raise
             log.warning(
-                "the checkpoint of step %d could not be written (%s); training goes on, %s", engine.step, problem, kept
+                "the checkpoint of step %d could not be written (%s; %s); training goes on, the last good one is step %d",
+                engine.step,
+                str(problem).partition("\n")[0],
+                free,
+                good[-1],
             )
             stats["checkpoint/failed"] = Total(1.0)
         else:
