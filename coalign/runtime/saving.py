@@ -99,7 +99,8 @@ class Save(Hook):
                 problem.add_note(f"the checkpoint of step {engine.step} could not be written; {free}")
                 raise
             log.warning(
-                "the checkpoint of step %d could not be written (%s; %s); training goes on, the last good one is step %d",
+                "the checkpoint of step %d could not be written (%s; %s); training goes on, "
+                "the last good one is step %d",
                 engine.step,
                 str(problem).partition("\n")[0],
                 free,
