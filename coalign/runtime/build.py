@@ -113,11 +113,7 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     engine = cls(config, cluster)
     engine.tokenizer = tokenizer
     engine.last = steps
-    engine.models_running = {
-        name: cluster.spawn(name, model, context(name, model, config, steps)) for name, model in models.items()
-    }
-    for name, model in engine.models_running.items():
-        setattr(engine, name, model)
+    engine.attach({n: cluster.spawn(n, model, context(n, model, config, steps)) for n, model in models.items()})
     engine.environment = Environment(cluster, engine.env_flow, data, Buffer(config.runtime.max_staleness, steps))
     overlap = config.runtime.max_staleness > 0
     pairs = [(a, b) for a, b in cls.sync if a in models and b in models]

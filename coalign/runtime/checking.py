@@ -36,8 +36,7 @@ def trace(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfi
     """The calls of one step, from a run of the flows on stand-ins. ValueError for a column that nobody produces."""
     with DryCluster(config) as cluster:
         engine = cls(config, cluster)
-        for name, model in models.items():
-            setattr(engine, name, cluster.spawn(name, model, context(name, model, config, steps=1)))
+        engine.attach({n: cluster.spawn(n, m, context(n, m, config, steps=1)) for n, m in models.items()})
         make, label = (prompts, "prompts") if cls.source == "prompts" else (conversations, "conversations")
         engine.train_flow(cluster.resolve(engine.env_flow(cluster.put(make(), label))))
         training = list(cluster.graph.calls)

@@ -105,6 +105,14 @@ class Engine:
         """The sampling settings of evaluation; those that are None stay the policy's own."""
         return self.config.runtime.eval_sampling.model_dump(exclude_none=True)
 
+    def attach(self, models: Mapping[str, Any]) -> None:
+        """Make each model an attribute. ValueError for a name that the engine uses itself."""
+        for name, model in models.items():
+            if hasattr(self, name):
+                raise ValueError(f"models.{name}: {type(self).__name__} has something else of that name; rename the model")
+            setattr(self, name, model)
+        self.models_running = dict(models)
+
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def learn(self) -> None:
