@@ -109,7 +109,7 @@ class Engine:
         """Make each model an attribute. ValueError for a name that the engine uses itself."""
         for name, model in models.items():
             if hasattr(self, name):
-                raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename the model")
+                raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename it")
             setattr(self, name, model)
         self.models_running = dict(models)
 
