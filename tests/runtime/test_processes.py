@@ -112,3 +112,17 @@ def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode not in (0, None)
     assert "policy" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_data_parallel_trainers_learn_what_one_learns(tmp_path):
+    config = settings(tmp_path, "grpo", steps=3, eval_at_start=False)
+    config["data"].pop("eval")
+    config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05}
+    run(config)
+    two = config | {"output": str(tmp_path / "two")}
+    finish(command(two, "runtime.cluster=ray", "models.trainer.num_process=2", "models.reference.num_process=1"))
+    for key in ("loss/value", "loss/grad_norm", "loss/kl_ref", "reward/mean"):
+        one = [line[key] for line in metrics(config)]
+        assert [line[key] for line in metrics(two)] == pytest.approx(one, rel=1e-5, abs=1e-6), key
