@@ -42,6 +42,7 @@ class Engine:
         self.step = 0
         self.last = 0
         self.stop: str | None = None  # why the loop should end before its last step
+        self.late: Stats = {}  # metrics that came up after their step was recorded: they go into the next one's
         self.phase: Callable[[str], None] = lambda text: None  # told what the loop is waiting for
         self.environment: Environment
         self.trainers: Trainer
@@ -127,7 +128,8 @@ class Engine:
             self.phase("train")
             training = self.trainers.step(batch)
             self.step += 1
-            stats = merge_stats([rollout, training, self.trainers.sync(self.step)])
+            stats = merge_stats([self.late, rollout, training, self.trainers.sync(self.step)])
+            self.late = {}
             self.after_step(stats)
             stats |= pace(stats, time.perf_counter() - begun)
             for hook in self.hooks:

@@ -106,7 +106,7 @@ class Save(Hook):
                 free,
                 good[-1],
             )
-            stats["checkpoint/failed"] = Total(1.0)
+            engine.late = {"checkpoint/failed": Total(1.0)}
         else:
             self.checkpoints.prune(self.best[1] if self.best else None)
 

@@ -130,6 +130,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
         assert run(config) == 0
     assert calls == [1, 2, 3]
     assert "the last good one is step 1" in caplog.text
+    assert [line.get("checkpoint/failed") for line in metrics(config)] == [None, None, 1.0]
     folder = Path(config["output"]) / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step_1", "step_3"]
 
