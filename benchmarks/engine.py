@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from common import matmul_rate
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from coalign.native.engine import Engine
@@ -43,7 +44,7 @@ def main() -> None:
     tokens = args.prompts * args.samples * args.new
     seconds = {name: statistics.median(values) for name, values in times.items()}
     parameters = sum(p.numel() for p in model.parameters())
-    rate = _matmul_rate(args.prompts * args.samples, args.hidden, dtype)
+    rate = matmul_rate(dtype)
     floor = 2 * parameters * tokens / rate
     shape = f"{args.prompts} x {args.samples} x {args.new}"
     print(f"{parameters / 1e6:.1f}M parameters, {args.dtype}, {args.threads} threads, {shape}")
@@ -107,16 +108,6 @@ def _model(args: argparse.Namespace, dtype: torch.dtype) -> PreTrainedModel:
         bos_token_id=None,
     )
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-def _matmul_rate(rows: int, width: int, dtype: torch.dtype) -> float:
-    """The best FLOP/s of a plain matrix product with ``rows`` rows or more, of this model's kind of shape."""
-    best = 0.0
-    for m in (rows, 512):
-        x, w = torch.randn(m, width, dtype=dtype), torch.randn(4 * width, width, dtype=dtype)
-        seconds = min(_timed(lambda x=x, w=w: torch.nn.functional.linear(x, w)) for _ in range(50))
-        best = max(best, 8 * m * width * width / seconds)
-    return best
 
 
 def _timed(run: Callable[[], object]) -> float:
