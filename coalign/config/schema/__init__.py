@@ -1,0 +1,30 @@
+"""The typed schema of a run. Every default lives here or in a recipe's ``defaults``, and nowhere else.
+
+Unknown keys are refused (``extra="forbid"``) except where a section configures a function: there (``Function``) the
+function's keyword-only arguments are the schema, checked by coalign.config.functions. Imports no torch.
+"""
+
+from coalign.config.schema.base import Function, Input, Section
+from coalign.config.schema.data import DataConfig, SourceConfig
+from coalign.config.schema.functions import LossConfig, RewardConfig
+from coalign.config.schema.model import ModelConfig, OptimizerConfig
+from coalign.config.schema.run import RunConfig
+from coalign.config.schema.runtime import EvalSamplingConfig, RuntimeConfig
+from coalign.config.schema.sampling import NativeConfig, SamplingConfig
+
+__all__ = [
+    "DataConfig",
+    "EvalSamplingConfig",
+    "Function",
+    "Input",
+    "LossConfig",
+    "ModelConfig",
+    "NativeConfig",
+    "OptimizerConfig",
+    "RewardConfig",
+    "RunConfig",
+    "RuntimeConfig",
+    "SamplingConfig",
+    "Section",
+    "SourceConfig",
+]

@@ -1,0 +1,56 @@
+"""A whole run, as one YAML file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, NonNegativeInt, PrivateAttr, model_validator
+
+from coalign.config.errors import Conflict, near
+from coalign.config.places import Places
+from coalign.config.schema.base import Function, Section, Several
+from coalign.config.schema.data import DataConfig
+from coalign.config.schema.functions import LossConfig, RewardConfig
+from coalign.config.schema.model import ModelConfig
+from coalign.config.schema.runtime import RuntimeConfig
+
+
+class RunConfig(Section):
+    """A whole run, as one YAML file."""
+
+    algorithm: str
+    """A recipe (`sft`, `grpo`, `ppo`) or a dotted path to an Engine subclass."""
+    seed: NonNegativeInt = 0
+    output: str = "runs/run"
+    """The run folder."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    data: DataConfig = DataConfig()
+    reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
+    """Reward functions, summed by weight."""
+    advantage: Function | None = None
+    loss: LossConfig | None = None
+    kl: Function | None = None
+    """Where the penalty on divergence from the reference enters, for recipes that put it into the reward."""
+    models: dict[str, ModelConfig] = {}
+
+    _places: Places = PrivateAttr(default_factory=lambda: Places({}))
+
+    @property
+    def places(self) -> Places:
+        """Where each key was written; empty for a configuration that was not loaded from YAML."""
+        return self._places
+
+    @model_validator(mode="after")
+    def _colocated_models_exist(self) -> Self:
+        known = [*self.models, *(["reward"] if self.reward else [])]
+        for index, group in enumerate(self.runtime.colocation):
+            for name in group:
+                if name not in known:
+                    raise Conflict(("runtime", "colocation", index), f"there is no model '{name}'{near(name, known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_data(self) -> Self:
+        if self.runtime.eval_every and not self.data.eval:
+            raise Conflict(("runtime", "eval_every"), f"is {self.runtime.eval_every}, and there is no data.eval")
+        return self

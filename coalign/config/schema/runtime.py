@@ -1,0 +1,83 @@
+"""How long a run is, what a step holds, when it evaluates and saves."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from coalign.config.errors import Conflict
+from coalign.config.schema.base import Probability, Section
+
+
+class EvalSamplingConfig(Section):
+    """How the policy samples in evaluation; None: as in training."""
+
+    max_new_tokens: PositiveInt | None = None
+    temperature: NonNegativeFloat | None = 0.0
+    top_k: NonNegativeInt | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: PositiveFloat | None = None
+
+
+class RuntimeConfig(Section):
+    cluster: Literal["local", "ray", "auto"] = "auto"
+    """`auto`: Ray when an address is given or a model needs more than one process; else this process."""
+    ray_address: str | None = None
+    """None: start Ray here, on demand."""
+    steps: PositiveInt | None = None
+    """Training steps; None: as many as `epochs` give."""
+    epochs: PositiveInt = 1
+    prompts_per_step: PositiveInt = 8
+    """Prompts (RL) or conversations (SFT) of one step."""
+    samples_per_prompt: PositiveInt = 1
+    max_staleness: NonNegativeInt = 0
+    """How many weight versions a batch may lag behind the trainer; 0 is synchronous."""
+    colocation: list[list[str]] = []
+    """Groups of models that share their devices in turn."""
+    threads: PositiveInt | None = None
+    """CPU threads of each process; None: all cores of its machine."""
+    resume: str = "auto"
+    """`auto`: the newest good checkpoint of the run folder; `never`; or a checkpoint directory."""
+    save_every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept (the best one besides)."""
+    best: str | None = None
+    """Metric (higher is better) whose best checkpoint is kept, e.g. `eval/mean`."""
+    eval_every: NonNegativeInt = 0
+    eval_at_start: bool = True
+    eval_prompts: PositiveInt | None = None
+    """None: the whole evaluation set."""
+    eval_samples: PositiveInt = 1
+    """n for mean@n and pass@k."""
+    eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
+    log_samples: NonNegativeInt = 4
+    """Samples written to samples.jsonl each step."""
+    tensorboard: bool = True
+    wandb: str | None = None
+    """Project name; needs the extra [wandb]."""
+    call_timeout: PositiveFloat = 3600.0
+    """Seconds any one call to a model may take before the run stops with its name."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> Self:
+        if self.eval_samples > 1 and self.eval_sampling.temperature == 0.0:
+            raise Conflict(
+                ("eval_samples",),
+                f"is {self.eval_samples}, and runtime.eval_sampling.temperature is 0 (greedy), so a prompt's samples "
+                "would all be the same; set a temperature above 0",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _each_model_in_one_group(self) -> Self:
+        first: dict[str, int] = {}
+        for index, group in enumerate(self.colocation):
+            for name in group:
+                if name in first:
+                    where = "twice in one group" if first[name] == index else f"in groups {first[name]} and {index}"
+                    raise Conflict(("colocation", index), f"'{name}' is {where}; a model belongs to one group")
+                first[name] = index
+        return self
