@@ -39,6 +39,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """A text in one line: line breaks are escaped."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
 for _tag, (_pattern, _first) in _SCALARS.items():
     _whole = re.compile(rf"(?:{_pattern.pattern})$")
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _whole, [*_first, *([""] if _tag == "null" else [])])

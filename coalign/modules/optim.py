@@ -14,13 +14,13 @@ from coalign.config.schema import OptimizerConfig
 def learning_rate(update: int, config: OptimizerConfig, *, total: int) -> float:
     """Of optimizer step ``update`` (from 0) of ``total``: linear warm-up, then the schedule down to lr * min_lr_ratio.
 
-    The first of ``warmup_steps`` steps already moves, by lr / (warmup_steps + 1); the last one reaches the floor.
+    The first of ``warmup`` steps already moves, by lr / (warmup + 1); the last one reaches the floor.
     """
-    if update < config.warmup_steps:
-        return config.lr * (update + 1) / (config.warmup_steps + 1)
+    if update < config.warmup:
+        return config.lr * (update + 1) / (config.warmup + 1)
     if config.schedule == "constant":
         return config.lr
-    done = min(1.0, (update - config.warmup_steps) / max(1, total - 1 - config.warmup_steps))
+    done = min(1.0, (update - config.warmup) / max(1, total - 1 - config.warmup))
     left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 

@@ -317,7 +317,7 @@ def test_save_hf_of_other_families(tmp_path, family):
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     path = str(tiny_model_dir(tmp_path / "model", attention_dropout=0.3))
-    schedule = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 1}
+    schedule = {"lr": 1e-2, "schedule": "cosine", "warmup": 1}
     batches = [rollout(seed=i) for i in range(4)]
     straight = module(path, optimizer=schedule)
     for i, batch in enumerate(batches):

@@ -20,8 +20,8 @@ def test_schedules_by_hand():
 
 
 def test_warm_up_moves_at_once_and_ends_at_the_full_rate():
-    assert rates(6, warmup_steps=3) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
-    assert rates(4, warmup_steps=1, schedule="linear") == pytest.approx([0.5, 1.0, 0.5, 0.0])
+    assert rates(6, warmup=3) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+    assert rates(4, warmup=1, schedule="linear") == pytest.approx([0.5, 1.0, 0.5, 0.0])
 
 
 def test_a_run_longer_than_planned_stays_at_the_floor():

@@ -7,20 +7,24 @@ function's keyword-only arguments are the schema, checked by coalign.config.func
 from coalign.config.schema.base import Function, Input, Section
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import LossConfig, RewardConfig
-from coalign.config.schema.model import ModelConfig, OptimizerConfig
-from coalign.config.schema.run import RunConfig
-from coalign.config.schema.runtime import EvalSamplingConfig, RuntimeConfig
+from coalign.config.schema.model import EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
+from coalign.config.schema.run import PtxConfig, RunConfig
+from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, RuntimeConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 
 __all__ = [
     "DataConfig",
+    "EarlyStopConfig",
+    "EmaConfig",
     "EvalSamplingConfig",
     "Function",
     "Input",
+    "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "NativeConfig",
     "OptimizerConfig",
+    "PtxConfig",
     "RewardConfig",
     "RunConfig",
     "RuntimeConfig",

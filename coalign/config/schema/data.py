@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import string
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
+from coalign.config.errors import Conflict, near
 from coalign.config.schema.base import Input, Section, Several
 
 
 class SourceConfig(Section):
-    """One file, directory or data set of prompts or conversations."""
+    """One file, directory or data set."""
 
     shorthand = "path"
 
@@ -23,6 +24,8 @@ class SourceConfig(Section):
     """None: the run's `data.prompt_key`; likewise below."""
     answer_key: str | None = None
     max_samples: PositiveInt | None = None
+    keys: dict[str, str] = {}
+    """Other names in this source's rows: {our key: its key}, e.g. {chosen: response_a}; nested keys with dots."""
 
 
 class DataConfig(Section):
@@ -30,12 +33,45 @@ class DataConfig(Section):
     """A path, a list of paths, or a list of {path, weight, …}."""
     eval: Annotated[Several[SourceConfig], Field(examples=["eval.jsonl"])] = []
     """Likewise, for evaluation."""
+    mixing: Literal["weight", "size"] = "weight"
+    """Sources are drawn in proportion to their `weight`, or to `weight` times their number of rows."""
+    phases: dict[str, NonNegativeFloat] = {}
+    """Splits every training source between several runs, e.g. {sft: 2, rm: 4, rl: 4}: shares that never meet."""
+    phase: str | None = None
+    """The share that this run trains on."""
+    stream: bool = False
+    """Read training sources as they come instead of going through them first: for more rows than one waits for. Rows
+    are shuffled within a window; the run's length must be given in steps or tokens."""
+    stream_window: PositiveInt = 10_000
+    """Rows shuffled together when streaming."""
+    cache: str | None = None
+    """A directory where tokenised sources are kept, by content of file, tokenizer, template and keys."""
     prompt_key: str = "prompt"
     """A string, or a list of {role, content} messages."""
     answer_key: str = "answer"
     """For SFT: the response to learn, unless the prompt's messages hold it. Rewards see the whole row."""
     messages_key: str = "messages"
     """A whole conversation; where a row has it, it is used instead of prompt and answer."""
+    text_key: str = "text"
+    """A document (pre-training)."""
+    chosen_key: str = "chosen"
+    """The better response: text, an assistant message, or the whole conversation."""
+    rejected_key: str = "rejected"
+    responses_key: str = "responses"
+    """Several responses, ranked best first or scored under `scores_key`."""
+    scores_key: str = "scores"
+    margin_key: str = "margin"
+    """How much better the chosen response is, where a row says it."""
+    label_key: str = "label"
+    """Whether a single response is desirable (KTO): true or false, 1 or 0."""
+    steps_key: str = "steps"
+    """The steps of a solution (process reward models): a list of texts."""
+    labels_key: str = "labels"
+    """Whether each step is right: true or false, or a probability."""
+    tools_key: str = "tools"
+    """Descriptions of tools (JSON Schema functions), handed to the chat template."""
+    step_separator: str = "\n"
+    """Ends each step; a process reward model judges at its last token."""
     system: str | None = None
     """System message put before each prompt."""
     chat_template: str = "auto"
@@ -44,14 +80,26 @@ class DataConfig(Section):
     """Python format string applied to a string prompt, with the row's keys, before the template."""
     max_prompt_tokens: PositiveInt = 1024
     max_tokens: PositiveInt | None = None
-    """Of prompt and response together (SFT)."""
+    """Of prompt and response together; documents are cut into pieces of this length."""
     on_empty: Literal["drop", "error"] = "drop"
     """What to do with a row without a prompt; drops are counted and reported, here and below."""
     on_missing_key: Literal["drop", "error"] = "error"
     """… with a row that lacks the prompt's or answer's key."""
+    on_identical: Literal["drop", "error"] = "drop"
+    """… with responses to compare that are all the same, or all ranked the same."""
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
     """… with a prompt or conversation of too many tokens."""
     shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _phase_is_one_of_the_phases(self) -> Self:
+        if self.phase is not None and self.phase not in self.phases:
+            raise Conflict(("phase",), f"'{self.phase}' is not one of data.phases{near(self.phase, self.phases)}")
+        if self.phases and self.phase is None:
+            raise Conflict(
+                ("phase",), f"missing: which of data.phases does this run train on ({', '.join(self.phases)})?"
+            )
+        return self
 
     @field_validator("prompt_format")
     @classmethod

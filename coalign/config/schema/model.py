@@ -7,23 +7,63 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Input, Probability, Section
+from coalign.config.schema.base import Input, Probability, Section, Several
 from coalign.config.schema.functions import LossConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning-rate schedule (in optimizer steps)."""
+    """An optimizer and its learning-rate schedule."""
 
+    name: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
+    """`adamw_8bit` keeps its state in 8 bits (needs bitsandbytes and a GPU); `muon` takes the matrices of the layers
+    and AdamW (with `betas`, `eps`) the rest."""
     lr: NonNegativeFloat = 1e-6
     betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     """Not applied to biases and norms (parameters of one dimension)."""
     clip_grad_norm: PositiveFloat | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """`linear` and `cosine` fall to lr * min_lr_ratio over the run; `wsd` stays at lr and falls in the last `decay`."""
+    unit: Literal["steps", "tokens"] = "steps"
+    """What `warmup`, `decay` and the length of the run are counted in: optimizer steps, or tokens trained on (then
+    `runtime.tokens` is the length)."""
+    warmup: NonNegativeInt = 0
+    decay: NonNegativeInt = 0
+    """Of `wsd`: the linear fall at the end."""
     min_lr_ratio: Probability = 0.0
+
+    @model_validator(mode="after")
+    def _decay_belongs_to_wsd(self) -> Self:
+        if self.decay and self.schedule != "wsd":
+            raise Conflict(("decay",), f"has no effect with schedule `{self.schedule}`; use `wsd`")
+        return self
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (2106.09685) beside frozen weights. The head of a reward or value model is trained whole."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    """The product is scaled by alpha / rank."""
+    dropout: Probability = 0.0
+    target: Several[str] = ["all-linear"]
+    """Names of linear layers, as patterns (`*.q_proj`, `model.layers.1?.*`); `all-linear`: every one but the head."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (2312.03732)."""
+    dora: bool = False
+    """Magnitude and direction apart (2402.09353)."""
+    base_bits: Literal[4] | None = None
+    """QLoRA (2305.14314): the frozen weights in 4-bit NF4 (needs bitsandbytes)."""
+    load: Annotated[str, Input("directory")] | None = None
+    """A directory with a trained adapter (adapter_config.json) to go on from."""
+
+
+class EmaConfig(Section):
+    """A moving average of the weights: average = decay * average + (1 - decay) * weights, after each update."""
+
+    decay: Probability = 0.999
 
 
 class ModelConfig(Section):
@@ -59,6 +99,15 @@ class ModelConfig(Section):
     max_tokens_per_micro: PositiveInt | None = 16384
     """Token budget of one forward / backward: bounds activation memory."""
     gradient_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights."""
+    ema: EmaConfig | None = None
+    """Keep an average of the weights, which checkpoints export beside them."""
+    cache: str | None = None
+    """Of a frozen model: a directory where its log-probs are kept by content. They are computed before training, then
+    the model is unloaded."""
+    candidates: NonNegativeInt = 64
+    """Of a teacher: of how many of its likeliest tokens it tells the log-probs, per position; 0: all tokens."""
     share_prefix: bool = True
     """Compute the prompt of a group once for all of its samples (exact; needs attention-only mixing of tokens)."""
     updates_per_batch: PositiveInt = 1

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PrivateAttr, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
 from coalign.config.errors import Conflict, near
 from coalign.config.places import Places
 from coalign.config.schema.base import Function, Section, Several
-from coalign.config.schema.data import DataConfig
+from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import LossConfig, RewardConfig
 from coalign.config.schema.model import ModelConfig
 from coalign.config.schema.runtime import RuntimeConfig
+
+
+class PtxConfig(Section):
+    """Language modelling on other data, beside the policy's own objective (PPO-ptx, 2203.02155)."""
+
+    data: Annotated[Several[SourceConfig], Field(examples=["documents.jsonl"])] = []
+    coef: NonNegativeFloat = 1.0
+    """Of the negative log-likelihood per token, added to the policy's loss."""
+    rows_per_step: PositiveInt = 8
+    kind: Literal["documents", "conversations"] = "documents"
 
 
 class RunConfig(Section):
@@ -29,6 +39,8 @@ class RunConfig(Section):
     """Reward functions, summed by weight."""
     advantage: Function | None = None
     loss: LossConfig | None = None
+    ptx: PtxConfig | None = None
+    """Adds a language-modelling loss to every update of the main model."""
     kl: Function | None = None
     """Where the penalty on divergence from the reference enters, for recipes that put it into the reward."""
     models: dict[str, ModelConfig] = {}

@@ -21,6 +21,20 @@ class EvalSamplingConfig(Section):
     repetition_penalty: PositiveFloat | None = None
 
 
+class EarlyStopConfig(Section):
+    """Ends the run when evaluation no longer improves."""
+
+    shorthand = "metric"
+
+    metric: str
+    """For example `eval/loss/value`."""
+    mode: Literal["min", "max"] = "min"
+    patience: PositiveInt = 3
+    """Evaluations in a row without improvement."""
+    min_delta: NonNegativeFloat = 0.0
+    """Changes up to this much are no improvement."""
+
+
 class RuntimeConfig(Section):
     cluster: Literal["local", "ray", "auto"] = "auto"
     """`auto`: Ray when an address is given or a model needs more than one process; else this process."""
@@ -29,8 +43,12 @@ class RuntimeConfig(Section):
     steps: PositiveInt | None = None
     """Training steps; None: as many as `epochs` give."""
     epochs: PositiveInt = 1
+    tokens: PositiveInt | None = None
+    """Tokens to train on before the run ends (if `steps` or `epochs` do not end it first)."""
     prompts_per_step: PositiveInt = 8
-    """Prompts (RL) or conversations (SFT) of one step."""
+    """Rows of one step: prompts (RL), conversations (SFT), comparisons (DPO, reward models)."""
+    tokens_per_step: PositiveInt | None = None
+    """Tokens of one step instead: rows are drawn until they hold this many."""
     samples_per_prompt: PositiveInt = 1
     max_staleness: NonNegativeInt = 0
     """How many weight versions a batch may lag behind the trainer; 0 is synchronous."""
@@ -45,7 +63,9 @@ class RuntimeConfig(Section):
     keep: PositiveInt = 2
     """Newest checkpoints kept (the best one besides)."""
     best: str | None = None
-    """Metric (higher is better) whose best checkpoint is kept, e.g. `eval/mean`."""
+    """Metric whose best checkpoint is kept, e.g. `eval/mean`."""
+    best_mode: Literal["max", "min"] = "max"
+    early_stop: EarlyStopConfig | None = None
     eval_every: NonNegativeInt = 0
     eval_at_start: bool = True
     eval_prompts: PositiveInt | None = None
