@@ -32,6 +32,9 @@ TOKEN_COLUMNS: Mapping[str, torch.dtype] = {
     "token_rewards": torch.float32,  # reward shaped per token (KL penalty inside)
     "advantages": torch.float32,
     "returns": torch.float32,
+    "label": torch.float32,  # how right a step is, at the token where a process reward model judges it
+    "candidates": torch.int32,  # [T, K]: token ids whose log-probs a loss compares (a teacher's likeliest, + and -)
+    "teacher_logprobs": torch.float32,  # [T, K]: the teacher's log-probs of the candidates
 }
 SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "group": torch.int64,  # id of the prompt as drawn in this run: unique per draw, equal for its n samples
@@ -39,6 +42,9 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "prompt_length": torch.int32,
     "status": torch.uint8,  # a Status
     "reward": torch.float32,
+    "preference": torch.float32,  # higher is better within a group; of a single response: 1 desirable, 0 not
+    "margin": torch.float32,  # how much better a response is than the worst of its group, as the data set says
+    "reference_point": torch.float32,  # KTO's z0, the same for the whole batch
 }
 # Sequence columns may also be Python lists of length N (`rows`: the data set's row as a dict).
 
@@ -155,12 +161,20 @@ class LossInput:
     values: Tensor | None = None
     old_values: Tensor | None = None
     scores: Tensor | None = None  # [N], sequence-level head output with gradient
+    candidate_logprobs: Tensor | None = None  # [T, K], of the column `candidates`; only if the loss asked for it
+    group: Tensor | None = None  # i64[N], which group each sequence belongs to, 0..groups-1, never decreasing
+    groups: int = 0  # G; the sequences of a group are compared with each other (chosen and rejected)
     columns: Mapping[str, Any] = field(default_factory=dict)  # every column of the micro-batch ([T] likewise), by name
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A loss's value per token ([T]) or per sequence ([N]), and statistics. The framework sums and divides."""
+    """A loss's values and statistics; the framework sums and divides.
+
+    The loss's attribute ``per`` says what a value stands for: ``token`` ([T], also without the attribute),
+    ``sequence`` ([N]), ``group`` ([G]), or ``batch`` ([1]: the loss compares everything with everything, so an update
+    is computed as one micro-batch).
+    """
 
     value: Tensor
     stats: Stats = field(default_factory=dict)

@@ -7,10 +7,24 @@ tokens counts nowhere, neither as a token nor as a sequence.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from coalign.algorithms.segments import segment_count
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What one optimizer step holds over all micro-batches and ranks: the denominators of its loss.
+
+    ``sequences`` counts those with trained tokens.
+    """
+
+    tokens: float
+    sequences: float
+    groups: float
 
 
 def trained_sequences(segment: Tensor, sequences: int) -> int:
@@ -23,36 +37,40 @@ def aggregation_weights(
     sequences: int,
     *,
     aggregation: str,
-    total_tokens: int,
-    total_sequences: int,
+    totals: Totals,
     constant_length: int | None = None,
 ) -> Tensor:
-    """f64[T]: the weight of each trained token. The totals count trained tokens and the sequences that have any.
+    """f64[T]: the weight of each trained token.
 
-    - ``token_mean``: 1 / total_tokens
-    - ``sequence_mean_token_mean``: 1 / (total_sequences · tokens of the sequence)
-    - ``sequence_mean_token_sum``: 1 / total_sequences
-    - ``constant``: 1 / (total_sequences · constant_length)   (Dr. GRPO, 2503.20783)
+    - ``token_mean``: 1 / tokens
+    - ``sequence_mean_token_mean``: 1 / (sequences · tokens of the sequence)
+    - ``sequence_mean_token_sum``: 1 / sequences
+    - ``constant``: 1 / (sequences · constant_length)   (Dr. GRPO, 2503.20783)
 
     A micro-batch holds whole sequences. Raises ValueError for another name, or `constant` without a length.
     """
     ones = torch.ones(len(segment), dtype=torch.float64, device=segment.device)
     if aggregation == "token_mean":
-        return ones / total_tokens
+        return ones / totals.tokens
     if aggregation == "sequence_mean_token_mean":
-        return ones / segment_count(segment, sequences)[segment] / total_sequences
+        return ones / segment_count(segment, sequences)[segment] / totals.sequences
     if aggregation == "sequence_mean_token_sum":
-        return ones / total_sequences
+        return ones / totals.sequences
     if aggregation == "constant":
         if constant_length is None:
             raise ValueError("loss.aggregation is 'constant': set loss.constant_length, the token count to divide by")
-        return ones / (total_sequences * constant_length)
+        return ones / (totals.sequences * constant_length)
     raise ValueError(
         f"loss.aggregation '{aggregation}': expected token_mean, sequence_mean_token_mean, sequence_mean_token_sum "
         "or constant"
     )
 
 
-def sequence_weights(segment: Tensor, sequences: int, *, total_sequences: int) -> Tensor:
+def sequence_weights(segment: Tensor, sequences: int, *, totals: Totals) -> Tensor:
     """f64[N]: the weights for a loss with one value per sequence: the mean over the sequences with trained tokens."""
-    return (segment_count(segment, sequences) > 0).double() / total_sequences
+    return (segment_count(segment, sequences) > 0).double() / totals.sequences
+
+
+def group_weights(groups: int, *, totals: Totals, device: torch.device | str = "cpu") -> Tensor:
+    """f64[G]: the weights for a loss with one value per group: the mean over the groups."""
+    return torch.full((groups,), 1.0 / totals.groups, dtype=torch.float64, device=device)

@@ -182,11 +182,12 @@ class Batch:
         ranges = split_ranges(self.lengths, n, keep=self[keep] if keep else None, by=by)
         return [self.slice(a, b) for a, b in ranges]
 
-    def micro(self, max_tokens: int | None, *, keep: str | None = None) -> list[Batch]:
+    def micro(self, max_tokens: int | None, *, keep: str | None = None, whole: bool = False) -> list[Batch]:
         """Consecutive micro-batches of at most ``max_tokens`` tokens each (None: one).
 
-        With ``keep``, equal neighbours of that column stay together as long as they fit. Raises ValueError for a
-        sequence longer than the budget: cutting it would change the result, exceeding it break the promise on memory.
+        With ``keep``, equal neighbours of that column stay together as long as they fit, or always if ``whole``.
+        Raises ValueError for what may not be cut and is longer than the budget: cutting it would change the result,
+        exceeding it break the promise on memory.
         """
         if len(self) == 0 or max_tokens is None:
             return [self] if len(self) else []
@@ -196,8 +197,14 @@ class Batch:
         lengths = self.lengths.tolist()
         cuts, filled = [0], 0
         for start, stop in _units(lengths, self[keep] if keep else None):
-            whole = sum(lengths[start:stop]) <= max_tokens
-            for first, last in [(start, stop)] if whole else [(row, row + 1) for row in range(start, stop)]:
+            size = sum(lengths[start:stop])
+            if whole and size > max_tokens:
+                raise ValueError(
+                    f"{stop - start} sequences that a loss compares have {size} tokens together, which exceeds "
+                    f"max_tokens_per_micro={max_tokens}; raise it or shorten the data"
+                )
+            fits = whole or size <= max_tokens
+            for first, last in [(start, stop)] if fits else [(row, row + 1) for row in range(start, stop)]:
                 size = sum(lengths[first:last])
                 if filled and filled + size > max_tokens:
                     cuts.append(first)

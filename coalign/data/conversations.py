@@ -15,6 +15,6 @@ class ConversationSource(Examples):
 
     longest = "max_tokens"
 
-    def encode(self, row: dict[str, Any]) -> Example:
+    def encode(self, row: dict[str, Any]) -> list[Example]:
         tokens, mask = self.template.conversation(self.reader.conversation(row))
-        return Example(tokens, dict(row), mask)
+        return [Example(tokens, dict(row), mask)]

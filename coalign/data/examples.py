@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,25 +22,32 @@ from coalign.data.batch import Batch
 from coalign.data.messages import RowReader
 from coalign.data.sources import BadRow, Rows
 from coalign.data.templates import Template
+from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row as the trainer sees it; ``loss_mask`` is None for a prompt."""
+    """One sequence as the trainer sees it; ``loss_mask`` is None for a prompt.
+
+    ``row`` is the data set's row. ``columns`` holds further columns of the batch: a number is one of the sequence, a
+    list one per token (of length T, or T rows).
+    """
 
     tokens: list[int]
     row: dict[str, Any]
     loss_mask: list[bool] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
 
     def cut_left(self, length: int, bos: int | None) -> Example:
         """The last ``length`` tokens; a BOS stays in front."""
         first = int(self.tokens[0] == bos)
         rest = len(self.tokens) - length + first
-        mask = self.loss_mask
+        cut = lambda column: column[:first] + column[rest:] if isinstance(column, list) else column  # noqa: E731
         return replace(
             self,
-            tokens=self.tokens[:first] + self.tokens[rest:],
-            loss_mask=None if mask is None else mask[:first] + mask[rest:],
+            tokens=cut(self.tokens),
+            loss_mask=cut(self.loss_mask),
+            columns={name: cut(column) for name, column in self.columns.items()},
         )
 
 
@@ -75,17 +82,19 @@ class Examples(ABC):
         self._hash = self._scan(limit)
 
     @abstractmethod
-    def encode(self, row: dict[str, Any]) -> Example:
-        """The row as an Example of whatever length. BadRow where that cannot be."""
+    def encode(self, row: dict[str, Any]) -> list[Example]:
+        """The sequences of a row, of whatever length: one, or several that are drawn together as one group (responses
+        to compare). BadRow where that cannot be."""
 
     def __len__(self) -> int:
         return len(self._used)
 
-    def __getitem__(self, index: int) -> Example:
+    def __getitem__(self, index: int) -> list[Example]:
         number = self._used[index]
-        example = self._fit(self.encode(self._rows[number]))
-        example.row.update(_source=self.name, _row=number)
-        return example
+        examples = self.fit(self.encode(self._rows[number]))
+        for example in examples:
+            example.row.update(_source=self.name, _row=number)
+        return examples
 
     def report(self) -> str:
         """What became of the rows: "7473 rows: 7470 used, 2 empty, 1 over 1024 tokens"."""
@@ -102,8 +111,11 @@ class Examples(ABC):
         """The number of usable rows, and a hash of their contents and tokens."""
         return {"name": self.name, "rows": len(self), "hash": self._hash}
 
+    def fit(self, examples: list[Example]) -> list[Example]:
+        """The examples within ``max_tokens``, each with something to learn unless it is a prompt."""
+        return [self._fit(example) for example in examples]
+
     def _fit(self, example: Example) -> Example:
-        """The example within ``max_tokens``, with something to learn if it is a conversation."""
         length = len(example.tokens)
         if self.max_tokens is not None and length > self.max_tokens:
             if self._policy["long"] != "truncate_left":
@@ -124,23 +136,44 @@ class Examples(ABC):
             self._counts["rows"] += 1
             try:
                 whole = self.encode(self._rows[number])
-                example = self._fit(whole)
+                examples = self.fit(whole)
             except BadRow as error:
                 if self._policy.get(error.reason, "error") == "error":
                     raise ValueError(f"{self._rows.where(number)}: {error}") from error
                 self._counts[error.reason] += 1
                 continue
-            self._counts["cut"] += len(example.tokens) < len(whole.tokens)
+            self._counts["cut"] += any(len(e.tokens) < len(w.tokens) for e, w in zip(examples, whole, strict=True))
             self._used.append(number)
-            seen.update(array("i", example.tokens).tobytes())
-            seen.update(json.dumps(example.row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+            for example in examples:
+                seen.update(array("i", example.tokens).tobytes())
+                row = json.dumps(example.row, sort_keys=True, default=lambda value: type(value).__name__)
+                seen.update(row.encode())
         return seen.hexdigest()
 
 
-def to_batch(examples: Sequence[Example], groups: Sequence[int]) -> Batch:
-    """Examples of one kind as a Batch: tokens (and loss_mask), group, rows."""
-    token = {"tokens": torch.tensor([t for e in examples for t in e.tokens], dtype=torch.int32)}
+def to_batch(drawn: Sequence[Sequence[Example]], groups: Sequence[int]) -> Batch:
+    """Rows of one kind as a Batch; the sequences of a row share its number in ``groups``.
+
+    Columns: tokens, group, rows; loss_mask, if the examples have one, and with it prompt_length (the tokens before the
+    first trained one); index, where a row has several sequences; and the examples' own.
+    """
+    examples = [example for row in drawn for example in row]
+    token: dict[str, Any] = {"tokens": [t for e in examples for t in e.tokens]}
+    sequence: dict[str, Any] = {"group": [g for g, row in zip(groups, drawn, strict=True) for _ in row]}
     if examples and examples[0].loss_mask is not None:
-        token["loss_mask"] = torch.tensor([m for e in examples for m in e.loss_mask or []], dtype=torch.bool)
-    sequence = {"group": torch.tensor(groups, dtype=torch.int64), "rows": [e.row for e in examples]}
-    return Batch(torch.tensor([len(e.tokens) for e in examples], dtype=torch.int64), token, sequence)
+        token["loss_mask"] = [m for e in examples for m in e.loss_mask or []]
+        sequence["prompt_length"] = [(e.loss_mask or []).index(True) for e in examples]
+    if len(examples) > len(drawn):
+        sequence["index"] = [i for row in drawn for i in range(len(row))]
+    for name, column in examples[0].columns.items() if examples else ():
+        values = [e.columns[name] for e in examples]
+        if isinstance(column, list):
+            token[name] = [v for value in values for v in value]
+        else:
+            sequence[name] = values
+    return Batch(
+        torch.tensor([len(e.tokens) for e in examples], dtype=torch.int64),
+        {name: torch.tensor(column, dtype=TOKEN_COLUMNS.get(name)) for name, column in token.items()},
+        {name: torch.tensor(column, dtype=SEQUENCE_COLUMNS.get(name)) for name, column in sequence.items()}
+        | {"rows": [e.row for e in examples]},
+    )

@@ -114,7 +114,7 @@ class Loader:
                 )
         self.drawn, self._taken = state["drawn"], list(state["taken"])
 
-    def _draw(self) -> Example:
+    def _draw(self) -> list[Example]:
         point = uniform(self._seed, MIX, self.drawn)
         which = next(i for i, until in enumerate(self._until) if point < until)
         source = self.sources[which]

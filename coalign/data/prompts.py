@@ -19,11 +19,11 @@ class PromptSource(Examples):
 
     longest = "max_prompt_tokens"
 
-    def encode(self, row: dict[str, Any]) -> Example:
+    def encode(self, row: dict[str, Any]) -> list[Example]:
         messages = self.reader.prompt(row)
         tokens = self.template.prompt(messages)
         if not tokens:
             raise BadRow("the prompt has no tokens", "empty")
         reference = self.reader.reference(row)
         answer = {} if reference is None else {"answer": reference}
-        return Example(tokens, row | {"prompt": prompt_text(messages), "messages": messages} | answer)
+        return [Example(tokens, row | {"prompt": prompt_text(messages), "messages": messages} | answer)]

@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import trained_sequences
+from coalign.algorithms.aggregate import Totals, trained_sequences
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.layout import trained
-from coalign.modules.objective import Objective
-from coalign.types import Context, Stat, Stats, Total, merge_stats
+from coalign.modules.objective import Objective, groups_of
+from coalign.types import TOKEN_COLUMNS, Context, Stat, Stats, Total, merge_stats
 
 # What a model computed of one micro-batch: logprobs [T] (and entropy [T]) | values [T] | scores [N].
 Outputs = dict[str, Tensor]
@@ -75,10 +75,11 @@ class TrainableModule(Module):
         micros: Sequence[Batch],
         loss: Measure | None = None,
         *,
-        entropy: bool = False,
+        needs: Sequence[str] = (),
     ) -> list[Outputs]:
         """Forward over each micro-batch, without dropout or gradient; with ``loss``, in training mode, and add the
-        gradient of each loss. A collective: every rank passes the same number of micro-batches."""
+        gradient of each loss. ``needs`` names outputs beyond the head's own (entropy, candidate_logprobs). A
+        collective: every rank passes the same number of micro-batches."""
         raise NotImplementedError
 
     def optimizer_step(self) -> float:
@@ -116,8 +117,8 @@ class TrainableModule(Module):
         """Of the next optimizer step."""
         raise NotImplementedError
 
-    def token_budget(self, batch: Batch) -> int | None:
-        """The most tokens that one micro-batch of ``batch`` may have."""
+    def token_budget(self, longest: int) -> int | None:
+        """The most tokens that one micro-batch may have; ``longest`` is the greatest part that cannot be cut."""
         return self.config.max_tokens_per_micro
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
@@ -139,6 +140,19 @@ class TrainableModule(Module):
             full[trained(batch)] = result
             result = full
         return {into or column: result}
+
+    def top_logprobs(self, batch: Batch) -> dict[str, Tensor]:
+        """What a teacher tells (coalign.config.schema.ModelConfig.candidates): the columns candidates i32[sum T, K] and
+        teacher_logprobs f32[sum T, K], 0 outside of the loss mask."""
+        micros = self._micros(batch)
+        computed = zip(micros, self.run(micros, needs=("top",)), strict=True)
+        parts = [out for micro, out in computed if micro is not IDLE]
+        columns = {}
+        for name in ("candidates", "teacher_logprobs"):
+            told = torch.cat([out[name].cpu() for out in parts]).to(TOKEN_COLUMNS[name])
+            columns[name] = told.new_zeros(batch.tokens_total, told.shape[1])
+            columns[name][trained(batch)] = told
+        return columns
 
     def train_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
         """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps.
@@ -164,7 +178,7 @@ class TrainableModule(Module):
         """loss/value and loss/<name> over ``batch``; nothing is learned."""
         objective = self._objective(loss)
         micros, measure, seen = self._prepare(batch, objective, self._totals(batch))
-        outputs = self.run(micros, entropy=objective.entropy)
+        outputs = self.run(micros, needs=objective.needs)
         for micro, out in zip(micros, outputs, strict=True):
             measure(micro, out)
         return merge_stats(seen)
@@ -174,13 +188,13 @@ class TrainableModule(Module):
     def _update(self, batch: Batch, objective: Objective) -> Stats:
         first = float(self.context.rank == 0)
         totals = self._totals(batch)
-        if totals[0] == 0:  # nothing to learn; a step on momentum alone would still move the weights
+        if totals.tokens == 0:  # nothing to learn; a step on momentum alone would still move the weights
             return {"loss/skipped_updates": Total(first)}
         micros, measure, seen = self._prepare(batch, objective, totals)
         with torch.random.fork_rng([] if self.context.device == "cpu" else [self.context.device]):
             # Dropout depends on the place in the run, not on what ran before in this process: no RNG state to save.
             torch.manual_seed(hash((self.context.seed, self.context.rank, self.updates)))
-            self.run(micros, measure, entropy=objective.entropy)
+            self.run(micros, measure, needs=objective.needs)
         lr = self.learning_rate
         norm = self.optimizer_step()
         self.updates += 1
@@ -193,34 +207,38 @@ class TrainableModule(Module):
         }
         return merge_stats([step, *seen])
 
-    def _totals(self, batch: Batch) -> tuple[float, float]:
-        """Trained tokens, and sequences that have any, over all ranks: the denominators of one update."""
-        segment = batch.segment[trained(batch)]
-        tokens, sequences = self.all_reduce([float(len(segment)), float(trained_sequences(segment, len(batch)))])
-        return tokens, sequences
+    def _totals(self, batch: Batch) -> Totals:
+        """The denominators of one update, over all ranks."""
+        segment, group = batch.segment[trained(batch)], groups_of(batch)
+        counts = len(segment), trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
+        return Totals(*self.all_reduce([float(count) for count in counts]))
 
-    def _prepare(
-        self, batch: Batch, objective: Objective, totals: tuple[float, float]
-    ) -> tuple[list[Batch], Measure, list[Stats]]:
+    def _prepare(self, batch: Batch, objective: Objective, totals: Totals) -> tuple[list[Batch], Measure, list[Stats]]:
         """The micro-batches, the function from (micro-batch, outputs) to a loss, and where it notes statistics."""
-        tokens, sequences = totals
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:
             if micro is IDLE:
                 return sum(out.sum() for out in outputs.values()) * 0.0
-            value, stats = objective(micro, outputs, tokens=tokens, sequences=sequences)
+            value, stats = objective(micro, outputs, totals)
             seen.append({f"loss/{name}": stat for name, stat in stats.items()})
             # Ranks are averaged by whoever merges their statistics; the loss is a sum over ranks.
             seen.append({"loss/value": Stat(value.item() * self.context.world_size, 0.0)})
             return value
 
-        return self._micros(batch), measure, seen
+        return self._micros(batch, objective.per), measure, seen
 
-    def _micros(self, batch: Batch) -> list[Batch]:
+    def _micros(self, batch: Batch, per: str = "token") -> list[Batch]:
         """This rank's micro-batches, filled up with idle ones to the greatest number that any rank has: forward and
-        backward of a sharded model are collectives."""
-        micros = batch.micro(self.token_budget(batch), keep=_unit(batch))
+        backward of a sharded model are collectives. ``per``: what the loss compares is not cut."""
+        if per == "batch":
+            if self.context.world_size > 1:
+                raise ValueError("this loss compares all rows of an update: train on one process (num_process: 1)")
+            return [batch] if len(batch) else []
+        keep, whole = _unit(batch), per == "group"
+        sizes = torch.bincount(groups_of(batch) if whole else torch.arange(len(batch)), batch.lengths)
+        budget = self.token_budget(int(sizes.max()) if len(sizes) else 0)
+        micros = batch.micro(budget, keep=keep, whole=whole)
         (most,) = self.all_reduce([float(len(micros))], "max")
         return micros + [IDLE] * (int(most) - len(micros))
 

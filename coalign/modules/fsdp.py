@@ -61,14 +61,14 @@ class FSDPModule(TrainableModule):
 
     # ---- verbs of TrainableModule
 
-    def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, entropy: bool = False) -> list[Outputs]:
+    def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
         self.model.train(loss is not None)
         results = []
         for micro in micros:
             layout = pack(micro, share_prefix=self.config.share_prefix).to(self.device)
             with torch.set_grad_enabled(loss is not None):
                 with self._autocast():
-                    outputs = self.model(layout, entropy=entropy)
+                    outputs = self.model(layout, needs=needs)
                 if loss is not None:
                     loss(micro, outputs).backward()
             results.append({name: out.detach() for name, out in outputs.items()})
@@ -88,12 +88,12 @@ class FSDPModule(TrainableModule):
         total = self.context.steps * self.config.updates_per_batch * self.config.epochs_per_batch
         return optim.learning_rate(self.updates, self.config.optimizer, total=total)
 
-    def token_budget(self, batch: Batch) -> int | None:
+    def token_budget(self, longest: int) -> int | None:
         budget = self.config.max_tokens_per_micro
-        if self.device.type != "cpu" or len(batch) == 0:
+        if self.device.type != "cpu":
             return budget
         row = 4 * max(m.out_features for m in self.model.model.base_model.modules() if isinstance(m, nn.Linear))
-        fits = max(CPU_BLOCK // row, int(batch.lengths.max()))
+        fits = max(CPU_BLOCK // row, longest)
         return fits if budget is None else min(budget, fits)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
@@ -138,7 +138,8 @@ class FSDPModule(TrainableModule):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.config.head == "lm":
             # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
-            return LanguageModel(model, temperature=self.config.sampling.temperature or 1.0)
+            temperature = self.config.sampling.temperature or 1.0
+            return LanguageModel(model, temperature=temperature, top=self.config.candidates)
         return ScalarModel(model, output={"value": "values", "reward": "scores"}[self.config.head])
 
     def _autocast(self) -> AbstractContextManager[object]:

@@ -6,11 +6,14 @@ all beyond the log-prob of the token that stands there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from coalign.algorithms.candidates import candidate_logprobs, top_logprobs
 from coalign.algorithms.logprobs import linear_logprobs
 from coalign.data.batch import Batch
 from coalign.modules.layout import Layout, pack
@@ -37,36 +40,41 @@ class PackedModel(nn.Module):
 
 
 class LanguageModel(PackedModel):
-    """Log-probs of the trained tokens at the sampling temperature."""
+    """Log-probs of the trained tokens at the sampling temperature; as a teacher, of its ``top`` likeliest tokens (0: of
+    all)."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
+    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, top: int = 0) -> None:
         super().__init__(model)
+        self.top = top
         text = model.config.get_text_config()
         # What families do to their logits: Cohere, Granite, Gemma.
         self.logit_scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.temperature = temperature
 
-    def forward(self, layout: Layout, *, entropy: bool = False) -> dict[str, Tensor]:
-        """logprobs f32[T], and with ``entropy`` that of the whole next-token distribution, f32[T]."""
+    def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
+        """logprobs f32[T], and of ``needs``: entropy f32[T], of the whole next-token distribution; candidate_logprobs
+        f32[T, K], of layout.candidates; top: the teacher's columns candidates i64[T, K] and teacher_logprobs f32[T, K].
+        """
         hidden = self.hidden(layout)[layout.predictors]
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm left it in float32
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        return self.head(hidden, layout.targets, entropy=entropy)
-
-    def head(self, hidden: Tensor, targets: Tensor, *, entropy: bool = False) -> dict[str, Tensor]:
         head = self.model.get_output_embeddings()
-        logprobs, entropies = linear_logprobs(
-            hidden,
-            head.weight,
-            targets,
-            bias=head.bias,
-            temperature=self.temperature,
-            scale=self.logit_scale,
-            softcap=self.softcap,
-            entropy=entropy,
-        )
-        return {"logprobs": logprobs} | ({"entropy": entropies} if entropy else {})
+        logits = {
+            "bias": head.bias,
+            "temperature": self.temperature,
+            "scale": self.logit_scale,
+            "softcap": self.softcap,
+        }
+        if "top" in needs:
+            ids, logprobs = top_logprobs(hidden, head.weight, self.top or len(head.weight), **logits)
+            return {"candidates": ids, "teacher_logprobs": logprobs}
+        entropy = "entropy" in needs
+        logprobs, entropies = linear_logprobs(hidden, head.weight, layout.targets, entropy=entropy, **logits)
+        outputs = {"logprobs": logprobs} | ({"entropy": entropies} if entropy else {})
+        if "candidate_logprobs" in needs:
+            outputs["candidate_logprobs"] = candidate_logprobs(hidden, head.weight, layout.candidates, **logits)
+        return outputs
 
     @torch.no_grad()
     def check(self) -> None:
@@ -94,7 +102,7 @@ class ScalarModel(PackedModel):
         super().__init__(model)
         self.output = output
 
-    def forward(self, layout: Layout, *, entropy: bool = False) -> dict[str, Tensor]:
+    def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         """values f32[T], read from the hidden state that predicts the token, or scores f32[N], from the last token."""
         where = layout.predictors if self.output == "values" else layout.last
         hidden = self.hidden(layout)[where]

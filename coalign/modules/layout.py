@@ -49,10 +49,11 @@ class Layout:
     targets: Tensor  # i64[T], the trained tokens
     segment: Tensor  # i64[T], the sequence of each trained token
     last: Tensor  # i64[N], place in the row of each sequence's last token
+    candidates: Tensor | None = None  # i64[T, K], the batch's column at the trained tokens
 
     def to(self, device: torch.device | str) -> Layout:
-        tensors = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "blocks"}
-        return replace(self, **tensors)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
 
 
 def trained(batch: Batch) -> Tensor:
@@ -106,6 +107,7 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
         targets=tokens[where],
         segment=segment[where],
         last=place[batch.offsets[1:] - 1],
+        candidates=batch["candidates"][where].to(torch.int64) if "candidates" in batch else None,
     )
 
 

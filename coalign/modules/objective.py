@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import aggregation_weights, sequence_weights
-from coalign.algorithms.losses import needs
+from coalign.algorithms.aggregate import Totals, aggregation_weights, group_weights, sequence_weights
+from coalign.algorithms.traits import needs, per
 from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
 from coalign.modules.layout import trained
@@ -37,33 +38,38 @@ class Objective:
         loss = resolve(fn, home="coalign.algorithms.losses")
         arguments = bind(loss, arguments, where="loss")
         self.loss = partial(loss, **arguments)
-        self.entropy = "entropy" in needs(loss, arguments)
+        self.needs = needs(loss, arguments)
+        self.per = per(loss)
         self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
 
-    def __call__(
-        self, micro: Batch, outputs: Mapping[str, Tensor], *, tokens: float, sequences: float
-    ) -> tuple[Tensor, Stats]:
+    def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: Totals) -> tuple[Tensor, Stats]:
         """The scalar to differentiate, and the loss's statistics.
 
-        ``tokens`` and ``sequences`` are those of the whole optimizer step over all ranks, so the gradient does not
-        depend on how the step was cut.
+        ``totals`` are those of the whole optimizer step over all ranks, so the gradient does not depend on how the step
+        was cut.
         """
         x = loss_input(micro, outputs)
         result = self.loss(x)
-        if len(result.value) == len(x.segment) and x.scores is None:
-            weights = self.weights(x.segment, x.sequences, total_tokens=tokens, total_sequences=sequences)
-        elif len(result.value) == x.sequences:
-            weights = sequence_weights(x.segment, x.sequences, total_sequences=sequences)
-        else:
+        weights = self._weights(x, totals)
+        if len(result.value) != len(weights):
             raise ValueError(
-                f"the loss returned {len(result.value)} values; expected {len(x.segment)} (one per trained token) or "
-                f"{x.sequences} (one per sequence)"
+                f"the loss returned {len(result.value)} values; expected {len(weights)}, one per {self.per} (its "
+                "attribute `per` says which: token, sequence, group or batch)"
             )
         if taken := OWN_STATISTICS & set(result.stats):
             raise ValueError(
                 f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
             )
         return (result.value * weights.to(result.value)).sum(), result.stats
+
+    def _weights(self, x: LossInput, totals: Totals) -> Tensor:
+        if self.per == "token":
+            return self.weights(x.segment, x.sequences, totals=totals)
+        if self.per == "sequence":
+            return sequence_weights(x.segment, x.sequences, totals=totals)
+        if self.per == "group":
+            return group_weights(x.groups, totals=totals, device=x.segment.device)
+        return torch.ones(1)
 
 
 def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
@@ -78,4 +84,21 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
     fields = {field: columns.get(column) for field, column in FIELDS.items()}
     if fields["old"] is None and "logprobs" in outputs:
         fields["old"] = outputs["logprobs"].detach()
-    return LossInput(segment=micro.segment[mask].to(device), sequences=len(micro), columns=columns, **fields, **outputs)
+    group = groups_of(micro)
+    return LossInput(
+        segment=micro.segment[mask].to(device),
+        sequences=len(micro),
+        group=group.to(device),
+        groups=int(group[-1]) + 1 if len(group) else 0,
+        columns=columns,
+        **fields,
+        **outputs,
+    )
+
+
+def groups_of(batch: Batch) -> Tensor:
+    """i64[N], from 0: which run of equal neighbours in the column ``group`` each sequence belongs to; without that
+    column each is its own."""
+    if "group" not in batch:
+        return torch.arange(len(batch))
+    return torch.unique_consecutive(batch["group"], return_inverse=True)[1]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from coalign.algorithms.aggregate import Totals
 from coalign.cluster.dry import DryCluster, conversations, prompts
 from coalign.cluster.graph import Call, Graph, draw
 from coalign.config.schema import ModelConfig, RunConfig
@@ -58,11 +59,11 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> N
     sizes = {"logprobs": int(trained.sum()), "values": int(trained.sum()), "scores": len(call.batch)}
     outputs = {output: torch.zeros(sizes[output], requires_grad=True) for output in OUTPUTS[model.head]}
     objective = Objective(**loss.model_dump())
-    if objective.entropy:
+    if "entropy" in objective.needs:
         outputs["entropy"] = torch.zeros(sizes["logprobs"])
     have: LossInput = loss_input(call.batch, outputs)
     try:
-        objective(call.batch, outputs, tokens=1.0, sequences=1.0)
+        objective(call.batch, outputs, Totals(1.0, 1.0, 1.0))
     except (TypeError, AttributeError, ValueError) as problem:
         missing = sorted(
             f for f in ("ref", "advantages", "returns", "old_values", "scores") if getattr(have, f) is None

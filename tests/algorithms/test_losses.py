@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from coalign.algorithms.losses import needs, policy_gradient, sft, value
+from coalign.algorithms.losses import policy_gradient, sft, value
+from coalign.algorithms.traits import needs
 from coalign.types import LossInput
 
 T = torch.tensor

@@ -44,10 +44,10 @@ class Watched(FSDPModule):
         self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters()])
         return super().optimizer_step()
 
-    def run(self, micros, loss=None, *, entropy=False):
+    def run(self, micros, loss=None, *, needs=()):
         self.forwards += loss is None
-        self.entropy = entropy
-        return super().run(micros, loss, entropy=entropy)
+        self.entropy = "entropy" in needs
+        return super().run(micros, loss, needs=needs)
 
 
 # ---- one gradient, however it is cut
@@ -93,6 +93,7 @@ def greedy_loss(x: LossInput) -> LossOutput:
     return LossOutput(-x.logprobs, {"value": Stat(0.0)})
 
 
+sequence_loss.per = "sequence"
 entropy_loss.needs = lambda **_: ("entropy",)
 
 
@@ -109,7 +110,7 @@ def test_a_loss_per_sequence_is_averaged_over_all_sequences(path):
 
 
 def test_a_loss_of_the_wrong_length_is_refused(path):
-    with pytest.raises(ValueError, match=r"returned 1 values; expected \d+ \(one per trained token\) or 6"):
+    with pytest.raises(ValueError, match=r"returned 1 values; expected \d+, one per token"):
         module(path, loss={"fn": f"{__name__}:short_loss"}).train_step(rollout())
 
 

@@ -1,34 +1,17 @@
-"""Losses: pure functions of one micro-batch of trained tokens. They return values per token; the framework adds up.
-
-Keyword-only arguments are configuration. A loss that reads something the framework does not compute unasked says so in
-its attribute ``needs``, a function of the same arguments; see `needs` below.
-"""
+"""The clipped policy gradient and its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from inspect import signature
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from coalign.algorithms.kl import estimate_kl
-from coalign.types import Loss, LossInput, LossOutput, Max, Stat, Stats
+from coalign.algorithms.traits import read
+from coalign.types import LossInput, LossOutput, Max, Stat, Stats
 
 MAX_LOG_RATIO = 20.0  # e^20: a ratio that no clip range reaches and that does not overflow
-
-
-def needs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the LossInput fields that must be computed for ``loss`` with this configuration (today: ``entropy``).
-
-    ``loss.needs``, where there is one, is called with the loss's keyword arguments, its own defaults filled in.
-    """
-    if not hasattr(loss, "needs"):
-        return ()
-    bound = signature(loss).bind(None, **arguments)
-    bound.apply_defaults()
-    return tuple(loss.needs(**bound.kwargs))
 
 
 def policy_gradient(
@@ -53,7 +36,7 @@ def policy_gradient(
         raise ValueError(
             f"loss.dual_clip is {dual_clip}: it bounds the ratio from above and must exceed 1 (3 is usual)"
         )
-    logprobs, old, advantages = (_read(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (read(x, name) for name in ("logprobs", "old", "advantages"))
     ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     plain = -ratio * advantages
     clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -67,43 +50,13 @@ def policy_gradient(
     stats["policy_gradient"] = Stat.of(surrogate)
     value = surrogate
     if kl_coef:
-        value = value + kl_coef * estimate_kl(logprobs, _read(x, "ref", "kl_coef"), kl_estimator)
+        value = value + kl_coef * estimate_kl(logprobs, read(x, "ref", "kl_coef"), kl_estimator)
     if entropy_coef:
-        value = value - entropy_coef * _read(x, "entropy", "entropy_coef")
+        value = value - entropy_coef * read(x, "entropy", "entropy_coef")
     return LossOutput(value, stats)
 
 
 policy_gradient.needs = lambda *, entropy_coef, **_: ("entropy",) if entropy_coef else ()
-
-
-def value(x: LossInput, *, clip: float | None = None) -> LossOutput:
-    """½ (V - R)² per token; with ``clip`` c, ½ max((V - R)², (V_old + clip(V - V_old, -c, c) - R)²).
-
-    The clipped form is that of OpenAI's PPO. Reads values, returns; old_values if ``clip``.
-    """
-    values, returns = _read(x, "values"), _read(x, "returns")
-    error = (values - returns).square()
-    stats = {"values": Stat.of(values), "returns": Stat.of(returns), "squared_error": Stat.of(error)}
-    if clip is not None:
-        old = _read(x, "old_values", "clip")
-        clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
-        stats["clip_fraction"] = Stat.of(clipped > error)
-        error = torch.maximum(error, clipped)
-    return LossOutput(error / 2, stats)
-
-
-def sft(x: LossInput) -> LossOutput:
-    """Negative log-likelihood of each trained token, in nats. Reads logprobs."""
-    nll = -_read(x, "logprobs")
-    return LossOutput(nll, {"nll": Stat.of(nll)})
-
-
-def _read(x: LossInput, name: str, because: str | None = None) -> Tensor:
-    column = getattr(x, name)
-    if column is None:
-        reason = f" because loss.{because} is set" if because else ""
-        raise ValueError(f"the loss needs `{name}`{reason}, but the batch does not have it")
-    return column
 
 
 @torch.no_grad()

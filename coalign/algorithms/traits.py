@@ -1,0 +1,41 @@
+"""What a loss function says about itself, and how it reads its input.
+
+``needs`` and ``per`` are attributes of the function; see coalign.types.LossInput and LossOutput.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+
+from coalign.types import Loss, LossInput
+
+
+def needs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of LossInput fields that ``loss`` reads with this configuration and that are not there unasked.
+
+    ``entropy`` and ``candidate_logprobs`` are then computed by the model; ``ref`` makes the recipe run a reference.
+    ``loss.needs``, where there is one, is called with the loss's keyword arguments, its own defaults filled in.
+    """
+    if not hasattr(loss, "needs"):
+        return ()
+    bound = signature(loss).bind(None, **arguments)
+    bound.apply_defaults()
+    return tuple(loss.needs(**bound.kwargs))
+
+
+def per(loss: Loss) -> str:
+    """What the values of ``loss`` stand for: token, sequence, group or batch (see coalign.types.LossOutput)."""
+    return getattr(loss, "per", "token")
+
+
+def read(x: LossInput, name: str, because: str | None = None) -> Tensor:
+    """The field ``name`` of the input. ValueError if it is missing; ``because`` names the setting that asks for it."""
+    column = getattr(x, name)
+    if column is None:
+        reason = f" because loss.{because} is set" if because else ""
+        raise ValueError(f"the loss needs `{name}`{reason}, but the batch does not have it")
+    return column
