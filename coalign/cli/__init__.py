@@ -1,0 +1,42 @@
+"""The command line. Each command imports what it needs when it runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from coalign.cli import inference, training
+
+app = typer.Typer(
+    name="coalign",
+    help="Alignment training of language models: SFT, PPO, GRPO and relatives, from a laptop to a Ray cluster.\n\n"
+    "Begin with `coalign init grpo > run.yaml`, look at it with `coalign check run.yaml`, "
+    "start it with `coalign train run.yaml`.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+COMMANDS = {
+    "train": training.train,
+    "check": training.check,
+    "eval": training.evaluate,
+    "generate": inference.generate,
+    "inspect-data": training.inspect_data,
+    "init": training.init,
+    "schema": training.schema,
+}
+for name, command in COMMANDS.items():
+    app.command(name=name)(command)
+
+
+def main() -> None:
+    """Entry point. What a person can mend is told in one line; anything else keeps its traceback."""
+    sys.path.insert(0, "")  # `my.pkg:fn` in a YAML means a module of the current directory
+    try:
+        app()
+    except (ValueError, OSError) as problem:
+        typer.secho(f"error: {problem}", fg="red", err=True)
+        raise SystemExit(2) from problem

@@ -1,0 +1,73 @@
+"""Commands on a run's YAML: train, check, eval, inspect-data; and those that help to write one: init, schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coalign.cli.arguments import Config, Overrides, load_run
+
+
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    quiet: Annotated[bool, typer.Option(help="Warnings and the summary only.")] = False,
+):
+    """Train. Stops at the last step, or after the step under way on Ctrl-C, with a checkpoint; run again to go on."""
+    from coalign.runtime.display import Display
+    from coalign.runtime.run import train as run
+
+    raise typer.Exit(run(load_run(config, overrides), Display(quiet=quiet)))
+
+
+def check(config: Config, overrides: Overrides = None):
+    """Validate configuration, data and flow, draw the flow, estimate memory. Loads no weights."""
+    from coalign.runtime.checking import check as examine
+    from coalign.runtime.display import Display
+
+    examine(load_run(config, overrides), Display())
+
+
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Evaluate this model directory instead of the configuration's.")
+    ] = None,
+):
+    """Measure a model on the evaluation set of a run: mean@n, pass@k (or the loss, for SFT)."""
+    from coalign.runtime.display import Display
+    from coalign.runtime.inference import evaluate as measure
+
+    measure(load_run(config, overrides), model, Display())
+
+
+def inspect_data(
+    config: Config,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option("--rows", "-r", min=1, help="How many rows to show.")] = 3,
+):
+    """Show rows as the trainer will see them: the template's text, the tokens, which of them are trained."""
+    from coalign.runtime.display import Display
+    from coalign.runtime.inference import inspect
+
+    inspect(load_run(config, overrides), rows, Display())
+
+
+def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):
+    """Print a commented YAML for a recipe: every key with its meaning, the recipe's defaults filled in."""
+    from coalign.config.export import to_commented_yaml
+    from coalign.runtime.build import recipe as find
+
+    typer.echo(to_commented_yaml({"algorithm": recipe, **find(recipe).defaults}))
+
+
+def schema():
+    """Print the JSON Schema of the YAML, for editors."""
+    import json
+
+    from coalign.config.export import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=1))
