@@ -39,3 +39,11 @@ def read(x: LossInput, name: str, because: str | None = None) -> Tensor:
         reason = f" because loss.{because} is set" if because else ""
         raise ValueError(f"the loss needs `{name}`{reason}, but the batch does not have it")
     return column
+
+
+def column(x: LossInput, name: str, because: str | None = None) -> Any:
+    """The column ``name`` of the micro-batch. ValueError if it is missing; ``because`` as in `read`."""
+    if name not in x.columns:
+        reason = f" because loss.{because} is set" if because else ""
+        raise ValueError(f"the loss needs the column `{name}`{reason}, but the batch has only {sorted(x.columns)}")
+    return x.columns[name]
