@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -71,17 +71,24 @@ class Cluster(ABC):
 
     def apply(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """A pure function on the merged columns of the inputs, in a CPU worker: a BatchRef with its columns added."""
-        label = name_of(function)
+        return self._compute("apply", function, inputs, keywords)
 
+    def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
+        """A pure function from whole batches to another one (other rows, other tokens), in a CPU worker: a BatchRef."""
+        return self._compute("transform", function, inputs, keywords)
+
+    def _compute(
+        self, verb: str, function: Callable[..., Any], inputs: Sequence[Any], keywords: dict[str, Any]
+    ) -> Future:
         def work(label: str) -> Outcome:
             refs = [self.resolve(value) for value in inputs]
             for ref in refs:
                 if not isinstance(ref, BatchRef):
-                    raise TypeError(f"apply({label}, ...): expected batches, got a {type(ref).__name__}")
-            running = [self._helper().execute("apply", function, [ref.share for ref in refs], keywords)]
+                    raise TypeError(f"{verb}({label}, ...): expected batches, got a {type(ref).__name__}")
+            running = [self._helper().execute(verb, function, [ref.share for ref in refs], keywords)]
             return combine(wait(label, running, self.timeout), [running[0].payload], self.store)
 
-        return self.launch(label, work, in_thread)
+        return self.launch(name_of(function), work, in_thread)
 
     def shutdown(self) -> None:
         """End every call and every worker. Safe to call twice."""

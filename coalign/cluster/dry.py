@@ -76,6 +76,15 @@ class DryCluster:
         made = list(sort_result(results[0])[0])
         return self.answer(name_of(function), batch, stats, reads, made, sources, given)
 
+    def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
+        """Runs the function; every column of its result counts as made by it."""
+        refs = [self.resolve(value) for value in inputs]
+        given = [ref.fetch() for ref in refs]
+        batch = function(*given, **keywords)
+        sources = self.sources(refs)
+        reads = _by_source(sources, list(sources))
+        return self.answer(name_of(function), batch, {}, reads, _columns(batch), {}, given[0])
+
     def shutdown(self) -> None:
         """Nothing was started."""
 
@@ -137,7 +146,19 @@ class DryModel:
         reads = _by_source(sources, [name for name in _columns(given) if name in batch])
         return self.cluster.answer(f"{self.name}.generate", batch, {}, reads, _columns(batch), {}, given)
 
-    def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
+    def top_logprobs(self, batch: BatchRef | Future) -> Future:
+        """What a teacher tells, of two candidates."""
+        ref = self._batch("top_logprobs", batch)
+        given = ref.fetch()
+        columns = {
+            name: torch.zeros(given.tokens_total, 2, dtype=TOKEN_COLUMNS[name])
+            for name in ("candidates", "teacher_logprobs")
+        }
+        reads = _by_source(self.cluster.sources([ref]), ["tokens"])
+        made = Batch(given.lengths, columns)
+        return self.cluster.answer(f"{self.name}.top_logprobs", made, {}, reads, list(columns), {}, given)
+
+    def forward_step(self, batch: BatchRef | Future, *, into: str | None = None, **_: Any) -> Future:
         """The module's columns, zero; ``into`` renames the first."""
         ref = self._batch("forward_step", batch)
         given = ref.fetch()

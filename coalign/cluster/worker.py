@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.apply import apply_columns, sort_result
+from coalign.cluster.apply import apply_columns, name_of, sort_result
 from coalign.cluster.future import Failure, Meta, Share, Store
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
@@ -32,8 +32,8 @@ def cores() -> int:
 
 
 def module_class(config: ModelConfig) -> type:
-    """The Module subclass that a configuration names (`fsdp`, or a dotted path)."""
-    return resolve_class(config.module, "coalign.modules", "Module")
+    """The Module subclass that a configuration names (`fsdp`, or a dotted path); with a cache, the one before it."""
+    return resolve_class("cached" if config.cache else config.module, "coalign.modules", "Module")
 
 
 class Worker:
@@ -78,6 +78,13 @@ class Worker:
         """A pure function on the merged columns of the inputs; see coalign.cluster.apply."""
         batch, stats = apply_columns(function, [share.gather(self.store) for share in inputs], keywords)
         return Meta.of(batch, stats), batch
+
+    def transform(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
+        """A pure function from whole batches to another one."""
+        batch = function(*(share.gather(self.store) for share in inputs), **keywords)
+        if not isinstance(batch, Batch):
+            raise ValueError(f"{name_of(function)} returned a {type(batch).__name__}; expected a Batch")
+        return Meta.of(batch), batch
 
     def close(self) -> Answer:
         """Let the module give back what it took."""

@@ -38,7 +38,8 @@ def resolve(name: str, home: str) -> Any:
 def resolve_class(name: str, home: str, suffix: str = "") -> type:
     """The class called ``name``: ``pkg.mod:Class``, or in the module ``home.name`` the class called name + suffix.
 
-    ``resolve_class("fsdp", "coalign.modules", "Module")`` is ``coalign.modules.fsdp.FSDPModule``: case does not matter.
+    ``resolve_class("fsdp", "coalign.modules", "Module")`` is ``coalign.modules.fsdp.FSDPModule``: case does not matter,
+    and `reward_model` is the class RewardModel.
     Raises ValueError with the nearest names.
     """
     if ":" in name:
@@ -46,7 +47,7 @@ def resolve_class(name: str, home: str, suffix: str = "") -> type:
     package = importlib.import_module(home)
     short = _ignoring_case(name, [found.name for found in pkgutil.iter_modules(package.__path__)])
     module = importlib.import_module(f"{home}.{short}") if short else None
-    match = _ignoring_case(name + suffix, _classes(module)) if module else None
+    match = _ignoring_case((short + suffix).replace("_", ""), _classes(module)) if module else None
     if match:
         return getattr(module, match)
     names = class_names(home, suffix)
@@ -59,7 +60,7 @@ def class_names(home: str, suffix: str = "") -> list[str]:
     names = []
     for found in pkgutil.iter_modules(package.__path__):
         source = found.module_finder.find_spec(found.name, None).loader.get_source(found.name) or ""
-        if f"\nclass {found.name}{suffix}(".lower() in f"\n{source}".lower():
+        if f"\nclass {found.name.replace('_', '')}{suffix}(".lower() in f"\n{source}".lower():
             names.append(found.name)
     return names
 

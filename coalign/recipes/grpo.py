@@ -1,6 +1,7 @@
 """Group Relative Policy Optimisation (2402.03300): the mean reward of a prompt's n samples is the baseline."""
 
 from coalign.runtime.engine import Engine
+from coalign.runtime.offline import with_reference_where_read
 from coalign.types import Rollout, Scorer, Trainable
 
 
@@ -26,8 +27,7 @@ class GRPO(Engine):
 
     @classmethod
     def roles(cls, config):
-        needs_reference = config.loss.arguments.get("kl_coef", 0.0) > 0.0
-        return {name: role for name, role in cls.models.items() if name != "reference" or needs_reference}
+        return with_reference_where_read(cls.models, config.loss)
 
     @classmethod
     def check(cls, config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from coalign.runtime.buffer import Buffer
 from coalign.runtime.engine import Engine
 from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator
+from coalign.runtime.reference import BaseWeights, shared_bases
 from coalign.runtime.trainer import Trainer
 from coalign.types import Context, Trainable
 from coalign.weights.sync import WeightSync
@@ -30,12 +31,12 @@ def recipe(algorithm: str) -> type[Engine]:
 def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
     """The recipe and the models it needs, checked. ValueError names the key that is wrong, and its place."""
     cls = recipe(config.algorithm)
-    roles = cls.roles(config)
     models = dict(config.models)
     if config.reward:
         models["reward"] = ModelConfig(module="reward", head="reward")
     with located(config):
         check_names(config, cls.models)
+        roles = cls.roles(config)
         cls.check(config)
         for i, reward in enumerate(config.reward):
             bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
@@ -103,6 +104,15 @@ def loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) -> 
     )
 
 
+def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[str, Context]) -> None:
+    """Start the models and make them the engine's attributes; one that only shares another's base is not started."""
+    shared = shared_bases(models, engine.roles(engine.config))
+    started = {n: engine.cluster.spawn(n, models[n], contexts[n]) for n in models if n not in shared}
+    engine.attach(started)
+    engine.attach({name: BaseWeights(started[owner]) for name, owner in shared.items()})
+    engine.models_running = started
+
+
 def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) -> Engine:
     """Data, models and engine, ready to ``learn``; with ``only`` these models alone, ready to be evaluated."""
     cls, models = prepare(config)
@@ -113,7 +123,7 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     engine = cls(config, cluster)
     engine.tokenizer = tokenizer
     engine.last = steps
-    engine.attach({n: cluster.spawn(n, model, context(n, model, config, steps)) for n, model in models.items()})
+    spawn(engine, models, {name: context(name, model, config, steps) for name, model in models.items()})
     engine.environment = Environment(cluster, engine.env_flow, data, Buffer(config.runtime.max_staleness, steps))
     overlap = config.runtime.max_staleness > 0
     pairs = [(a, b) for a, b in cls.sync if a in models and b in models]

@@ -12,7 +12,7 @@ from coalign.algorithms.aggregate import Totals
 from coalign.cluster.dry import DryCluster, conversations, prompts
 from coalign.cluster.graph import Call, Graph, draw
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.runtime.build import context, prepare
+from coalign.runtime.build import context, prepare, spawn
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.runtime.memory import Estimate, estimate
@@ -37,7 +37,7 @@ def trace(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfi
     """The calls of one step, from a run of the flows on stand-ins. ValueError for a column that nobody produces."""
     with DryCluster(config) as cluster:
         engine = cls(config, cluster)
-        engine.attach({n: cluster.spawn(n, m, context(n, m, config, steps=1)) for n, m in models.items()})
+        spawn(engine, models, {name: context(name, model, config, steps=1) for name, model in models.items()})
         make, label = (prompts, "prompts") if cls.source == "prompts" else (conversations, "conversations")
         engine.train_flow(cluster.resolve(engine.env_flow(cluster.put(make(), label))))
         training = list(cluster.graph.calls)
@@ -61,6 +61,8 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> N
     objective = Objective(**loss.model_dump())
     if "entropy" in objective.needs:
         outputs["entropy"] = torch.zeros(sizes["logprobs"])
+    if "candidate_logprobs" in objective.needs and "candidates" in call.batch:
+        outputs["candidate_logprobs"] = torch.zeros(call.batch["candidates"][trained].shape)
     have: LossInput = loss_input(call.batch, outputs)
     try:
         objective(call.batch, outputs, Totals(1.0, 1.0, 1.0))

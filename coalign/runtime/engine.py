@@ -96,6 +96,14 @@ class Engine:
             fn, arguments = fn.func, {**fn.keywords, **arguments}
         return self.cluster.apply(fn, *batches, **arguments)
 
+    def transform(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
+        """Run a pure function from whole batches to another batch: other rows, or other tokens."""
+        return self.cluster.transform(fn, *batches, **arguments)
+
+    def join(self, *batches: BatchRef | Future) -> Future:
+        """The columns of several batches of the same sequences as one batch."""
+        return self.cluster.apply(join, *batches)
+
     @property
     def learning(self) -> list[str]:
         """The models that learn, the main one (whose weights are the run's product) first."""
@@ -112,7 +120,6 @@ class Engine:
             if hasattr(self, name):
                 raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename it")
             setattr(self, name, model)
-        self.models_running = dict(models)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -136,6 +143,11 @@ class Engine:
                 hook.after_step(self, stats, batch)
         for hook in self.hooks:
             hook.end(self)
+
+
+def join() -> dict[str, Any]:
+    """Adds nothing to the columns that it is applied to."""
+    return {}
 
 
 def pace(stats: Stats, seconds: float) -> Stats:

@@ -20,6 +20,7 @@ from coalign.runtime.folder import RunFolder
 from coalign.runtime.hooks import Evaluate, Hook
 from coalign.runtime.plots import plot_run
 from coalign.runtime.recording import Record
+from coalign.runtime.reference import precompute
 from coalign.runtime.saving import Save, restore
 from coalign.types import Stats
 
@@ -52,6 +53,7 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     record = Record(folder, display, config)
     engine.hooks = [*_evaluation(engine, record), record, save]
     log.info("%s", engine.environment.loader.report())
+    precompute(engine, display)
     display.start(engine.step, engine.last)
     engine.phase = display.phase
     with _stop_on_signal(engine) as caught:

@@ -24,7 +24,7 @@ ALLOWED = {
     "modules": {"types", "config", "algorithms", "data", "rewards", "rollout", "weights", "native"},
     "cluster": {"types", "config", "data.batch"},
     "runtime": {"types", "cluster", "data", "algorithms", "rewards", "rollout", "config", "weights", "modules"},
-    "recipes": {"types", "runtime", "algorithms", "config"},
+    "recipes": {"types", "runtime", "algorithms", "config", "data"},
     "cli": {"types", "config", "data", "runtime", "modules", "cluster"},
 }
 HEAVY = {

@@ -56,7 +56,10 @@ def policy_gradient(
     return LossOutput(value, stats)
 
 
-policy_gradient.needs = lambda *, entropy_coef, **_: ("entropy",) if entropy_coef else ()
+policy_gradient.needs = lambda *, entropy_coef, kl_coef, **_: (
+    *(["entropy"] if entropy_coef else []),
+    *(["ref"] if kl_coef else []),
+)
 
 
 @torch.no_grad()

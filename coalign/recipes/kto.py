@@ -1,0 +1,35 @@
+"""Kahneman-Tversky optimisation (2402.01306): single responses, each desirable or not."""
+
+from coalign.data.mismatch import mismatch, with_reference_point
+from coalign.runtime.offline import Offline
+
+
+class KTO(Offline):
+    """Labelled responses in, a policy out.
+
+    The reference point z0 is how far the policy is from the reference on average, measured on responses that belong to
+    other prompts of the same step. It needs a forward pass of both models with the weights of the moment.
+    """
+
+    source = "labelled"
+    defaults = {
+        "runtime": {"prompts_per_step": 32},
+        "loss": {"fn": "kto", "beta": 0.1},
+        "models": {
+            "trainer": {"module": "fsdp", "optimizer": {"lr": 5e-7, "schedule": "linear"}},
+            "reference": {"module": "fsdp", "like": "trainer", "frozen": True},
+        },
+    }
+
+    @classmethod
+    def check(cls, config):
+        if config.runtime.prompts_per_step < 2:
+            raise ValueError(
+                "runtime.prompts_per_step is 1: the reference point of `kto` is measured on responses to other prompts "
+                "of the step; use 2 or more (32 is usual)"
+            )
+
+    def prepare(self, batch):
+        others = self.transform(mismatch, batch)
+        scorers = self.trainer.forward_step(others, into="old_logprobs"), self.reference.forward_step(others)
+        return self.transform(with_reference_point, batch, self.join(others, *scorers))

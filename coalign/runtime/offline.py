@@ -1,0 +1,50 @@
+"""What recipes that learn from a data set have in common: no roll-out, one model that learns, perhaps a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coalign.algorithms.traits import needs
+from coalign.cluster.future import BatchRef, Future
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import LossConfig, RunConfig
+from coalign.runtime.engine import Engine
+from coalign.types import Scorer, Trainable
+
+
+class Offline(Engine):
+    """Rows of the data set in, one trained model out; evaluation is the loss and its statistics on held-out rows.
+
+    ``reference`` is there when the loss reads its log-probs.
+    """
+
+    models = {"trainer": Trainable, "reference": Scorer}
+    evaluates = ("trainer", "reference")
+
+    @classmethod
+    def roles(cls, config: RunConfig) -> Mapping[str, type]:
+        return with_reference_where_read(cls.models, config.loss)
+
+    def env_flow(self, batch: BatchRef) -> Any:
+        """The rows with the reference's log-probs where the loss reads them. They do not depend on what is learned."""
+        return self.join(batch, self.reference.forward_step(batch)) if hasattr(self, "reference") else batch
+
+    def prepare(self, batch: BatchRef | Future) -> Any:
+        """What is added to a batch with the weights of the moment, right before it is learned from or evaluated."""
+        return batch
+
+    def train_flow(self, batch: BatchRef) -> Any:
+        return self.trainer.train_step(self.prepare(batch))
+
+    def eval_flow(self, batch: BatchRef) -> Any:
+        return self.trainer.eval_step(self.prepare(self.env_flow(batch)))
+
+
+def with_reference_where_read(roles: Mapping[str, type], loss: LossConfig | None) -> Mapping[str, type]:
+    """``roles`` without `reference` unless ``loss`` reads its log-probs."""
+    if loss is None:
+        return roles
+    fn = resolve(loss.fn, "coalign.algorithms.losses")
+    read = needs(fn, bind(fn, loss.arguments, "loss"))
+    return {name: role for name, role in roles.items() if name != "reference" or "ref" in read}
