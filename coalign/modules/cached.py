@@ -23,6 +23,7 @@ from coalign.modules.base import HEADS, Module
 from coalign.modules.layout import trained
 from coalign.types import Context, Stats, Total
 
+FILES = ("*.safetensors", "config.json", "adapter_config.json")
 BUSY_SECONDS = 60.0  # replicas of one model write to the same file in turn
 
 
@@ -47,7 +48,9 @@ class CachedModule(Module):
         directory.mkdir(parents=True, exist_ok=True)
         # Calls come one at a time, but not always from the thread that opened the file.
         self.store = sqlite3.connect(
-            directory / f"{identity(self.config)}.sqlite", timeout=BUSY_SECONDS, check_same_thread=False
+            directory / f"{identity(self.config, self.context.seed)}.sqlite",
+            timeout=BUSY_SECONDS,
+            check_same_thread=False,
         )
         self.store.execute("CREATE TABLE IF NOT EXISTS logprobs (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
 
@@ -96,20 +99,24 @@ class CachedModule(Module):
         return found
 
 
-def identity(config: ModelConfig) -> str:
-    """A hash of the files and settings that the log-probs follow from. ValueError for a model without files."""
+def identity(config: ModelConfig, seed: int) -> str:
+    """A hash of the files and settings that the log-probs follow from. ValueError for a model without files.
+
+    ``seed``: what random weights are drawn from.
+    """
     if config.load is None:
         raise ValueError("models.*.load is missing: a Hugging Face model directory")
     seen = xxh3_128()
     directories = [Path(config.load), *([Path(config.lora.load)] if config.lora and config.lora.load else [])]
     for directory in directories:
-        for file in sorted([*directory.glob("*.safetensors"), *directory.glob("*config.json")]):
-            seen.update(file.name)
+        for file in sorted(file for pattern in FILES for file in directory.glob(pattern)):
+            seen.update(file.name.encode())
             with file.open("rb") as data:
                 while block := data.read(2**24):
                     seen.update(block)
-    how = (config.module, config.init, config.dtype, config.compute_dtype, config.sampling.temperature)
-    seen.update(repr(how))
+    drawn = seed if config.init == "random" else None
+    how = (config.module, drawn, config.dtype, config.compute_dtype, config.sampling.temperature)
+    seen.update(repr(how).encode())
     return seen.hexdigest()
 
 

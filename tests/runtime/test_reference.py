@@ -1,0 +1,30 @@
+from coalign.config.schema import LoraConfig, ModelConfig
+from coalign.runtime.reference import shared_bases
+from coalign.types import Scorer, Trainable
+
+ROLES = {"trainer": Trainable, "reference": Scorer}
+
+
+def shared(trainer: dict, reference: dict) -> dict[str, str]:
+    models = {
+        "trainer": ModelConfig(load="model", **trainer),
+        "reference": ModelConfig(**{"load": "model", "frozen": True} | reference),
+    }
+    return shared_bases(models, ROLES)
+
+
+def test_the_reference_of_adapters_is_what_they_lie_on():
+    adapters = {"lora": LoraConfig()}
+    assert shared(adapters, {}) == {"reference": "trainer"}
+    assert shared(adapters, adapters) == {"reference": "trainer"}  # `like: trainer` brings the section along
+
+
+def test_a_model_of_its_own_where_the_weights_differ():
+    adapters = {"lora": LoraConfig()}
+    assert shared({}, {}) == {}
+    assert shared(adapters, {"load": "another"}) == {}
+    assert shared(adapters, {"dtype": "bfloat16"}) == {}
+    assert shared(adapters, {"cache": "somewhere"}) == {}
+    trained = {"lora": LoraConfig(load="adapter")}
+    assert shared(trained, {}) == {}
+    assert shared(adapters, trained) == {}
