@@ -4,8 +4,50 @@ Keyword-only arguments are configuration. A loss says by attributes what its val
 it needs that are not there unasked (``needs``); see coalign.algorithms.traits.
 """
 
+from coalign.algorithms.losses.distillation import distillation
+from coalign.algorithms.losses.kto import apo_zero_unpaired, kto
 from coalign.algorithms.losses.policy import policy_gradient
+from coalign.algorithms.losses.preference import (
+    apo_down,
+    apo_zero,
+    bco_pair,
+    discopop,
+    dpo,
+    exo_pair,
+    hinge,
+    ipo,
+    nca_pair,
+    sppo_hard,
+)
+from coalign.algorithms.losses.ranking import bradley_terry
+from coalign.algorithms.losses.reference_free import cpo, orpo, simpo
 from coalign.algorithms.losses.sft import sft
+from coalign.algorithms.losses.steps import process_reward
+from coalign.algorithms.losses.transport import aot, aot_unpaired
 from coalign.algorithms.losses.value import value
 
-__all__ = ["policy_gradient", "sft", "value"]
+__all__ = [
+    "aot",
+    "aot_unpaired",
+    "apo_down",
+    "apo_zero",
+    "apo_zero_unpaired",
+    "bco_pair",
+    "bradley_terry",
+    "cpo",
+    "discopop",
+    "distillation",
+    "dpo",
+    "exo_pair",
+    "hinge",
+    "ipo",
+    "kto",
+    "nca_pair",
+    "orpo",
+    "policy_gradient",
+    "process_reward",
+    "sft",
+    "simpo",
+    "sppo_hard",
+    "value",
+]

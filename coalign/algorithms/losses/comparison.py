@@ -1,0 +1,85 @@
+"""What the preference losses share: sums over responses, and the outcome of comparing the responses of a group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coalign.algorithms.pairs import Pairs
+from coalign.algorithms.segments import segment_count, segment_sum
+from coalign.algorithms.traits import read
+from coalign.types import LossInput, LossOutput, Stat, Stats
+
+# Sums over a response and everything after them run in float64: N numbers cost nothing, and a log-ratio is a small
+# difference of large sums.
+
+
+def response_logprobs(x: LossInput) -> Tensor:
+    """f64[N]: log π(response | prompt), summed over the trained tokens."""
+    return segment_sum(read(x, "logprobs").double(), x.segment, x.sequences)
+
+
+def log_ratios(x: LossInput) -> Tensor:
+    """f64[N]: log π - log π_ref of each response, summed over the trained tokens."""
+    return segment_sum(token_log_ratios(x), x.segment, x.sequences)
+
+
+def token_log_ratios(x: LossInput) -> Tensor:
+    """f64[T]: log π - log π_ref."""
+    return read(x, "logprobs").double() - read(x, "ref").double()
+
+
+def lengths(x: LossInput) -> Tensor:
+    """f64[N]: trained tokens of each response, at least 1, so that one may divide by them."""
+    return segment_count(x.segment, x.sequences).clamp(min=1).double()
+
+
+def logistic(z: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - ε) log σ(z) - ε log σ(-z), for labels that are wrong with probability ε."""
+    loss = F.softplus(-z)
+    return loss if label_smoothing == 0 else (1 - label_smoothing) * loss + label_smoothing * F.softplus(z)
+
+
+def check_smoothing(label_smoothing: float, *, least: float = 0.0) -> None:
+    """ValueError unless it is a probability of at most (exclusively) one half."""
+    if not least <= label_smoothing < 0.5:
+        raise ValueError(
+            f"loss.label_smoothing is {label_smoothing}: it is the share of wrong labels, from {least} to below 0.5"
+        )
+
+
+def compared(x: LossInput, pairs: Pairs, losses: Tensor, rewards: Tensor, nll_coef: float = 0.0) -> LossOutput:
+    """A value per group: the mean of ``losses`` [P] over its pairs, with statistics of the implicit ``rewards`` [N].
+
+    ``nll_coef`` adds that much of the winner's negative log-likelihood, the mean over its own tokens (RPO, 2404.19733).
+    """
+    logprobs = response_logprobs(x)
+    stats = {**reward_stats(pairs, rewards.detach()), **chosen_rejected("logps", pairs, logprobs.detach())}
+    if nll_coef:
+        nll = -(logprobs / lengths(x))[pairs.winner]
+        losses = losses + nll_coef * nll
+        stats["nll"] = Stat.of(nll)
+    return LossOutput(pairs.mean(losses), stats)
+
+
+def reward_stats(pairs: Pairs, rewards: Tensor) -> Stats:
+    """Means over pairs. ``accuracy`` is the share of pairs in which the winner has the greater reward; a tie counts
+    half, so a policy that equals its reference is at chance."""
+    margin = pairs.difference(rewards)
+    return {
+        **chosen_rejected("rewards", pairs, rewards),
+        "accuracy": accuracy(margin),
+        "margin": Stat.of(margin),
+    }
+
+
+def accuracy(margin: Tensor) -> Stat:
+    """The share of ``margin`` above 0; 0 itself counts half."""
+    return Stat.of(torch.heaviside(margin, margin.new_tensor(0.5)))
+
+
+def chosen_rejected(name: str, pairs: Pairs, values: Tensor) -> Stats:
+    """The means of ``values`` [N] over winners and over losers."""
+    winner, loser = pairs.split(values)
+    return {f"{name}/chosen": Stat.of(winner), f"{name}/rejected": Stat.of(loser)}

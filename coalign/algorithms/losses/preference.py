@@ -1,0 +1,174 @@
+"""Direct preference optimisation and its descendants that compare a policy with a frozen reference.
+
+Each reads logprobs, ref and the column `preference`, and gives one value per group: the mean over its pairs of a better
+and a worse response. r is the log-ratio log π - log π_ref of a response, summed over its tokens; w is the better
+response, l the worse one, z = β (r_w - r_l). ``beta`` is β, ``nll_coef`` adds that much of the better response's
+negative log-likelihood per token (2404.19733). Names are those of TRL's ``loss_type``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coalign.algorithms.losses.comparison import (
+    check_smoothing,
+    compared,
+    lengths,
+    log_ratios,
+    logistic,
+    token_log_ratios,
+)
+from coalign.algorithms.pairs import Pairs, pairs_of
+from coalign.algorithms.traits import column
+from coalign.types import LossInput, LossOutput
+
+MAX_EXPONENT = 80.0  # e^80: beyond any log-ratio of use, and its square does not overflow float64
+
+
+def dpo(
+    x: LossInput,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    robust: bool = False,
+    length_normalised: bool = False,
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
+    alpha: float = 0.5,
+    ld_alpha: float = 1.0,
+    margin_coef: float = 0.0,
+    nll_coef: float = 0.0,
+) -> LossOutput:
+    """-log σ(z) (2305.18290), and what differs from it in one place.
+
+    - ``label_smoothing`` ε: labels wrong with that probability. -(1 - ε) log σ(z) - ε log σ(-z) (cDPO), or with
+      ``robust`` the unbiased [-(1 - ε) log σ(z) + ε log σ(-z)] / (1 - 2ε) (rDPO, 2403.00409).
+    - ``length_normalised``: r divided by the response's tokens (TRL's sigmoid_norm).
+    - ``divergence``: f'(π/π_ref) in place of r (f-DPO, 2309.16240); ``alpha`` is the order of `alpha`, which is
+      `forward_kl` at 0 and `reverse_kl` at 1.
+    - ``ld_alpha``: weight of the tokens beyond the shorter response's length (LD-DPO, 2409.06411).
+    - ``margin_coef``: z less that much of the difference in the column `margin` (ODPO, 2402.10571).
+    """
+    check_smoothing(label_smoothing)
+    pairs, ratios = pairs_of(x), log_ratios(x)
+    compare = pairs.split(ratios) if ld_alpha == 1 else _desensitised(x, pairs, ld_alpha)
+    winner, loser = (_divergence_gradient(r, divergence, alpha) for r in compare)
+    if length_normalised:
+        winner, loser = (r / n for r, n in zip((winner, loser), pairs.split(lengths(x)), strict=True))
+    z = beta * (winner - loser)
+    if margin_coef:
+        z = z - margin_coef * pairs.difference(column(x, "margin", "margin_coef"))
+    losses = _robust(z, label_smoothing) if robust else logistic(z, label_smoothing)
+    return compared(x, pairs, losses, beta * ratios, nll_coef)
+
+
+def ipo(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
+    """(r_w/|w| - r_l/|l| - 1/(2β))², with log-ratios *averaged* over tokens (2310.12036; TRL has it from the authors).
+
+    β is the paper's τ. OpenRLHF sums where this averages.
+    """
+    pairs, ratios = pairs_of(x), log_ratios(x) / lengths(x)
+    return compared(x, pairs, (pairs.difference(ratios) - 1 / (2 * beta)).square(), beta * ratios, nll_coef)
+
+
+def hinge(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
+    """max(0, 1 - z) (SLiC, 2305.10425, against a reference as in RSO, 2309.06657)."""
+    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    return compared(x, pairs, (1 - pairs.difference(rewards)).relu(), rewards, nll_coef)
+
+
+def exo_pair(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 1e-3, nll_coef: float = 0.0) -> LossOutput:
+    """EXO-pref (2402.00856, eq. 16): KL from (σ(z), σ(-z)) to (1 - ε, ε). ε = ``label_smoothing`` is above 0."""
+    check_smoothing(label_smoothing, least=1e-12)
+    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    z = pairs.difference(rewards)
+    won, lost = F.logsigmoid(z), F.logsigmoid(-z)
+    losses = won.exp() * (won - math.log1p(-label_smoothing)) + lost.exp() * (lost - math.log(label_smoothing))
+    return compared(x, pairs, losses, rewards, nll_coef)
+
+
+def nca_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
+    """NCA (2402.05369): -log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)."""
+    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    winner, loser = pairs.split(rewards)
+    return compared(
+        x, pairs, F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser), rewards, nll_coef
+    )
+
+
+def bco_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
+    """BCO (2404.04656): -log σ(βr_w) - log σ(-βr_l).
+
+    As in TRL's DPOTrainer without the paper's reward shift, a running mean over the steps: a loss keeps no state.
+    """
+    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    winner, loser = pairs.split(rewards)
+    return compared(x, pairs, F.softplus(-winner) + F.softplus(loser), rewards, nll_coef)
+
+
+def sppo_hard(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
+    """SPPO (2405.00675, eq. 4.7) with probability 1 for the winner: (r_w - 1/(2β))² + (r_l + 1/(2β))²."""
+    pairs, ratios = pairs_of(x), log_ratios(x)
+    winner, loser = pairs.split(ratios)
+    losses = (winner - 0.5 / beta).square() + (loser + 0.5 / beta).square()
+    return compared(x, pairs, losses, beta * ratios, nll_coef)
+
+
+def apo_zero(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
+    """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than what the policy writes."""
+    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    winner, loser = pairs.split(rewards)
+    return compared(x, pairs, torch.sigmoid(-winner) + torch.sigmoid(loser), rewards, nll_coef)
+
+
+def apo_down(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
+    """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than what the policy writes."""
+    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    winner, loser = pairs.split(rewards)
+    return compared(x, pairs, torch.sigmoid(winner) + torch.sigmoid(loser - winner), rewards, nll_coef)
+
+
+def discopop(x: LossInput, *, beta: float = 0.1, tau: float = 0.05, nll_coef: float = 0.0) -> LossOutput:
+    """DiscoPOP (2406.08414, eq. 5): (1 - m) · -log σ(z) + m e^(-z), with m = σ(z/τ)."""
+    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    z = pairs.difference(rewards)
+    # m e^(-z) as one exponential: for z far below 0 it is a product of nothing and infinity.
+    exponential = (F.logsigmoid(z / tau) - z).clamp(max=MAX_EXPONENT).exp()
+    return compared(x, pairs, torch.sigmoid(-z / tau) * F.softplus(-z) + exponential, rewards, nll_coef)
+
+
+for _loss in (dpo, ipo, hinge, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop):
+    _loss.per = "group"
+    _loss.needs = lambda **_: ("ref",)
+
+
+def _robust(z: Tensor, label_smoothing: float) -> Tensor:
+    return ((1 - label_smoothing) * F.softplus(-z) - label_smoothing * F.softplus(z)) / (1 - 2 * label_smoothing)
+
+
+def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """f'(e^ratio) of the divergence, up to a constant; exponents are held at ±80."""
+    if divergence == "js":
+        return math.log(2) + F.logsigmoid(ratio)
+    order = {"reverse_kl": 1.0, "forward_kl": 0.0, "alpha": alpha}[divergence] - 1
+    return ratio if order == 0 else torch.expm1((order * ratio).clamp(max=MAX_EXPONENT)) / order
+
+
+def _desensitised(x: LossInput, pairs: Pairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
+    """The log-ratios of winners and losers, [P] each, with ``ld_alpha`` as the weight of every token beyond the length
+    that the two responses share."""
+    running = F.pad(token_log_ratios(x).cumsum(0), (1, 0))
+    sizes = torch.bincount(x.segment, minlength=x.sequences)
+    starts = sizes.cumsum(0) - sizes
+    shared = torch.minimum(*pairs.split(sizes))
+
+    def weighted(row: Tensor) -> Tensor:
+        begin, end = starts[row], starts[row] + sizes[row]
+        head, whole = (running[stop] - running[begin] for stop in (begin + shared, end))
+        return head + ld_alpha * (whole - head)
+
+    return weighted(pairs.winner), weighted(pairs.loser)

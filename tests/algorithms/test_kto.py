@@ -1,0 +1,112 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from coalign.algorithms.aggregate import Totals
+from coalign.algorithms.losses import apo_zero_unpaired, kto
+from coalign.algorithms.traits import needs, per
+from coalign.data.batch import Batch
+from coalign.modules.objective import Objective
+from tests.algorithms.responses import responses
+
+T = torch.tensor
+
+
+def sigmoid(z):
+    return 1 / (1 + math.exp(-z))
+
+
+# r = 2, -1, 0.5
+ROWS, REF = [[-1.0, -2.0], [-2.0, -1.0, -1.5], [-1.0]], [[-2.5, -2.5], [-1.0, -1.5, -1.0], [-1.5]]
+X = responses(ROWS, ref=REF, group=[0, 1, 2], preference=[1, 0, 0], reference_point=[0.5] * 3)
+
+
+class TestKTO:
+    def test_worked_by_hand(self):
+        out = kto(X, beta=0.5, desirable_weight=2.0, undesirable_weight=1.5)
+        expected = [2 * (1 - sigmoid(0.5 * 1.5)), 1.5 * (1 - sigmoid(0.5 * 1.5)), 1.5 * 0.5]
+        assert out.value.tolist() == pytest.approx(expected)
+        assert {name: stat.value for name, stat in out.stats.items()} == pytest.approx(
+            {
+                "rewards/chosen": 1.0,
+                "rewards/rejected": -0.125,
+                "logps/chosen": -3.0,
+                "logps/rejected": -2.75,
+                "accuracy": 2.5 / 3,  # the third lies on the reference point
+                "kl": 0.5,
+            }
+        )
+
+    def test_the_reference_point_of_apo_zero_is_0(self):
+        out = apo_zero_unpaired(X, beta=0.5)
+        assert out.value.tolist() == pytest.approx([1 - sigmoid(1), sigmoid(-0.5), sigmoid(0.25)])
+        without = replace(X, columns={"preference": X.columns["preference"]})
+        assert apo_zero_unpaired(without, beta=0.5).value.tolist() == out.value.tolist()
+
+    @pytest.mark.parametrize("kind", [0.0, 1.0])
+    def test_one_kind_only(self, kind):
+        logprobs = X.logprobs.clone().requires_grad_()
+        columns = dict(X.columns) | {"preference": torch.full((3,), kind)}
+        out = kto(replace(X, logprobs=logprobs, columns=columns))
+        out.value.sum().backward()
+        assert (logprobs.grad < 0).all() if kind else (logprobs.grad > 0).all()
+        absent = "rejected" if kind else "chosen"
+        assert out.stats[f"rewards/{absent}"].count == 0
+
+    def test_no_gradient_through_the_reference_point(self):
+        point = T([0.5] * 3, dtype=torch.float64)
+        logprobs = X.logprobs.clone().requires_grad_()
+        columns = dict(X.columns) | {"reference_point": point}
+        assert torch.autograd.gradcheck(
+            lambda p: kto(replace(X, logprobs=p, columns=columns), desirable_weight=1.3).value, (logprobs,)
+        )
+
+    @pytest.mark.parametrize("gap", [-5000.0, 5000.0])
+    def test_extreme_log_ratios_stay_finite(self, gap):
+        logprobs = T([gap, -gap], requires_grad=True)
+        x = responses([[0.0], [0.0]], ref=[[0.0], [0.0]], preference=[1, 0], reference_point=[0.0, 0.0])
+        out = kto(replace(x, logprobs=logprobs))
+        out.value.sum().backward()
+        assert out.value.isfinite().all() and logprobs.grad.isfinite().all()
+
+    def test_rankings_are_refused(self):
+        with pytest.raises(ValueError, match="holds 2: this loss judges each response by itself"):
+            kto(replace(X, columns=dict(X.columns) | {"preference": T([0.0, 1.0, 2.0])}))
+
+    def test_missing_inputs_are_named(self):
+        with pytest.raises(ValueError, match="column `reference_point`"):
+            kto(replace(X, columns={"preference": X.columns["preference"]}))
+        with pytest.raises(ValueError, match="needs `ref`"):
+            kto(replace(X, ref=None))
+
+    def test_traits(self):
+        for loss in (kto, apo_zero_unpaired):
+            assert (per(loss), needs(loss, {})) == ("sequence", ("ref",))
+
+    def test_any_cut_into_micro_batches_changes_nothing(self):
+        lengths = T([3, 4, 2])
+        first = T([0, 3, 7])
+        ref = torch.zeros(9, dtype=torch.float64)
+        mask = torch.ones(9, dtype=torch.bool)
+        mask[first] = False
+        ref[mask] = X.ref
+        batch = Batch(
+            lengths,
+            {"tokens": torch.zeros(9, dtype=torch.int32), "ref_logprobs": ref},
+            {"preference": T([1.0, 0.0, 0.0]), "reference_point": T([0.5] * 3)},
+        )
+
+        def run(parts):
+            leaf, at, total = X.logprobs.clone().requires_grad_(), 0, 0.0
+            for part in parts:
+                size = part.tokens_total - len(part)
+                share, _ = Objective("kto")(part, {"logprobs": leaf[at : at + size]}, Totals(6, 3, 3))
+                share.backward()
+                at, total = at + size, total + share.item()
+            return total, leaf.grad
+
+        whole, cut = run([batch]), run([batch.slice(i, i + 1) for i in range(3)])
+        assert cut[0] == pytest.approx(whole[0]) == pytest.approx(kto(X).value.mean().item())
+        torch.testing.assert_close(cut[1], whole[1])

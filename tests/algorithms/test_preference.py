@@ -1,0 +1,339 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from coalign.algorithms import losses
+from coalign.algorithms.aggregate import Totals
+from coalign.algorithms.losses import aot, aot_unpaired, cpo, dpo, exo_pair, ipo, orpo, simpo
+from coalign.algorithms.traits import needs, per
+from coalign.data.batch import Batch
+from coalign.modules.objective import Objective
+from tests.algorithms.responses import responses
+
+T = torch.tensor
+WITH_REFERENCE = [
+    "dpo",
+    "ipo",
+    "hinge",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+]
+BATCH = ["aot", "aot_unpaired"]
+WITHOUT_REFERENCE = ["simpo", "cpo", "orpo"]
+DPO_FORMS = [
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "robust": True},
+    {"length_normalised": True},
+    {"divergence": "forward_kl"},
+    {"divergence": "js"},
+    {"divergence": "alpha", "alpha": 0.3},
+    {"ld_alpha": 0.4},
+    {"margin_coef": 1.0},
+    {"nll_coef": 0.7},
+]
+
+
+def log_sigmoid(z):
+    return -math.log1p(math.exp(-z))
+
+
+# r_w = 2 and r_l = -1, so z = 0.5 · 3 = 1.5; the winner has two tokens, the loser three.
+LOGPROBS, REFERENCE = [[-1.0, -2.0], [-2.0, -1.0, -1.5]], [[-2.5, -2.5], [-1.0, -1.5, -1.0]]
+PAIR = responses(LOGPROBS, ref=REFERENCE, preference=[1, 0], margin=[0.25, 0.0])
+Z, NLL = 1.5, 1.5
+
+
+class TestValuesWorkedByHand:
+    @pytest.mark.parametrize(
+        ("name", "arguments", "expected"),
+        [
+            ("dpo", {}, -log_sigmoid(Z)),
+            ("dpo", {"label_smoothing": 0.1}, -0.9 * log_sigmoid(Z) - 0.1 * log_sigmoid(-Z)),
+            (
+                "dpo",
+                {"label_smoothing": 0.1, "robust": True},
+                (-0.9 * log_sigmoid(Z) + 0.1 * log_sigmoid(-Z)) / 0.8,
+            ),
+            ("dpo", {"length_normalised": True}, -log_sigmoid(0.5 * (2 / 2 + 1 / 3))),
+            ("dpo", {"divergence": "forward_kl"}, -log_sigmoid(0.5 * (-math.exp(-2) + math.exp(1)))),
+            ("dpo", {"divergence": "js"}, -log_sigmoid(0.5 * (log_sigmoid(2) - log_sigmoid(-1)))),
+            (
+                "dpo",
+                {"divergence": "alpha", "alpha": 0.5},
+                -log_sigmoid(0.5 * (math.exp(-1) - math.exp(0.5)) / -0.5),
+            ),
+            # The third token of the loser, r = -0.5, counts a quarter: r_l = -0.5 - 0.125.
+            ("dpo", {"ld_alpha": 0.25}, -log_sigmoid(0.5 * (2 + 0.625))),
+            ("dpo", {"margin_coef": 2.0}, -log_sigmoid(Z - 0.5)),
+            ("dpo", {"nll_coef": 0.1}, -log_sigmoid(Z) + 0.1 * NLL),
+            ("ipo", {}, (2 / 2 + 1 / 3 - 1) ** 2),
+            ("hinge", {}, 0.0),
+            ("hinge", {"beta": 0.1}, 0.7),
+            (
+                "exo_pair",
+                {"label_smoothing": 0.01},
+                math.exp(log_sigmoid(Z)) * (log_sigmoid(Z) - math.log(0.99))
+                + math.exp(log_sigmoid(-Z)) * (log_sigmoid(-Z) - math.log(0.01)),
+            ),
+            ("nca_pair", {}, -log_sigmoid(1) - 0.5 * log_sigmoid(-1) - 0.5 * log_sigmoid(0.5)),
+            ("bco_pair", {}, -log_sigmoid(1) - log_sigmoid(0.5)),
+            ("sppo_hard", {}, (2 - 1) ** 2 + (-1 + 1) ** 2),
+            ("apo_zero", {}, math.exp(log_sigmoid(-1)) + math.exp(log_sigmoid(-0.5))),
+            ("apo_down", {}, math.exp(log_sigmoid(1)) + math.exp(log_sigmoid(-Z))),
+            (
+                "discopop",
+                {"tau": 1.0},
+                math.exp(log_sigmoid(-Z)) * -log_sigmoid(Z) + math.exp(log_sigmoid(Z)) * math.exp(-Z),
+            ),
+            # log π: -3 against -4.5
+            ("cpo", {"nll_coef": 0.3}, -log_sigmoid(0.5 * 1.5) + 0.3 * NLL),
+            # mean log π: -1.5 each
+            ("simpo", {"gamma": 0.3}, -log_sigmoid(-0.3)),
+            ("aot", {}, -log_sigmoid(Z)),
+            ("aot_unpaired", {}, -log_sigmoid(Z)),
+        ],
+    )
+    def test_one_pair(self, name, arguments, expected):
+        out = getattr(losses, name)(PAIR, **{"beta": 0.5} | arguments)
+        assert out.value.tolist() == pytest.approx([expected])
+
+    def test_orpo(self):
+        # Mean log-probs log 0.5 and log 0.2: odds 1 and 0.25.
+        x = responses([[math.log(0.5)] * 2, [math.log(0.2)]], preference=[1, 0])
+        out = orpo(x, beta=0.5)
+        assert out.value.item() == pytest.approx(math.log(2) - 0.5 * log_sigmoid(math.log(4)))
+        assert out.stats["log_odds"].value == pytest.approx(math.log(4))
+        assert out.stats["nll"].value == pytest.approx(math.log(2))
+
+    def test_alpha_po(self):
+        x = responses([[math.log(0.5)], [math.log(0.25)]], preference=[1, 0])
+        # (1 - p^-0.5) / 0.5 at 0.5 and 0.25: 2(1 - √2) and 2(1 - 2)
+        expected = -log_sigmoid(2 * (4 - 2 * math.sqrt(2)) - 0.1)
+        assert simpo(x, alpha=0.5, gamma=0.1).value.item() == pytest.approx(expected)
+
+    def test_statistics(self):
+        stats = dpo(PAIR, beta=0.5, nll_coef=0.1).stats
+        assert {name: stat.value for name, stat in stats.items()} == pytest.approx(
+            {
+                "rewards/chosen": 1.0,
+                "rewards/rejected": -0.5,
+                "accuracy": 1.0,
+                "margin": 1.5,
+                "logps/chosen": -3.0,
+                "logps/rejected": -4.5,
+                "nll": 1.5,
+            }
+        )
+        equal = responses(LOGPROBS, ref=LOGPROBS, preference=[1, 0])
+        assert dpo(equal).stats["accuracy"].value == 0.5
+        assert dpo(replace(PAIR, columns={"preference": T([0.0, 1.0])})).stats["accuracy"].value == 0.0
+
+    def test_alpha_divergence_ends(self):
+        for alpha, name in ((0.0, "forward_kl"), (1.0, "reverse_kl")):
+            got = dpo(PAIR, divergence="alpha", alpha=alpha).value
+            assert got.item() == pytest.approx(dpo(PAIR, divergence=name).value.item(), rel=1e-12)
+
+
+class TestRankings:
+    X = responses([[-1.0], [-2.0], [-4.0]], ref=[[-1.0], [-1.0], [-1.0]], group=[0, 0, 0], preference=[0, -1, -2])
+
+    def test_mean_over_all_pairs(self):
+        # r = 0, -1, -3: z = 1, 3, 2 at β = 1
+        expected = -sum(log_sigmoid(z) for z in (1, 3, 2)) / 3
+        out = dpo(self.X, beta=1.0)
+        assert out.value.tolist() == pytest.approx([expected])
+        assert out.stats["accuracy"].count == 3
+
+    def test_any_order_within_the_group(self):
+        turned = responses([[-4.0], [-1.0], [-2.0]], ref=[[-1.0]] * 3, group=[0, 0, 0], preference=[1, 7, 5])
+        assert dpo(turned).value.item() == pytest.approx(dpo(self.X).value.item())
+
+    def test_desensitising_pairs_of_different_lengths(self):
+        # r per token; the shared length is that of each pair, not of the group.
+        rows = [[1.0, 2.0, 4.0], [0.5], [0.25, 0.25]]
+        x = responses(rows, ref=[[0.0] * len(r) for r in rows], group=[0, 0, 0], preference=[3, 2, 1])
+        z = [(1 + 0.1 * 6) - 0.5, (3 + 0.1 * 4) - 0.5, 0.5 - (0.25 + 0.1 * 0.25)]
+        assert dpo(x, beta=1.0, ld_alpha=0.1).value.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 3)
+
+    @pytest.mark.parametrize("name", WITH_REFERENCE + WITHOUT_REFERENCE)
+    def test_a_group_without_pairs_is_0_and_has_no_gradient(self, name):
+        logprobs = T([-1.0, -2.0, -3.0, -0.5], requires_grad=True)
+        x = replace(
+            responses([[0.0]] * 4, group=[0, 0, 1, 1], preference=[1, 1, 1, 0]),
+            logprobs=logprobs,
+            ref=T([-1.5, -1.5, -2.0, -2.0]),
+        )
+        value = getattr(losses, name)(x).value
+        value.sum().backward()
+        assert value[0] == 0 and value[1] != 0
+        assert logprobs.grad[:2].tolist() == [0.0, 0.0] and logprobs.grad[2:].abs().min() > 0
+
+    @pytest.mark.parametrize("name", [*WITH_REFERENCE, *WITHOUT_REFERENCE, *BATCH])
+    def test_no_pairs_at_all(self, name):
+        logprobs = T([-1.0, -2.0], requires_grad=True)
+        x = replace(responses([[0.0]] * 2, preference=[0, 0]), logprobs=logprobs, ref=T([-1.5, -1.5]))
+        value = getattr(losses, name)(x).value
+        value.sum().backward()
+        assert value.tolist() == [0.0] and logprobs.grad.tolist() == [0.0, 0.0]
+
+
+class TestTransport:
+    X = responses(
+        [[-3.0], [-1.0], [-1.0], [-4.0]],
+        ref=[[-1.0], [-2.0], [-3.0], [-1.0]],
+        preference=[1, 0, 1, 0],
+        group=[0, 0, 1, 1],
+    )
+
+    def test_sorted_across_the_batch(self):
+        # Policy differences -2, 3; reference differences 1, -2, sorted -2, 1: 0 and 2.
+        assert aot(self.X, beta=1.0).value.item() == pytest.approx(-(log_sigmoid(0) + log_sigmoid(2)) / 2)
+        # r_w: -2, 2; r_l: 1, -3, sorted -3, 1: 1 and 1.
+        assert aot_unpaired(self.X, beta=1.0).value.item() == pytest.approx(-log_sigmoid(1))
+
+    def test_label_smoothing(self):
+        expected = -0.8 * log_sigmoid(1) - 0.2 * log_sigmoid(-1)
+        assert aot_unpaired(self.X, beta=1.0, label_smoothing=0.2).value.item() == pytest.approx(expected)
+
+
+class TestGradients:
+    ROWS = [[-0.9, -2.3], [-1.1, -0.2, -0.7], [-1.7], [-0.4, -3.0]]
+    X = responses(
+        ROWS,
+        ref=[[-1.0, -2.0], [-1.5, -0.7, -0.1], [-1.2], [-0.9, -2.2]],
+        preference=[1, 0, 0, 1],
+        margin=[0.3, 0, 0, 0.1],
+    )
+
+    @pytest.mark.parametrize("name", [*WITH_REFERENCE, *WITHOUT_REFERENCE, *BATCH])
+    def test_gradcheck(self, name):
+        logprobs = self.X.logprobs.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda p: getattr(losses, name)(replace(self.X, logprobs=p)).value, (logprobs,))
+
+    @pytest.mark.parametrize("arguments", DPO_FORMS, ids=str)
+    def test_gradcheck_of_dpo_forms(self, arguments):
+        logprobs = self.X.logprobs.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda p: dpo(replace(self.X, logprobs=p), **arguments).value, (logprobs,))
+
+    def test_dpo_at_the_reference(self):
+        # z = 0: every token of the winner gets -β/2, of the loser β/2.
+        logprobs = T([-1.0, -2.0, -3.0], requires_grad=True)
+        x = replace(responses([[0.0, 0.0], [0.0]], preference=[1, 0]), logprobs=logprobs, ref=logprobs.detach())
+        dpo(x, beta=0.1).value.sum().backward()
+        assert logprobs.grad.tolist() == pytest.approx([-0.05, -0.05, 0.05])
+
+    @pytest.mark.parametrize("gap", [-5000.0, 5000.0])
+    @pytest.mark.parametrize(
+        ("name", "arguments"),
+        [(n, {}) for n in (*WITH_REFERENCE, *WITHOUT_REFERENCE, *BATCH)] + [("dpo", a) for a in DPO_FORMS],
+        ids=str,
+    )
+    def test_extreme_log_ratios_stay_finite(self, name, arguments, gap):
+        logprobs = T([min(gap, 0.0) - 1e-9, min(-gap, 0.0)], requires_grad=True)
+        x = replace(
+            responses([[0.0], [0.0]], preference=[1, 0], margin=[1, 0]),
+            logprobs=logprobs,
+            ref=T([min(-gap, 0.0), min(gap, 0.0)]),
+        )
+        out = getattr(losses, name)(x, **arguments)
+        out.value.sum().backward()
+        assert out.value.isfinite().all() and logprobs.grad.isfinite().all()
+        assert all(math.isfinite(stat.value) for stat in out.stats.values())
+
+    def test_an_empty_response(self):
+        x = responses([[-1.0], []], ref=[[-1.0], []], preference=[1, 0])
+        for name in (*WITH_REFERENCE, *WITHOUT_REFERENCE):
+            assert getattr(losses, name)(x).value.isfinite().all(), name
+
+
+class TestMicroBatches:
+    @pytest.mark.parametrize("name", [*WITH_REFERENCE, *WITHOUT_REFERENCE])
+    def test_cuts_between_groups_change_nothing(self, name):
+        generator = torch.Generator().manual_seed(1)
+        lengths = torch.randint(2, 6, (9,), generator=generator)
+        batch = Batch(
+            lengths,
+            {"tokens": torch.zeros(int(lengths.sum()), dtype=torch.int32)},
+            {
+                "group": T([3, 3, 8, 8, 8, 1, 1, 2, 2]),
+                "preference": T([1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]),
+            },
+        )
+        trained = int(lengths.sum()) - 9
+        logprobs = -torch.rand(trained, generator=generator, dtype=torch.float64)
+        mask = torch.ones(batch.tokens_total, dtype=torch.bool)
+        mask[batch.offsets[:-1]] = False
+        ref = torch.zeros(batch.tokens_total, dtype=torch.float64)
+        ref[mask] = -torch.rand(trained, generator=generator, dtype=torch.float64)
+        batch = batch.with_(ref_logprobs=ref)
+
+        def run(parts):
+            objective = Objective(name, nll_coef=0.2) if name != "orpo" else Objective(name)
+            leaf, at, value = logprobs.clone().requires_grad_(), 0, 0.0
+            for part in parts:
+                size = part.tokens_total - len(part)
+                share, _ = objective(part, {"logprobs": leaf[at : at + size]}, Totals(trained, 9, 4))
+                share.backward()
+                at, value = at + size, value + share.item()
+            return value, leaf.grad
+
+        whole, cut = run([batch]), run([batch.slice(0, 2), batch.slice(2, 7), batch.slice(7, 9)])
+        assert cut[0] == pytest.approx(whole[0], rel=1e-12)
+        torch.testing.assert_close(cut[1], whole[1], rtol=1e-12, atol=0)
+        expected = Objective(name).loss(responses_of(batch, logprobs, ref[mask])).value
+        assert expected.shape == (4,) and expected[2] == 0
+
+
+def responses_of(batch, logprobs, ref):
+    sizes = (batch.lengths - 1).tolist()
+    group = torch.unique_consecutive(batch["group"], return_inverse=True)[1].tolist()
+    return responses(
+        list(logprobs.split(sizes)), ref=list(ref.split(sizes)), group=group, preference=batch["preference"]
+    )
+
+
+class TestWhatTheyAskFor:
+    def test_traits(self):
+        for name in WITH_REFERENCE:
+            loss = getattr(losses, name)
+            assert (per(loss), needs(loss, {})) == ("group", ("ref",))
+        for name in BATCH:
+            assert (per(getattr(losses, name)), needs(getattr(losses, name), {})) == ("batch", ("ref",))
+        for name in WITHOUT_REFERENCE:
+            assert (per(getattr(losses, name)), needs(getattr(losses, name), {})) == ("group", ())
+
+    def test_missing_inputs_are_named(self):
+        with pytest.raises(ValueError, match="needs `ref`"):
+            dpo(replace(PAIR, ref=None))
+        with pytest.raises(ValueError, match=r"needs the column `preference`.* only \['margin'\]"):
+            ipo(replace(PAIR, columns={"margin": T([1.0, 0.0])}))
+        with pytest.raises(ValueError, match=r"column `margin` because loss\.margin_coef is set"):
+            dpo(replace(PAIR, columns={"preference": T([1.0, 0.0])}), margin_coef=1.0)
+
+    @pytest.mark.parametrize("loss", [dpo, cpo, simpo, aot, aot_unpaired])
+    def test_label_smoothing_is_below_one_half(self, loss):
+        with pytest.raises(ValueError, match=r"label_smoothing is 0\.5"):
+            loss(PAIR, label_smoothing=0.5)
+
+    def test_exo_needs_doubt(self):
+        with pytest.raises(ValueError, match="label_smoothing is 0"):
+            exo_pair(PAIR, label_smoothing=0.0)
+
+
+def test_float32_sums_do_not_lose_small_ratios():
+    """The log-ratio is summed token by token: the difference of two long sums would be rounding."""
+    size = 4000
+    logprobs = torch.full((2 * size,), -5.3)
+    ref = logprobs - torch.cat([torch.full((size,), 1e-5), torch.zeros(size)])
+    x = replace(responses([[0.0] * size] * 2, preference=[1, 0]), logprobs=logprobs, ref=ref)
+    exact = 0.1 * (logprobs.double() - ref.double())[:size].sum().item()
+    assert dpo(x).stats["margin"].value == pytest.approx(exact, rel=1e-9)
+    assert F.softplus(T(-exact)).item() == pytest.approx(dpo(x).value.item(), rel=1e-6)
