@@ -9,26 +9,26 @@ from coalign.config.errors import Key
 from coalign.config.schema import Input, RunConfig, Section
 
 
-def type_at(key: Key) -> Any:
-    """The annotation of the value at ``key`` of a run; Any where the schema leaves it open."""
-    kind: Any = RunConfig
+def type_at(key: Key, root: type[Section] = RunConfig) -> Any:
+    """The annotation of the value at ``key`` below the section ``root``; Any where the schema leaves it open."""
+    kind: Any = root
     for part in key:
         kind = _inside(kind, part)
     return kind
 
 
-def section_at(key: Key) -> type[Section] | None:
+def section_at(key: Key, root: type[Section] = RunConfig) -> type[Section] | None:
     """The section that stands at ``key``, or None. A list's only item may stand without brackets, so a list of sections
     counts as one."""
-    kind = bare(type_at(key))
+    kind = bare(type_at(key, root))
     if get_origin(kind) is list:
         kind = bare(get_args(kind)[0])
     return kind if _is_section(kind) else None
 
 
-def names_at(key: Key) -> list[str]:
+def names_at(key: Key, root: type[Section] = RunConfig) -> list[str]:
     """The keys that the schema knows in the section at ``key``."""
-    section = section_at(key)
+    section = section_at(key, root)
     return list(section.model_fields) if section else []
 
 
@@ -47,9 +47,9 @@ def bare(kind: Any) -> Any:
     return bare(rest[0]) if len(rest) == 1 else kind
 
 
-def input_at(key: Key) -> Input | None:
+def input_at(key: Key, root: type[Section] = RunConfig) -> Input | None:
     """What must exist where the text at ``key`` points; None for a text that is no path of an input."""
-    return next((mark for mark in _marks(type_at(key)) if isinstance(mark, Input)), None)
+    return next((mark for mark in _marks(type_at(key, root)) if isinstance(mark, Input)), None)
 
 
 def _inside(kind: Any, part: str | int) -> Any:

@@ -18,15 +18,17 @@ from coalign.config.errors import ConfigError, Key, Place, Problem, shown, undot
 from coalign.config.introspect import names_at, section_at
 from coalign.config.places import Places
 from coalign.config.reading import parse
+from coalign.config.schema import RunConfig, Section
 
 
 @dataclass
 class Layer:
-    """Plain data, where its keys were written, and what was wrong with its text."""
+    """Plain data in the shape of ``schema``, where its keys were written, and what was wrong with its text."""
 
     data: dict[str, Any] = field(default_factory=dict)
     places: Places = field(default_factory=lambda: Places({}))
     problems: list[Problem] = field(default_factory=list)
+    schema: type[Section] = RunConfig
 
     def lay(self, over: Layer) -> None:
         """Put a layer on top of this one."""
@@ -50,15 +52,17 @@ def overlay(base: Any, over: Any) -> Any:
     return base | {name: overlay(base.get(name), value) for name, value in over.items()}
 
 
-def from_mapping(data: Mapping[str, Any], place: Place) -> Layer:
+def from_mapping(data: Mapping[str, Any], place: Place, schema: type[Section] = RunConfig) -> Layer:
     """A layer of data that was not read from a file."""
-    layer = Layer(written_out(data, ()))
+    layer = Layer(written_out(data, (), schema), schema=schema)
     for key in _keys(data, ()):
         layer.places.put(key, place)
     return layer
 
 
-def from_file(path: Path, trail: tuple[Path, ...] = (), asked: Place | None = None) -> Layer:
+def from_file(
+    path: Path, trail: tuple[Path, ...] = (), asked: Place | None = None, schema: type[Section] = RunConfig
+) -> Layer:
     """A YAML file on top of what it includes (relative to it). Problems are collected, not raised."""
     if path.resolve() in [p.resolve() for p in trail]:
         circle = " → ".join(str(p) for p in (*trail, path))
@@ -73,20 +77,27 @@ def from_file(path: Path, trail: tuple[Path, ...] = (), asked: Place | None = No
         return Layer(problems=list(error.problems))
     if not isinstance(data, dict | None):
         return Layer(problems=[Problem((), "expected keys with values, like `algorithm: grpo`", Place(str(path), 1))])
-    return _with_includes(path, data or {}, Places(places), trail)
+    return with_includes(path, data or {}, Places(places), trail, schema)
 
 
-def _with_includes(path: Path, data: dict[str, Any], places: Places, trail: tuple[Path, ...]) -> Layer:
+def with_includes(
+    path: Path,
+    data: dict[str, Any],
+    places: Places,
+    trail: tuple[Path, ...] = (),
+    schema: type[Section] = RunConfig,
+) -> Layer:
+    """``data``, written in the file ``path``, on top of what it includes."""
     included = data.pop("include", [])
     included = [included] if isinstance(included, str) else included
-    layer = Layer()
+    layer = Layer(schema=schema)
     if not isinstance(included, list) or not all(isinstance(name, str) for name in included):
         layer.problems.append(Problem(("include",), "expected a file or a list of files", places.find(("include",))))
         included = []
     for index, name in enumerate(included):
-        layer.lay(from_file(path.parent / name, (*trail, path), places.find(("include", index))))
+        layer.lay(from_file(path.parent / name, (*trail, path), places.find(("include", index)), schema))
     problems = [*_malformed_references(data, (), places)]
-    layer.lay(Layer({} if problems else written_out(data, ()), places, problems))
+    layer.lay(Layer({} if problems else written_out(data, (), schema), places, problems))
     return layer
 
 
@@ -119,7 +130,7 @@ def assign(layer: Layer, override: str) -> None:
         layer.problems += problems
         return
     try:
-        _set(layer.data, key, written_out(value, key))
+        _set(layer.data, key, written_out(value, key, layer.schema))
     except IndexError:
         layer.problems.append(Problem(key, "the list has no such item", place))
         return
@@ -148,13 +159,13 @@ def beneath(base: Any, over: Any, key: Key = ()) -> Any:
     return kept
 
 
-def written_out(value: Any, key: Key) -> Any:
+def written_out(value: Any, key: Key, schema: type[Section] = RunConfig) -> Any:
     """The data with each text that stands for a section (``loss: sft``) written out as one: so layers can merge."""
     if isinstance(value, Mapping):
-        return {name: written_out(item, (*key, name)) for name, item in value.items()}
+        return {name: written_out(item, (*key, name), schema) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [written_out(item, (*key, index)) for index, item in enumerate(value)]
-    section = section_at(key) if isinstance(value, str) and "${" not in value else None
+        return [written_out(item, (*key, index), schema) for index, item in enumerate(value)]
+    section = section_at(key, schema) if isinstance(value, str) and "${" not in value else None
     return {section.shorthand: value} if section and section.shorthand else value
 
 

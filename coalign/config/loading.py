@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,8 +19,9 @@ from coalign.config.introspect import admits_null, input_at, names_at, type_at
 from coalign.config.layers import Layer, assign, beneath, from_file, from_mapping, nearest_file, overlay, written_out
 from coalign.config.places import Places
 from coalign.config.reading import scalar
-from coalign.config.schema import Input, RunConfig
+from coalign.config.schema import Input, RunConfig, Section
 
+THIS = "<this>"  # where a section's own keys stand among the names that references know
 Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
 
 
@@ -43,23 +45,48 @@ def load(
 
     Raises ConfigError with one line for every problem: file and line (or override), key, and what would be right.
     """
-    layer, folder = _given(source, overrides)
-    if layer.problems:
-        raise ConfigError(_placed(layer.problems, layer.places))
+    layer, folder = given(source, overrides)
+    return load_run(layer, Outside(folder), defaults)
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a section stands in: the ``folder`` of its file, the ``names`` that its references know beside the section's
+    own keys, and files that will have been ``made`` when they are needed."""
+
+    folder: Path
+    names: Mapping[str, Any] = field(default_factory=dict)
+    made: frozenset[str] = frozenset()
+
+
+def load_run(layer: Layer, outside: Outside, defaults: Defaults) -> RunConfig:
+    """The run that a layer describes; see `load`."""
+    refuse(layer)
     _lay_defaults(layer, defaults)
     _inherit(layer)
-    data = _without_nulls(_resolved(layer), ())
-    layer.problems += _find_inputs(data, folder)
-    failed = [problem.key for problem in layer.problems]
-    try:
-        config = RunConfig.model_validate(data)
-    except ValidationError as error:
-        found = [_problem(e, data) for e in error.errors()]
-        layer.problems += [problem for problem in found if problem.key not in failed]
-    if layer.problems:
-        raise ConfigError(_placed(layer.problems, layer.places))
+    config = validated(layer, outside)
     config._places = layer.places
     return config
+
+
+def validated(layer: Layer, outside: Outside) -> Any:
+    """The layer as an instance of its schema. Raises ConfigError with every problem there is."""
+    data = _without_nulls(_resolved(layer, outside.names), (), layer.schema)
+    layer.problems += _find_inputs(data, layer.schema, outside)
+    failed = [problem.key for problem in layer.problems]
+    try:
+        config = layer.schema.model_validate(data)
+    except ValidationError as error:
+        found = [_problem(e, data, layer.schema) for e in error.errors()]
+        layer.problems += [problem for problem in found if problem.key not in failed]
+    refuse(layer)
+    return config
+
+
+def refuse(layer: Layer) -> None:
+    """Raise ConfigError if the layer has problems."""
+    if layer.problems:
+        raise ConfigError(_placed(layer.problems, layer.places))
 
 
 def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
@@ -73,12 +100,14 @@ def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
         )
 
 
-def _given(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str]) -> tuple[Layer, Path]:
+def given(
+    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str], schema: type[Section] = RunConfig
+) -> tuple[Layer, Path]:
     """What the person wrote, and the directory of the file."""
     if isinstance(source, Mapping):
-        layer, folder = from_mapping(source, Place("configuration")), Path()
+        layer, folder = from_mapping(source, Place("configuration"), schema), Path()
     else:
-        layer, folder = from_file(Path(source)), Path(source).parent
+        layer, folder = from_file(Path(source), schema=schema), Path(source).parent
     for override in overrides:
         assign(layer, override)
     return layer, folder
@@ -137,19 +166,19 @@ def _take(layer: Layer, models: dict[str, Any], name: str, done: set[str], trail
     done.add(name)
 
 
-def _resolved(layer: Layer) -> dict[str, Any]:
+def _resolved(layer: Layer, names: Mapping[str, Any]) -> dict[str, Any]:
     """The data with every reference replaced by its value; one that has none is reported and becomes null."""
-    tree = OmegaConf.create(layer.data)
+    tree = OmegaConf.create({**layer.data, **names, THIS: layer.data})
     data = deepcopy(layer.data)
     for key, text in [(key, text) for key, text in _texts(data, ()) if "${" in text]:
         parent = _follow(data, key[:-1])
         try:
-            value = _follow(tree, key)
+            value = _follow(tree, (THIS, *key))
             parent[key[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
             layer.problems.append(Problem(key, _unresolved(text, error)))
             parent[key[-1]] = None
-    return written_out(data, ())
+    return written_out(data, (), layer.schema)
 
 
 def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
@@ -189,24 +218,26 @@ def _environment(name: str, *default: Any) -> Any:
 OmegaConf.register_resolver("env", _environment, replace=True)
 
 
-def _without_nulls(value: Any, key: Key) -> Any:
+def _without_nulls(value: Any, key: Key, schema: type[Section]) -> Any:
     """The data without the nulls of keys that cannot be null: there null says "not given"."""
     if isinstance(value, list):
-        return [_without_nulls(item, (*key, index)) for index, item in enumerate(value)]
+        return [_without_nulls(item, (*key, index), schema) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    kept = {name: item for name, item in value.items() if item is not None or admits_null(type_at((*key, name)))}
-    return {name: _without_nulls(item, (*key, name)) for name, item in kept.items()}
+    kept = {
+        name: item for name, item in value.items() if item is not None or admits_null(type_at((*key, name), schema))
+    }
+    return {name: _without_nulls(item, (*key, name), schema) for name, item in kept.items()}
 
 
-def _problem(error: Any, data: Any) -> Problem:
+def _problem(error: Any, data: Any, schema: type[Section]) -> Problem:
     """A pydantic error as a problem."""
     key, message = _as_written(error["loc"], data), readable(error)
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, Conflict):
         key += cause.key
     elif error["type"] == "extra_forbidden":
-        message = f"unknown key{near(str(key[-1]), names_at(key[:-1]))}"
+        message = f"unknown key{near(str(key[-1]), names_at(key[:-1], schema))}"
     return Problem(key, message)
 
 
@@ -224,16 +255,16 @@ def _as_written(key: Key, data: Any) -> Key:
     return tuple(written)
 
 
-def _find_inputs(data: dict[str, Any], folder: Path) -> Iterator[Problem]:
+def _find_inputs(data: dict[str, Any], schema: type[Section], outside: Outside) -> Iterator[Problem]:
     """Point the paths that exist only beside the YAML file there; yields a problem for each that exists nowhere."""
     for key, text in list(_texts(data, ())):
-        wanted = input_at(key)
-        if wanted is None or Path(text).exists():
+        wanted = input_at(key, schema)
+        if wanted is None or Path(text).exists() or text in outside.made:
             continue
-        if (folder / text).exists():
-            _follow(data, key[:-1])[key[-1]] = str(folder / text)
+        if (outside.folder / text).exists():
+            _follow(data, key[:-1])[key[-1]] = str(outside.folder / text)
         else:
-            yield Problem(key, _nowhere(text, wanted, folder))
+            yield Problem(key, _nowhere(text, wanted, outside.folder))
 
 
 def _nowhere(text: str, wanted: Input, folder: Path) -> str:

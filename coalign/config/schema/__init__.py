@@ -8,27 +8,43 @@ from coalign.config.schema.base import Function, Input, Section
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import LossConfig, RewardConfig
 from coalign.config.schema.model import EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
+from coalign.config.schema.pipeline import (
+    STAGES,
+    GenerateConfig,
+    JudgeConfig,
+    PipelineConfig,
+    ScoreConfig,
+    SelectConfig,
+    StageConfig,
+)
 from coalign.config.schema.run import PtxConfig, RunConfig
 from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, RuntimeConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 
 __all__ = [
+    "STAGES",
     "DataConfig",
     "EarlyStopConfig",
     "EmaConfig",
     "EvalSamplingConfig",
     "Function",
+    "GenerateConfig",
     "Input",
+    "JudgeConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "NativeConfig",
     "OptimizerConfig",
+    "PipelineConfig",
     "PtxConfig",
     "RewardConfig",
     "RunConfig",
     "RuntimeConfig",
     "SamplingConfig",
+    "ScoreConfig",
     "Section",
+    "SelectConfig",
     "SourceConfig",
+    "StageConfig",
 ]

@@ -1,0 +1,150 @@
+"""Pipelines: stages run in order, round after round, each with the model that the round before has trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from coalign.config.errors import Conflict
+from coalign.config.schema.base import Input, Section, Several
+from coalign.config.schema.data import DataConfig
+from coalign.config.schema.functions import RewardConfig
+from coalign.config.schema.run import RunConfig
+from coalign.config.schema.sampling import NativeConfig, SamplingConfig
+
+
+class JudgeConfig(Section):
+    """Who scores responses: reward functions (summed by weight), or a reward model."""
+
+    reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
+    reward_model: Annotated[str, Input("directory")] | None = None
+    """A Hugging Face directory with a reward head; it reads with its own tokenizer."""
+    reward_template: str = "auto"
+    """The reward model's chat template: `auto`: its tokenizer's; `none`; or a Jinja template, or a file that holds
+    one."""
+    reward_tokens: PositiveInt = 16384
+    """Token budget of one forward of the reward model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Models compute in this type, on …"""
+    device: str = "cpu"
+    """… this device: `cpu`, `cuda`, `cuda:1`."""
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Self:
+        if self.reward and self.reward_model:
+            raise Conflict(("reward_model",), "there is a `reward` as well; scores come from one of them")
+        return self
+
+
+class GenerateConfig(JudgeConfig):
+    """Responses of a model to prompts; with a reward function or model they are scored, too."""
+
+    model: Annotated[str, Input("directory")] | None = None
+    """A Hugging Face model directory; None: the pipeline's current model."""
+    data: DataConfig = DataConfig()
+    """`train` holds the prompts; they are drawn in the order of a training run, or of the file without `shuffle`."""
+    prompts: PositiveInt | None = None
+    """How many of them, other ones in each round; None: as many as there are."""
+    samples: PositiveInt = 1
+    """Responses for each prompt."""
+    keep: Literal["all", "best"] = "all"
+    """`best`: of the responses to a prompt only the one with the highest score."""
+    sampling: SamplingConfig = SamplingConfig()
+    seed: NonNegativeInt = 0
+    native: NativeConfig = NativeConfig()
+
+    @model_validator(mode="after")
+    def _the_best_is_scored(self) -> Self:
+        if self.keep == "best" and not (self.reward or self.reward_model):
+            raise Conflict(("keep",), "is 'best', and nothing scores the responses: give `reward` or `reward_model`")
+        return self
+
+
+class ScoreConfig(JudgeConfig):
+    """Scores for responses in a file, one row after the other: {prompt or messages, response}, {messages} that end with
+    an answer, or {prompt, chosen, rejected}."""
+
+    data: DataConfig = DataConfig()
+    """`train` is the file (none: what the stage before has written); the keys say what its rows hold."""
+    response_key: str = "response"
+
+    @model_validator(mode="after")
+    def _there_is_a_judge(self) -> Self:
+        if not self.reward and not self.reward_model:
+            raise Conflict((), "nothing to score with: give `reward` (functions) or `reward_model` (a directory)")
+        return self
+
+
+class SelectConfig(Section):
+    """What of the scored responses is learnt from. Responses without a score are dropped, and counted."""
+
+    keep: Literal["best", "threshold", "best_worst"]
+    """`best`: of each prompt's responses the one with the highest score; `threshold`: every one that reaches the
+    threshold (both as conversations, for SFT); `best_worst`: the highest against the lowest (as pairs, for DPO)."""
+    data: Annotated[Several[str], Field(examples=["scored.jsonl"])] = []
+    """Files with scored responses; none: what the stage before has written."""
+    threshold: float | None = None
+    """The lowest score of a response that is learnt (of a pair: of the chosen one)."""
+    min_margin: NonNegativeFloat = 0.0
+    """Pairs whose scores differ by less are dropped. Equal scores are no pair in any case."""
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> Self:
+        if self.keep == "threshold" and self.threshold is None:
+            raise Conflict(("threshold",), "missing: keep `threshold` needs it")
+        if self.keep != "best_worst" and self.min_margin:
+            raise Conflict(("min_margin",), f"has no effect with keep `{self.keep}`; use `best_worst`")
+        return self
+
+
+class StageConfig(Section):
+    """One stage: one of `generate`, `score`, `select` and `train`, with its settings."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")] | None = None
+    """Of its folder, and for `${stages.NAME.output}`; None: the kind."""
+    generate: dict[str, Any] | None = None
+    """See GenerateConfig; likewise below."""
+    score: dict[str, Any] | None = None
+    select: dict[str, Any] | None = None
+    train: str | dict[str, Any] | None = None
+    """A run's YAML (its `output` becomes a folder of the stage), or the path of one; `include` puts files beneath."""
+
+    @property
+    def kind(self) -> str:
+        return next(kind for kind in STAGES if getattr(self, kind) is not None)
+
+    @property
+    def called(self) -> str:
+        return self.name or self.kind
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Self:
+        given = [kind for kind in STAGES if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = " and ".join(f"`{kind}`" for kind in given) or "nothing to do"
+            raise ValueError(f"has {found}; a stage is one of {' | '.join(STAGES)}")
+        return self
+
+
+class PipelineConfig(Section):
+    """Stages, and how often they are repeated. References: `${model}` (the current model's directory: what the newest
+    `train` stage made, at first `model`), `${round}` (from 1), `${stages.NAME.output}` (of this round)."""
+
+    output: str = "runs/pipeline"
+    """The folder: `round_K/NN_NAME/` for each stage."""
+    model: Annotated[str, Input("directory")] | None = None
+    """The model that the first round begins with."""
+    rounds: PositiveInt = 1
+    stages: Annotated[list[StageConfig], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [stage.called for stage in self.stages]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise Conflict(("stages", index), f"a second stage is called '{name}'; give it a `name`")
+        return self
+
+
+STAGES = {"generate": GenerateConfig, "score": ScoreConfig, "select": SelectConfig, "train": RunConfig}
