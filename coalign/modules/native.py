@@ -18,6 +18,7 @@ from coalign.modules.base import Module
 from coalign.native.engine import Engine, Progress
 from coalign.native.model import Model
 from coalign.native.request import Request, Response
+from coalign.native.run import OnToken
 from coalign.native.sampling import Sampling
 
 
@@ -54,12 +55,19 @@ class NativeModule(Module):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=self.config.trust_remote_code)
 
     def generate(
-        self, prompts: Batch, *, samples: int | None = None, progress: Progress | None = None, **overrides: Any
+        self,
+        prompts: Batch,
+        *,
+        samples: int | None = None,
+        progress: Progress | None = None,
+        on_token: OnToken | None = None,
+        **overrides: Any,
     ) -> Batch:
         """``samples`` responses (None: context.samples_per_prompt) to each prompt, ordered by prompt, then index.
 
         prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated for every response.
-        overrides: fields of SamplingConfig. Returns prompt + response with the columns of docs/design.md section 3.
+        overrides: fields of SamplingConfig. progress, on_token: see coalign.native.engine.Engine.generate. Returns
+        prompt + response with the columns of docs/design.md section 3.
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit.
         """
         if self.engine.version < 0:
@@ -69,7 +77,8 @@ class NativeModule(Module):
         fields = sampling.model_dump()
         groups, offsets, tokens = prompts["group"].tolist(), prompts.offsets.tolist(), prompts["tokens"].tolist()
         requests = [Request(tokens[offsets[i] : offsets[i + 1]], groups[i], samples) for i in range(len(prompts))]
-        responses = self.engine.generate(requests, Sampling(**{**fields, "stop": tuple(fields["stop"])}), progress)
+        chosen = Sampling(**{**fields, "stop": tuple(fields["stop"])})
+        responses = self.engine.generate(requests, chosen, progress, on_token)
         return _join(prompts, samples, [r for some in responses for r in some])
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None:

@@ -16,7 +16,7 @@ from coalign.native import probe
 from coalign.native.gate import Gate
 from coalign.native.model import Model
 from coalign.native.request import Request, Response
-from coalign.native.run import Run
+from coalign.native.run import OnToken, Run
 from coalign.native.sampling import Sampling
 
 Progress = Callable[[int, int, int], None]  # (responses finished, responses in all, tokens chosen)
@@ -75,15 +75,21 @@ class Engine:
                 self.model.pack()
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, progress: Progress | None = None
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        on_token: OnToken | None = None,
     ) -> list[list[Response]]:
         """The responses of each request, by index. One call at a time: a second one waits.
 
+        ``on_token(group, index, token)`` hears of every token as it is chosen, on this thread; what it raises ends the
+        call, and the engine is ready for the next one.
         Raises ValueError for a prompt that is empty, holds an unknown token, or can never fit.
         """
         with self._turn, torch.inference_mode(), self.model.packed():
             with self._gate.held():
-                run = self._running = Run(self, requests, sampling)
+                run = self._running = Run(self, requests, sampling, on_token)
             try:
                 while run.unfinished:
                     with self._gate.step():

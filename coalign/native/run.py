@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,8 @@ from coalign.types import Status
 if TYPE_CHECKING:
     from coalign.native.engine import Engine
 
+OnToken = Callable[[int, int, int], None]  # (group, index, token)
+
 # Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream, and
 # where the next output goes.
 TOKEN, POSITION, KEY, ROW, COLUMN = range(5)
@@ -31,10 +33,13 @@ class Run:
     becomes free is filled from the end.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], sampling: Sampling) -> None:
+    def __init__(
+        self, engine: Engine, requests: Sequence[Request], sampling: Sampling, on_token: OnToken | None = None
+    ) -> None:
         self.engine = engine
         self.model = engine.model
         self.sampling = sampling
+        self.on_token = on_token
         self.prompts = self._plan(requests)
         self.waiting = deque(p for p in self.prompts if p.request.samples)
         self.total = sum(p.request.samples for p in self.prompts)
@@ -204,6 +209,9 @@ class Run:
         ended = []
         for sequence, token in zip(self.active[first:], tokens, strict=True):
             sequence.length += 1
+            if self.on_token is not None:
+                prompt = sequence.prompt
+                self.on_token(prompt.request.group, sequence.row - prompt.first_row, token)
             stopped = token in self.engine.end_tokens or (sequence.stops is not None and sequence.stops.push(token))
             if stopped:
                 self.statuses[sequence.row] = Status.OK
