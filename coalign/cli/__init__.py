@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from coalign.cli import inference, training
+from coalign.cli import inference, training, vocab
 
 app = typer.Typer(
     name="coalign",
@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": inference.generate,
     "inspect-data": training.inspect_data,
     "init": training.init,
+    "extend-vocab": vocab.extend_vocab,
     "schema": training.schema,
 }
 for name, command in COMMANDS.items():

@@ -19,7 +19,9 @@ _PHASES = {"gen": ".generate", "score": ".forward_step", "train": ".train_step"}
 
 
 def number(value: float) -> str:
-    """A number in a few characters: 0.412, 1,234, 2.1e-06, 12."""
+    """A number in a few characters: 0.412, 1,234, 2.1e-06, 12; an int is a count and has no decimals."""
+    if isinstance(value, int):
+        return f"{value:,}"
     if not math.isfinite(value):
         return str(value)
     size = abs(value)

@@ -25,7 +25,8 @@ ALLOWED = {
     "cluster": {"types", "config", "data.batch"},
     "runtime": {"types", "cluster", "data", "algorithms", "rewards", "rollout", "config", "weights", "modules"},
     "recipes": {"types", "runtime", "algorithms", "config", "data"},
-    "cli": {"types", "config", "data", "runtime", "modules", "cluster"},
+    "vocab": set(),
+    "cli": {"types", "config", "data", "runtime", "modules", "cluster", "vocab"},
 }
 HEAVY = {
     "ray": "cluster/ray.py",
@@ -34,6 +35,7 @@ HEAVY = {
     "deepspeed": "modules/deepspeed.py",
     "math_verify": "rewards/symbolic.py",
     "datasets": "data/sources.py",
+    "sentencepiece": "vocab/sentencepiece_model.py",
 }
 
 

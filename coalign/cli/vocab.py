@@ -1,0 +1,39 @@
+"""Commands that make a model directory from another one without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def extend_vocab(
+    model: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
+    tokens: Annotated[
+        Path,
+        typer.Option(
+            help="New tokens: a text file of one token a line (they become added tokens, found wherever they stand), "
+            "or a `tokenizer.json` or SentencePiece `.model` (its pieces are merged into the tokenizer's BPE)."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not exist or be empty.")],
+    special: Annotated[bool, typer.Option(help="Leave the tokens of a list out of decoded texts.")] = False,
+    pad_to_multiple: Annotated[
+        int, typer.Option(min=1, help="Rows are padded to a multiple of this, if the model's spare ones do not do.")
+    ] = 64,
+    eos: Annotated[str | None, typer.Option(help="Token that becomes the end-of-sequence token.")] = None,
+    pad: Annotated[str | None, typer.Option(help="Token that becomes the padding token.")] = None,
+    sample: Annotated[Path | None, typer.Option(help="A text to count tokens of, before and after.")] = None,
+):
+    """Add tokens to a tokenizer and a model; a new row is the mean of the rows of the token's old pieces."""
+    from coalign.runtime.display import Display
+    from coalign.vocab import extend
+
+    roles = {role: token for role, token in {"eos": eos, "pad": pad}.items() if token is not None}
+    report = extend(model, tokens, output, special=special, pad_to_multiple=pad_to_multiple, roles=roles, sample=sample)
+    display = Display()
+    display.table(f"{model} -> {output}", report.table())
+    for why, what in report.skipped.items():
+        if what:
+            display.note(f"skipped, {why}: {', '.join(map(repr, what[:8]))}{', ...' if len(what) > 8 else ''}")

@@ -1,0 +1,130 @@
+"""A model directory with a larger vocabulary, made from another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from coalign.vocab import sources
+from coalign.vocab import tokenizer as tokenizers
+from coalign.vocab.model import Rows, read_config, tables, write_json, write_weights
+from coalign.vocab.tokenizer import Extension, extend_tokenizer
+
+LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done. ``skipped``: why -> tokens; ``sample``: tokens of the sample text before and after."""
+
+    rows: Rows
+    skipped: dict[str, list[str]]
+    sample: tuple[int, int] | None
+
+    def table(self) -> dict[str, float]:
+        """Names and numbers, as the command prints them."""
+        rows, new = self.rows, len(self.rows.pieces)
+        known = [len(ids) for ids in rows.pieces if ids]
+        numbers: dict[str, float] = {"tokens read": new + sum(map(len, self.skipped.values())), "new tokens": new}
+        numbers |= {f"skipped: {why}": len(what) for why, what in self.skipped.items() if what}
+        numbers["old pieces of a new token, mean"] = sum(known) / max(len(known), 1)
+        if new > len(known):
+            numbers["new tokens without old pieces (mean of all rows)"] = new - len(known)
+        numbers |= {
+            "tokens of the tokenizer before": rows.first,
+            "tokens of the tokenizer after": rows.first + new,
+            "rows of the model before": rows.before,
+            "rows of the model after": rows.after,
+            "spare rows used": min(new, rows.before - rows.first),
+            "rows without a token (padding)": rows.after - rows.first - new,
+        }
+        if self.sample:
+            before, after = self.sample
+            numbers |= {"sample: tokens before": before, "sample: tokens after": after}
+            numbers["sample: after / before"] = after / max(before, 1)
+        return numbers
+
+
+def extend(
+    model: Path,
+    tokens: Path,
+    output: Path,
+    *,
+    special: bool = False,
+    pad_to_multiple: int = 64,
+    roles: Mapping[str, str] | None = None,
+    sample: Path | None = None,
+) -> Report:
+    """Write to ``output`` the model with the tokens of a file added to its tokenizer, embedding and head.
+
+    model: a Hugging Face directory: a causal LM or any model with a head of its own (reward, value), in safetensors.
+    tokens: see coalign.vocab.sources. special: the tokens of a list are left out of decoded texts.
+    pad_to_multiple: of the rows, where the table has to grow. roles: `eos` or `pad` -> the token that takes the role,
+    in tokenizer, config.json and generation_config.json. sample: a text to count tokens of, before and after.
+
+    The output appears whole or not at all. Raises ValueError for input that cannot be used, FileExistsError for an
+    output that is there and not empty, FileNotFoundError for a file that is missing.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"--output: {output} exists and is not empty")
+    if sample is not None and not sample.is_file():
+        raise FileNotFoundError(f"--sample: {sample} is not a file")
+    config, source = read_config(model), sources.read(tokens)
+    tokenizer = tokenizers.load(model)
+    before = tokenizers.count(tokenizer, sample) if sample else 0
+    extension = extend_tokenizer(tokenizer, source, special=special)
+    rows = _plan(model, config.vocab_size, extension, pad_to_multiple)
+    ids = _assign(tokenizer, roles or {})
+    aside = output.with_name(output.name + ".writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        tokenizer.save_pretrained(aside)
+        tokenizers.verify(aside, tokenizer)
+        _write_configs(model, aside, rows, ids)
+        write_weights(model, aside, tables(config), rows)
+        os.replace(aside, output)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return Report(rows, extension.skipped, (before, tokenizers.count(tokenizer, sample)) if sample else None)
+
+
+def _plan(model: Path, vocab_size: int, extension: Extension, multiple: int) -> Rows:
+    if extension.first > vocab_size:
+        raise ValueError(
+            f"{model}: the tokenizer has ids up to {extension.first - 1}; the model has only {vocab_size} rows"
+        )
+    return Rows.plan(vocab_size, extension.first, extension.pieces, multiple)
+
+
+def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dict[str, int]:
+    """Give tokens their roles; returns role -> id."""
+    known = tokenizer.get_vocab()
+    for role, token in roles.items():
+        if token not in known:
+            raise ValueError(f"--{role}: {token!r} is neither a token of the model nor a new one")
+        setattr(tokenizer, f"{role}_token", token)
+    return {role: known[token] for role, token in roles.items()}
+
+
+def _write_configs(source: Path, target: Path, rows: Rows, roles: dict[str, int]) -> None:
+    """Everything else in them stays as it is. Generation goes on to stop at the old end tokens too."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    ids = {f"{role}_token_id": i for role, i in roles.items()}
+    write_json(target / "config.json", config | {"vocab_size": rows.after} | ids)
+    if (source / "generation_config.json").is_file():
+        generation = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
+        if "eos_token_id" in ids and (old := generation.get("eos_token_id")) is not None:
+            ends = [ids["eos_token_id"], *(old if isinstance(old, list) else [old])]
+            ids["eos_token_id"] = list(dict.fromkeys(ends))
+        write_json(target / "generation_config.json", generation | ids)
+    for pattern in LEGAL:
+        for file in source.glob(pattern):
+            shutil.copy(file, target)

@@ -1,0 +1,131 @@
+"""Rows for new tokens in the tables of a model, straight from one safetensors file to the next.
+
+A new row is the mean of the rows of the token's old pieces. In the head its logit is then the mean of theirs, and as
+exp is convex, the probability that it takes is at most the mean of the probabilities of its pieces: the distribution
+over the old tokens keeps its proportions, exactly, and gives up little.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What becomes of the rows of a vocabulary.
+
+    first: ids below are old tokens. pieces: old ids of each new token, from ``first`` on. before, after: rows of the
+    tables, of which the last ones may belong to no token.
+    """
+
+    first: int
+    pieces: list[list[int]]
+    before: int
+    after: int
+
+    @classmethod
+    def plan(cls, before: int, first: int, pieces: list[list[int]], multiple: int) -> Rows:
+        """Rows that no token has are used first; a table that must grow is padded to a ``multiple``."""
+        needed = first + len(pieces)
+        return cls(first, pieces, before, before if needed <= before else -(-needed // multiple) * multiple)
+
+    def extend(self, old: Tensor) -> Tensor:
+        """[before, ...] -> [after, ...] in the same dtype; means are computed in float32.
+
+        Rows of old tokens, and spare ones that stay spare, are kept bit for bit. A token without pieces, and padding
+        beyond ``before``, get the mean over all old tokens.
+        """
+        new = old.new_empty(self.after, *old.shape[1:])
+        new[: self.before] = old
+        average = old[: self.first].mean(0, dtype=torch.float32)
+        new[self.before :] = average
+        for i, ids in enumerate(self.pieces, start=self.first):
+            new[i] = old[ids].mean(0, dtype=torch.float32) if ids else average
+        return new
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """Raises ValueError for a directory without a model whose vocabulary can be extended."""
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} is not a Hugging Face model directory (no config.json there)")
+    config = AutoConfig.from_pretrained(directory)
+    if config.get_text_config() is not config:
+        raise ValueError(f"{directory}: {config.model_type} holds its language model inside of another one")
+    if not hasattr(transformers, (config.architectures or ["none"])[0]):
+        raise ValueError(f"{directory}/config.json: architectures {config.architectures} is none of transformers' own")
+    _shards(directory)
+    return config
+
+
+def tables(config: PretrainedConfig) -> set[str]:
+    """Names of the weights with one row for each token: those whose shape follows ``vocab_size``."""
+    larger = copy.deepcopy(config)
+    larger.vocab_size += 1
+    before, after = _shapes(config), _shapes(larger)
+    return {name for name, shape in before.items() if shape != after[name]}
+
+
+def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def write_weights(source: Path, target: Path, names: set[str], rows: Rows) -> None:
+    """Copy the weights of ``source``, with new rows in those of ``names``. One file at a time is in memory, and only
+    if it holds such a table. Raises ValueError if none does, or one has another number of rows than the config says.
+    """
+    grown = 0
+    found: set[str] = set()
+    for shard in _shards(source):
+        with safe_open(source / shard, "pt") as file:
+            inside = file.keys()
+            here = names.intersection(inside)
+            if not here:
+                shutil.copyfile(source / shard, target / shard)
+                continue
+            tensors = {name: file.get_tensor(name) for name in inside}
+            metadata = file.metadata()
+        for name in here:
+            if len(tensors[name]) != rows.before:
+                raise ValueError(
+                    f"{source / shard}: {name} has {len(tensors[name])} rows; config.json says vocab_size {rows.before}"
+                )
+            grown -= tensors[name].nbytes
+            tensors[name] = rows.extend(tensors[name])
+            grown += tensors[name].nbytes
+        save_file(tensors, target / shard, metadata)
+        found |= here
+    if not found:
+        raise ValueError(f"{source}: the weights have none of {sorted(names)}")
+    if (source / INDEX).is_file():
+        index = json.loads((source / INDEX).read_text())
+        index["metadata"]["total_size"] += grown
+        write_json(target / INDEX, index)
+
+
+def _shards(directory: Path) -> list[str]:
+    """Names of the weight files."""
+    if (directory / INDEX).is_file():
+        return sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
+    if (directory / WEIGHTS).is_file():
+        return [WEIGHTS]
+    raise ValueError(f"{directory} has no weights in safetensors files ({WEIGHTS} or {INDEX})")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,92 @@
+"""Where new tokens come from: a list, a tokenizers vocabulary, a SentencePiece model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coalign.vocab.alphabet import SENTENCEPIECE, alphabet_of
+from coalign.vocab.sentencepiece_model import pieces
+
+WORDS_OF_A_VOCABULARY = ("BPE", "Unigram")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tokens as the bytes they stand for, each once, the most useful first.
+
+    vocabulary: they are pieces that some tokenizer builds words of, not strings that somebody asked for by name.
+    skipped: why -> what was left out.
+    """
+
+    path: Path
+    tokens: list[bytes]
+    vocabulary: bool
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+
+
+def read(path: Path) -> Source:
+    """A `.model` file is SentencePiece's, a `.json` file a tokenizer.json, any other a text file of one token a line.
+
+    Raises FileNotFoundError, and ValueError for a file that is not what its name says or holds no token.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"--tokens: {path} is not a file")
+    source = {".model": _sentencepiece, ".json": _tokenizers}.get(path.suffix, _lines)(path)
+    if not source.tokens:
+        raise ValueError(f"--tokens: {path} holds no tokens ({_why(source.skipped)})")
+    return source
+
+
+def _lines(path: Path) -> Source:
+    """Spaces at the ends of a line belong to the token."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"--tokens: {path} is not UTF-8 text ({problem.reason}, byte {problem.start})") from problem
+    lines = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+    tokens = [line for line in lines if line.strip()]
+    blank = [line for line in lines if not line.strip()]
+    return _source(path, [t.encode() for t in tokens], vocabulary=False, skipped={"blank": blank})
+
+
+def _sentencepiece(path: Path) -> Source:
+    text, control = pieces(path)
+    return _source(path, [SENTENCEPIECE.read(p) for p in text], vocabulary=True, skipped={"control": control})
+
+
+def _tokenizers(path: Path) -> Source:
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        model = description["model"]
+        kind, vocabulary = model.get("type"), model["vocab"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise ValueError(
+            f"--tokens: {path} is not a tokenizer.json of the tokenizers library ({problem!r})"
+        ) from problem
+    if kind not in WORDS_OF_A_VOCABULARY:
+        raise ValueError(
+            f"--tokens: {path} is a {kind} vocabulary; one of {', '.join(WORDS_OF_A_VOCABULARY)} is needed"
+        )
+    ranked = sorted(vocabulary, key=vocabulary.get) if kind == "BPE" else [piece for piece, _ in vocabulary]
+    control = {added["content"] for added in description["added_tokens"]} | {model.get("unk_token")}
+    if kind == "Unigram" and model["unk_id"] is not None:
+        control.add(vocabulary[model["unk_id"]][0])
+    if model.get("byte_fallback"):
+        control |= {f"<0x{b:02X}>" for b in range(256)}
+    alphabet = alphabet_of(description)
+    tokens = [alphabet.read(token) for token in ranked if token not in control]
+    return _source(path, tokens, vocabulary=True, skipped={"control": [t for t in ranked if t in control]})
+
+
+def _source(path: Path, tokens: list[bytes], *, vocabulary: bool, skipped: dict[str, list[str]]) -> Source:
+    """With what is named twice taken once."""
+    once = list(dict.fromkeys(tokens))
+    seen: set[bytes] = set()
+    repeated = [t.decode(errors="replace") for t in tokens if t in seen or seen.add(t)]
+    return Source(path, once, vocabulary, skipped | {"repeated": repeated})
+
+
+def _why(skipped: dict[str, list[str]]) -> str:
+    return ", ".join(f"{len(what)} {why}" for why, what in skipped.items() if what) or "it is empty"

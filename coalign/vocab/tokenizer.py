@@ -1,0 +1,108 @@
+"""New tokens in a tokenizer: pieces of a vocabulary become merges, strings of a list become added tokens.
+
+Both leave a text that contains none of them tokenised as before. A piece is found where the old pieces of a text join
+to it; an added token wherever its characters stand, inside of words too, as a marker or a term should be.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from coalign.vocab.alphabet import alphabet_of
+from coalign.vocab.merges import merge
+from coalign.vocab.sources import Source
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a tokenizer was given.
+
+    first: the id of the first new token; the others follow it. pieces: for each new token, what the old tokenizer makes
+    of it (empty where it knows nothing of it). skipped: why -> tokens of the source that did not enter.
+    """
+
+    first: int
+    pieces: list[list[int]]
+    skipped: dict[str, list[str]]
+
+
+def load(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory. Raises ValueError for one that the tokenizers library cannot run."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{directory}: the tokenizer ({type(tokenizer).__name__}) is written in Python; convert it to a "
+            "tokenizer.json of the tokenizers library first"
+        )
+    return tokenizer
+
+
+def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source, *, special: bool) -> Extension:
+    """Add the tokens of ``source`` to ``tokenizer`` itself.
+
+    special: left out of decoded texts, as an end-of-turn marker is; for a list only. Raises ValueError where nothing
+    is new, or where the tokenizer cannot be extended this way.
+    """
+    if source.vocabulary and special:
+        raise ValueError(f"--special is for a list of tokens; {source.path} is a vocabulary")
+    first = max(tokenizer.get_vocab().values()) + 1
+    if source.vocabulary:
+        pieces, skipped = _merge(tokenizer, source.tokens, first)
+    else:
+        pieces, skipped = _add(tokenizer, source.tokens, first, special)
+    skipped = source.skipped | skipped
+    if not pieces:
+        why = ", ".join(f"{len(what)} {why}" for why, what in skipped.items() if what)
+        raise ValueError(f"--tokens: {source.path} has no token that is new to the tokenizer ({why})")
+    unknown = tokenizer.unk_token_id
+    return Extension(first, [[i for i in ids if i != unknown] for ids in pieces], skipped)
+
+
+Entered = tuple[list[list[int]], dict[str, list[str]]]
+
+
+def _merge(tokenizer: PreTrainedTokenizerBase, tokens: list[bytes], first: int) -> Entered:
+    merged = merge(tokenizer.backend_tokenizer, tokens, first)
+    tokenizer.backend_tokenizer.model = merged.tokenizer.model
+    return merged.pieces, {"already there": merged.present, "out of reach": merged.unreachable}
+
+
+def _add(tokenizer: PreTrainedTokenizerBase, tokens: list[bytes], first: int, special: bool) -> Entered:
+    """Not normalised: a text contains a token exactly if its characters stand in it, whatever the normaliser does."""
+    known, alphabet = tokenizer.get_vocab(), alphabet_of(json.loads(tokenizer.backend_tokenizer.to_str()))
+    texts = [token.decode() for token in tokens]
+    present = [t for t in texts if t in known or alphabet.spell(t.encode()) in known]
+    garbled = [t for t in texts if not _survives(tokenizer, t)]
+    left_out = {*present, *garbled}
+    new = [t for t in texts if t not in left_out]
+    pieces = [tokenizer(t, add_special_tokens=False, verbose=False)["input_ids"] for t in new]
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=special) for t in new], special_tokens=special)
+    if tokenizer.convert_tokens_to_ids(new) != list(range(first, first + len(new))):
+        raise ValueError(
+            f"{tokenizer.name_or_path}: the ids of the tokenizer have gaps below its last one, {first - 1}, which new "
+            "tokens would fill: rows of the model that may have a meaning"
+        )
+    return pieces, {"already there": present, "garbled by decoding": garbled}
+
+
+def _survives(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """A byte-level decoder takes the Latin-1 letters of an added token for bytes."""
+    decoder = tokenizer.backend_tokenizer.decoder
+    return decoder is None or decoder.decode(["a", text]).endswith(text)
+
+
+def verify(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if the tokenizer written to ``directory`` comes back with other ids."""
+    if load(directory).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"transformers rebuilds the tokenizer ({type(tokenizer).__name__}) with other ids than it had")
+
+
+def count(tokenizer: PreTrainedTokenizerBase, text: Path) -> int:
+    """How many tokens a text file has, line by line."""
+    with text.open(encoding="utf-8") as lines:
+        return sum(len(tokenizer(line, add_special_tokens=False, verbose=False)["input_ids"]) for line in lines)
