@@ -1,0 +1,118 @@
+"""GSM8K for the examples: a small model with a tokenizer of its own, and preference data from solutions marked right or
+wrong.
+
+    python examples/gsm8k.py runs/gsm8k        # writes model/, pairs, labelled and scored solutions there
+
+The solutions are those that four models of OpenAI gave to the test questions (`gsm8k_model_solutions.jsonl`, 2110.14168).
+Questions, not solutions, are held out: no question of the evaluation files is in the training files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DATA = Path(os.environ.get("GSM8K", Path(__file__).resolve().parents[2] / "shared" / "data"))
+HELD_OUT = 5  # every fifth question
+
+Row = dict[str, Any]
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a file of GSM8K."""
+    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+def write(path: Path, rows: Iterator[Row] | list[Row]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def solutions(row: Row) -> list[tuple[str, bool]]:
+    """(text, right) of every model's solution to one question, without duplicates."""
+    given = [value for value in row.values() if isinstance(value, dict)]
+    return list({s["solution"].strip(): (s["solution"].strip(), s["is_correct"]) for s in given}.values())
+
+
+def pairs(rows: list[Row]) -> Iterator[Row]:
+    """Every right solution against every wrong one to the same question."""
+    for row in rows:
+        right = [text for text, good in solutions(row) if good]
+        wrong = [text for text, good in solutions(row) if not good]
+        yield from ({"prompt": row["question"], "chosen": r, "rejected": w} for r in right for w in wrong)
+
+
+def labelled(rows: list[Row]) -> Iterator[Row]:
+    """Every solution with whether it is right."""
+    for row in rows:
+        yield from ({"prompt": row["question"], "answer": text, "label": good} for text, good in solutions(row))
+
+
+def scored(rows: list[Row]) -> Iterator[Row]:
+    """Every solution with a score: 1 if it is right."""
+    yield from ({**row, "score": float(row["label"])} for row in labelled(rows))
+
+
+def make_data(directory: Path) -> None:
+    """pairs, labelled and scored solutions, each as *_train.jsonl and *_eval.jsonl."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = read("gsm8k_model_solutions.jsonl")
+    parts = {
+        "train": [row for i, row in enumerate(rows) if i % HELD_OUT],
+        "eval": [row for i, row in enumerate(rows) if i % HELD_OUT == 0],
+    }
+    for split, part in parts.items():
+        for make in (pairs, labelled, scored):
+            write(directory / f"{make.__name__}_{split}.jsonl", make(part))
+
+
+def make_model(
+    directory: Path, *, hidden: int = 256, layers: int = 4, heads: int = 4, intermediate: int = 704, vocab: int = 4096
+) -> None:
+    """A random Qwen2-style model (default: 4 million parameters) and a BPE tokenizer of GSM8K's training texts."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    bpe = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator((row["question"] + "\n" + row["answer"] for row in read("gsm8k_train.jsonl")), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            intermediate_size=intermediate,
+            tie_word_embeddings=True,
+            max_position_embeddings=1024,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/gsm8k")
+    make_data(folder)
+    make_model(folder / "model")
