@@ -3,7 +3,7 @@ wrong.
 
     python examples/gsm8k.py runs/gsm8k        # writes model/, pairs, labelled and scored solutions there
 
-The solutions are those that four models of OpenAI gave to the test questions (`gsm8k_model_solutions.jsonl`, 2110.14168).
+The solutions are those that four models of OpenAI gave to the test questions (2110.14168).
 Questions, not solutions, are held out: no question of the evaluation files is in the training files.
 """
 
