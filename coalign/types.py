@@ -218,6 +218,7 @@ class Context:
     threads: int | None = None
     seed: int = 0
     steps: int = 1  # training steps of the run: the length of a learning-rate schedule
+    tokens: int | None = None  # tokens to train on before the run ends: the length of one that counts tokens
     samples_per_prompt: int = 1
     loss: Mapping[str, Any] | None = (
         None  # {"fn": ..., "aggregation": ..., **arguments}: the loss this model trains with

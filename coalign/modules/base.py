@@ -61,12 +61,14 @@ class TrainableModule(Module):
     """A Scorer and a Trainable (coalign.types) on the verbs of a backend.
 
     Over several ranks each one gets its share of the batch and all of them call the same method; ``version`` counts
-    the finished train_steps, ``updates`` the optimizer steps tried.
+    the finished train_steps, ``updates`` the optimizer steps tried, ``tokens`` those that they trained on, over all
+    ranks.
     """
 
     spmd = True
     version = 0
     updates = 0
+    tokens = 0
 
     # ---- what a backend supplies
 
@@ -104,8 +106,9 @@ class TrainableModule(Module):
         """Continue from what `save` wrote; ValueError names what does not fit this model. A collective."""
         raise NotImplementedError
 
-    def save_hf(self, dir: str | Path) -> None:
-        """Write a Hugging Face directory that `from_pretrained` loads. A collective."""
+    def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
+        """Write a Hugging Face directory that `from_pretrained` loads, of the weights or of their ``average``
+        (ModelConfig.ema; ValueError without). A collective."""
         raise NotImplementedError
 
     def move(self, device: str) -> None:
@@ -114,7 +117,7 @@ class TrainableModule(Module):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next optimizer step."""
+        """Of the optimizer step under way, whose tokens are counted already."""
         raise NotImplementedError
 
     def token_budget(self, longest: int) -> int | None:
@@ -195,6 +198,7 @@ class TrainableModule(Module):
             # Dropout depends on the place in the run, not on what ran before in this process: no RNG state to save.
             torch.manual_seed(hash((self.context.seed, self.context.rank, self.updates)))
             self.run(micros, measure, needs=objective.needs)
+        self.tokens += int(totals.tokens)
         lr = self.learning_rate
         norm = self.optimizer_step()
         self.updates += 1

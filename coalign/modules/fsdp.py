@@ -22,8 +22,10 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules import checkpoint, optim, pretrained
 from coalign.modules.base import Measure, Outputs, TrainableModule
+from coalign.modules.ema import Average
 from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.modules.layout import pack
+from coalign.modules.schedule import learning_rate
 from coalign.types import Context
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -35,7 +37,8 @@ class FSDPModule(TrainableModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     model: PackedModel
-    optimizer: torch.optim.AdamW | None = None
+    optimizer: optim.Optimizer | optim.SideBySide | None = None
+    average: Average | None = None
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
@@ -53,7 +56,10 @@ class FSDPModule(TrainableModule):
         if self.config.frozen:
             self.model.requires_grad_(False)
         else:
-            self.optimizer = optim.adamw(self.model.parameters(), self.config.optimizer)
+            layers = decoder_layers(self.model)
+            self.optimizer = optim.build(self.model.parameters(), self.config.optimizer, layers=layers)
+            if self.config.ema:
+                self.average = Average(self.model, self.config.ema.decay)
 
     def close(self) -> None:
         if self.context.world_size > 1:
@@ -80,13 +86,18 @@ class FSDPModule(TrainableModule):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate
             self.optimizer.step()
+            if self.average:
+                self.average.update()
         self.optimizer.zero_grad()
         return norm
 
     @property
     def learning_rate(self) -> float:
+        config = self.config.optimizer
+        if config.unit == "tokens":
+            return learning_rate(self.tokens - 1, config, total=self.context.tokens)
         total = self.context.steps * self.config.updates_per_batch * self.config.epochs_per_batch
-        return optim.learning_rate(self.updates, self.config.optimizer, total=total)
+        return learning_rate(self.updates, config, total=total)
 
     def token_budget(self, longest: int) -> int | None:
         budget = self.config.max_tokens_per_micro
@@ -110,25 +121,30 @@ class FSDPModule(TrainableModule):
                 yield name, full.detach()
 
     def save(self, dir: str | Path) -> None:
-        state = checkpoint.training_state(self.model, self.optimizer)
-        progress = {"version": self.version, "updates": self.updates}
+        state = checkpoint.training_state(self.model, self.optimizer, self.average)
+        progress = {"version": self.version, "updates": self.updates, "tokens": self.tokens}
         checkpoint.save(dir, state, progress, alone=self.context.world_size == 1)
 
     def load(self, dir: str | Path) -> None:
-        state = checkpoint.training_state(self.model, self.optimizer)
-        progress = checkpoint.load(dir, state, alone=self.context.world_size == 1)
-        self.version, self.updates = progress["version"], progress["updates"]
+        alone = self.context.world_size == 1
+        progress = checkpoint.load(dir, self.model, self.optimizer, self.average, alone=alone)
+        self.version, self.updates, self.tokens = (progress[name] for name in ("version", "updates", "tokens"))
 
-    def save_hf(self, dir: str | Path) -> None:
-        weights = dict(self.export_weights())
-        if self.context.rank == 0:
-            pretrained.save(self.model.model, weights, self.config, dir)
+    def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
+        if average and self.average is None:
+            raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
+        with self.average.in_place() if average else nullcontext():
+            weights = dict(self.export_weights())
+            if self.context.rank == 0:
+                pretrained.save(self.model.model, weights, self.config, dir)
 
     def move(self, device: str) -> None:
         self.model.to(device)
         if self.optimizer is not None:
             for state in self.optimizer.state.values():
-                state.update({key: value.to(device) for key, value in state.items()})
+                state.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in state.items()})
+        if self.average:
+            self.average.move(device)
         self.device = torch.device(device)
 
     # ---- building
@@ -186,9 +202,13 @@ def shard(model: PackedModel, mesh: DeviceMesh, compute_dtype: torch.dtype | Non
     """FSDP2 on every decoder layer and on the rest; gradients are summed over ranks, never averaged: the loss already
     carries global denominators."""
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    blocks = set(model.model._no_split_modules or ())
-    layers: list[nn.Module] = [m for m in model.modules() if type(m).__name__ in blocks]
-    for module in [*layers, model]:
+    for module in [*decoder_layers(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=precision)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def decoder_layers(model: PackedModel) -> list[nn.Module]:
+    """The blocks that transformers calls indivisible."""
+    blocks = set(model.model._no_split_modules or ())
+    return [m for m in model.modules() if type(m).__name__ in blocks]

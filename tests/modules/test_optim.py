@@ -1,54 +1,188 @@
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from coalign.config.schema import OptimizerConfig
-from coalign.modules.optim import adamw, clip, learning_rate
+from coalign.modules.optim import build, clip
+from tests.modules.batches import rollout
+from tests.modules.test_fsdp import module, same, weights
+from tests.tiny import tiny_model_dir
+
+NAMES = ["adamw", "adamw_8bit", "adafactor", "muon"]
 
 
-def rates(total: int, **config) -> list[float]:
-    return [learning_rate(i, OptimizerConfig(lr=1.0, **config), total=total) for i in range(total)]
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(tiny_model_dir(tmp_path_factory.mktemp("model"), hidden=64))  # embeddings of 20480: 8 bits
 
 
-def test_schedules_by_hand():
-    assert rates(3) == [1.0, 1.0, 1.0]
-    assert rates(5, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
-    assert rates(5, schedule="linear", min_lr_ratio=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    assert rates(5, schedule="cosine") == pytest.approx([0.5 + 0.5 * math.cos(math.pi * i / 4) for i in range(5)])
+class Net(nn.Module):
+    """An embedding, one layer with a norm, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layer = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4, bias=False))
+        self.head = nn.Linear(4, 3)
 
 
-def test_warm_up_moves_at_once_and_ends_at_the_full_rate():
-    assert rates(6, warmup=3) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
-    assert rates(4, warmup=1, schedule="linear") == pytest.approx([0.5, 1.0, 0.5, 0.0])
+def pair() -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    ours, theirs = Net(), Net()
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
 
 
-def test_a_run_longer_than_planned_stays_at_the_floor():
-    assert learning_rate(99, OptimizerConfig(lr=2.0, schedule="cosine", min_lr_ratio=0.1), total=5) == pytest.approx(
-        0.2
-    )
+def train(net: Net, *optimizers: torch.optim.Optimizer, steps: int = 4) -> list[torch.Tensor]:
+    for step in range(steps):
+        tokens = torch.randint(0, 7, (5,), generator=torch.Generator().manual_seed(step))
+        net.head(net.layer(net.embed(tokens))).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()]
+
+
+def build_for(net: Net, **config):
+    return build(net.parameters(), OptimizerConfig(lr=0.05, weight_decay=0.5, **config), layers=[net.layer])
+
+
+def vectors_apart(net: Net) -> list[dict]:
+    return [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
 
 
 def test_adamw_agrees_with_torch_and_spares_vectors_from_decay():
-    torch.manual_seed(0)
-    ours, theirs = (nn.Linear(3, 2) for _ in range(2))
-    theirs.load_state_dict(ours.state_dict())
-    config = OptimizerConfig(lr=0.1, weight_decay=0.5)
-    first = adamw(ours.parameters(), config)
-    plain = {"lr": 0.1, "betas": config.betas, "eps": config.eps}
-    second = [
-        torch.optim.AdamW([theirs.weight], weight_decay=0.5, **plain),
-        torch.optim.AdamW([theirs.bias], weight_decay=0.0, **plain),
+    ours, theirs = pair()
+    reference = torch.optim.AdamW(vectors_apart(theirs), lr=0.05, betas=(0.8, 0.99), eps=1e-6)
+    mine = train(ours, build_for(ours, name="adamw", betas=(0.8, 0.99), eps=1e-6))
+    torch.testing.assert_close(mine, train(theirs, reference))
+
+
+def test_adafactor_agrees_with_torch_and_spares_vectors_from_decay():
+    ours, theirs = pair()
+    reference = torch.optim.Adafactor(vectors_apart(theirs), lr=0.05, foreach=False)
+    torch.testing.assert_close(train(ours, build_for(ours, name="adafactor")), train(theirs, reference))
+
+
+def test_adafactors_first_step_by_hand():
+    """Gradient [[1, 2], [3, 4]]: rows have mean squares 2.5 and 12.5, columns 5 and 10, all together 7.5."""
+    p = nn.Parameter(torch.full((2, 2), 2.0))
+    optimizer = build([p], OptimizerConfig(name="adafactor", lr=0.1), layers=[])
+    p.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    optimizer.step()
+    variance = torch.tensor([[2.5 * 5, 2.5 * 10], [12.5 * 5, 12.5 * 10]]) / 7.5
+    update = p.grad / variance.sqrt()
+    rms = float(update.square().mean().sqrt())
+    torch.testing.assert_close(p.detach(), 2.0 - 0.1 * 2.0 * update / max(1.0, rms))
+    assert {name: tuple(t.shape) for name, t in optimizer.state[p].items()} == {
+        "step": (),
+        "row_var": (2, 1),
+        "col_var": (1, 2),
+    }
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
+    ours, theirs = pair()
+    matrices = [theirs.layer[0].weight, theirs.layer[2].weight]
+    rest = [
+        {"params": [theirs.embed.weight, theirs.head.weight], "weight_decay": 0.5},
+        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    for _ in range(3):
-        for layer, optimizers in ((ours, [first]), (theirs, second)):
-            layer(torch.ones(1, 3)).square().sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    torch.testing.assert_close(ours.weight, theirs.weight)
-    torch.testing.assert_close(ours.bias, theirs.bias)
+    reference = (
+        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.5, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.05, betas=(0.9, 0.999), eps=1e-8),
+    )
+    torch.testing.assert_close(train(ours, build_for(ours, name="muon")), train(theirs, *reference))
+
+
+def test_muons_step_is_nearly_orthogonal_and_of_adamws_size():
+    layer = nn.Linear(16, 8, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = build(layer.parameters(), OptimizerConfig(name="muon", lr=1.0), layers=[layer])
+    layer.weight.grad = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    stretch = torch.linalg.svdvals(before - layer.weight.detach()) / (0.2 * math.sqrt(16))
+    assert 0.6 < float(stretch.min()) and float(stretch.max()) < 1.3  # of U V^T all are 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_what_requires_a_gradient_is_optimised(name):
+    net, _ = pair()
+    net.embed.requires_grad_(False)
+    net.layer[0].requires_grad_(False)
+    optimizer = build_for(net, name=name)
+    chosen = {p for group in optimizer.param_groups for p in group["params"]}
+    assert chosen == set(optimizer.state) == {p for p in net.parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_to_train_is_refused(name):
+    net, _ = pair()
+    with pytest.raises(ValueError, match="nothing to train"):
+        build_for(net.requires_grad_(False), name=name)
+
+
+def test_muon_without_matrices_or_with_nothing_else():
+    net, _ = pair()
+    net.layer.requires_grad_(False)
+    assert len(build_for(net, name="muon").parts) == 1
+    layer = nn.Linear(3, 3, bias=False)
+    assert len(build(layer.parameters(), OptimizerConfig(name="muon"), layers=[layer]).parts) == 1
+
+
+def test_eight_bits_without_bitsandbytes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ImportError, match=r"`adamw_8bit` needs bitsandbytes \(pip install"):
+        build_for(pair()[0], name="adamw_8bit")
+
+
+def test_eight_bits_stay_close_to_adamw(path):
+    pytest.importorskip("bitsandbytes")
+    batch = rollout()
+    moved = []
+    for name in ("adamw", "adamw_8bit"):
+        trainer = module(path, optimizer={"name": name, "lr": 1e-3})
+        before = weights(trainer)
+        for _ in range(3):
+            trainer.train_step(batch)
+        moved.append(torch.cat([(t - before[n]).flatten() for n, t in weights(trainer).items()]))
+    assert float((moved[1] - moved[0]).norm() / moved[0].norm()) < 0.1
+    assert any(
+        entry.dtype == torch.uint8
+        for entry in trainer.optimizer.state[trainer.model.model.lm_head.weight].values()
+        if isinstance(entry, torch.Tensor)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_restored_optimizer_goes_on_bit_for_bit(path, tmp_path, name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    config = {"optimizer": {"name": name, "lr": 1e-3}, "ema": {"decay": 0.9}}
+    straight = module(path, **config)
+    for seed in range(4):
+        if seed == 2:
+            straight.save(tmp_path)
+        straight.train_step(rollout(seed=seed))
+    resumed = module(path, init="random", seed=5, **config)
+    resumed.train_step(rollout(seed=9))  # whatever was there is replaced
+    resumed.load(tmp_path)
+    for seed in (2, 3):
+        resumed.train_step(rollout(seed=seed))
+    assert same(weights(straight), weights(resumed))
+    assert same(straight.average.tensors, resumed.average.tensors)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(path, tmp_path):
+    module(path).save(tmp_path)
+    with pytest.raises(ValueError, match=r"of another model or optimizer: optimizer\..*row_var is missing there"):
+        module(path, optimizer={"name": "adafactor"}).load(tmp_path)
 
 
 def test_clip_returns_the_norm_before_clipping():
