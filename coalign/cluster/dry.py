@@ -206,21 +206,6 @@ class DryModel:
         )
 
 
-def prompts() -> Batch:
-    """Two prompts of two and three tokens."""
-    return Batch(torch.tensor([2, 3])).with_(
-        tokens=torch.zeros(5, dtype=torch.int32), group=torch.arange(2), rows=[{}, {}]
-    )
-
-
-def conversations() -> Batch:
-    """Two conversations of six tokens, half of them to learn."""
-    batch = Batch(torch.tensor([6, 6])).with_(group=torch.arange(2), rows=[{}, {}])
-    return batch.with_(
-        tokens=torch.zeros(12, dtype=torch.int32), loss_mask=torch.tensor([False, False, False, True, True, True] * 2)
-    )
-
-
 def _responses(given: Batch, samples: int) -> Batch:
     """Prompt and response with the columns of docs/design.md §3; sequence columns are repeated."""
     rows = torch.arange(len(given)).repeat_interleave(samples)

@@ -1,126 +1,123 @@
-"""From a row's keys to messages: which key holds what, the system message, and the prompt format.
+"""Messages as rows hold them: checked, brought into one shape, and read as text.
 
-It judges whether a row has what it needs (BadRow with the reason otherwise) and neither tokenises nor drops anything.
+A message is a dict with ``role`` and ``content`` (a text, or a list of parts as chat APIs have them); what else it
+holds is the chat template's affair.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
-from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.sources import BadRow
-from coalign.data.templates import Message
+
+Message = dict[str, Any]
+
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
-@dataclass(frozen=True, slots=True)
-class RowReader:
-    """Reads prompts and conversations out of rows; the fields are those of DataConfig."""
+def as_messages(value: Any, key: str) -> list[Message]:
+    """The messages under ``key``. BadRow for what is no list of messages."""
+    if not isinstance(value, list):
+        raise BadRow(f"'{key}' is {type(value).__name__}; expected a string or a list of {{role, content}} messages")
+    return [_message(message, f"'{key}': message {i}") for i, message in enumerate(value)]
 
-    prompt_key: str
-    answer_key: str
-    messages_key: str
-    prompt_format: str
-    system: str | None
 
-    @staticmethod
-    def of(config: DataConfig, source: SourceConfig) -> RowReader:
-        """The run's keys, with those that the source sets itself."""
-        return RowReader(
-            prompt_key=source.prompt_key or config.prompt_key,
-            answer_key=source.answer_key or config.answer_key,
-            messages_key=config.messages_key,
-            prompt_format=config.prompt_format,
-            system=config.system,
+def as_response(value: Any, key: str) -> list[Message]:
+    """What is said under ``key``: a text or a message of the assistant, or a list of messages.
+
+    BadRow (empty) where nothing is said.
+    """
+    if isinstance(value, str):
+        messages = [{"role": "assistant", "content": value}]
+    elif isinstance(value, dict):
+        messages = [_message(value, f"'{key}'")]
+    else:
+        messages = as_messages(value, key)
+    if not says_something(messages):
+        raise BadRow(f"'{key}' is empty", "empty")
+    return messages
+
+
+def transcript(text: str, key: str) -> list[Message]:
+    """The turns of a text like "\\n\\nHuman: …\\n\\nAssistant: …" (Anthropic's hh-rlhf). BadRow for any other."""
+    before, *turns = TURN.split(text)
+    if before.strip() or not turns:
+        raise BadRow(
+            f"the row has no prompt, and '{key}' is a text that does not hold one either (as messages, or as "
+            "'\\n\\nHuman: …\\n\\nAssistant: …'); name the prompt's key in data.prompt_key",
+            "missing",
         )
+    said = zip(turns[::2], turns[1::2], strict=True)
+    return [{"role": SPEAKERS[who], "content": what.strip()} for who, what in said]
 
-    def prompt(self, row: dict[str, Any]) -> list[Message]:
-        """What the model has to answer: the row's messages without the assistant's last ones, or its prompt."""
-        messages = self._read(row)
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        return self._with_system(messages)
 
-    def reference(self, row: dict[str, Any]) -> Any | None:
-        """The answer that the row gives to its prompt: under the answer key, or in the assistant's last message."""
-        if self.answer_key in row:
-            return row[self.answer_key]
-        last = self._read(row)[-1]
-        return _text(last) if last["role"] == "assistant" else None
+def up_to_the_assistant(messages: list[Message]) -> list[Message]:
+    """The messages up to the assistant's last one, which must say something (BadRow, empty)."""
+    while messages and messages[-1]["role"] != "assistant":
+        messages = messages[:-1]
+    if messages and not says_something(messages[-1:]):
+        raise BadRow("the assistant's last message is empty", "empty")
+    return messages
 
-    def conversation(self, row: dict[str, Any]) -> list[Message]:
-        """What the model has to learn, up to the assistant's last message."""
-        messages = self._read(row)
-        if row.get(self.messages_key) is None and messages and messages[-1]["role"] != "assistant":
-            messages = [*messages, {"role": "assistant", "content": self._answer(row)}]
-        while messages and messages[-1]["role"] != "assistant":
-            messages = messages[:-1]
-        return self._with_system(messages)
 
-    def _read(self, row: dict[str, Any]) -> list[Message]:
-        if row.get(self.messages_key) is not None:
-            return _messages(row[self.messages_key], self.messages_key)
-        return self._prompt(row)
+def says_something(messages: Iterable[Message]) -> bool:
+    """Whether any message has a text or calls a tool."""
+    return any(text_of(message).strip() or message.get("tool_calls") for message in messages)
 
-    def _prompt(self, row: dict[str, Any]) -> list[Message]:
-        prompt = _value(row, self.prompt_key)
-        if not isinstance(prompt, str):
-            return _messages(prompt, self.prompt_key)
-        if not prompt.strip():
-            raise BadRow(f"'{self.prompt_key}' is empty", "empty")
-        try:
-            text = self.prompt_format.format_map({**row, "prompt": prompt})
-        except KeyError as error:
-            raise BadRow(f"no key {error}, which data.prompt_format names; {_keys(row)}", "missing") from error
-        except (ValueError, TypeError, AttributeError) as error:
-            raise BadRow(f"data.prompt_format {self.prompt_format!r} does not fit the row: {error}") from error
-        return [{"role": "user", "content": text}]
 
-    def _answer(self, row: dict[str, Any]) -> str:
-        answer = _value(row, self.answer_key)
-        if not isinstance(answer, str):
-            raise BadRow(f"'{self.answer_key}' is {type(answer).__name__}; expected a string")
-        if not answer.strip():
-            raise BadRow(f"'{self.answer_key}' is empty", "empty")
-        return answer
-
-    def _with_system(self, messages: list[Message]) -> list[Message]:
-        if not any(_text(m).strip() for m in messages):
-            raise BadRow("no message with a text", "empty")
-        if self.system is None or messages[0]["role"] == "system":
-            return messages
-        return [{"role": "system", "content": self.system}, *messages]
+def text_of(message: Message) -> str:
+    content = message["content"]
+    return "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content
 
 
 def prompt_text(messages: list[Message]) -> str:
     """A prompt as people read it: the one message, or who said what, one paragraph each."""
     spoken = [m for m in messages if m["role"] != "system"]
     if len(spoken) == 1:
-        return _text(spoken[0])
-    return "\n\n".join(f"{m['role']}: {_text(m)}" for m in spoken)
+        return text_of(spoken[0])
+    return "\n\n".join(f"{m['role']}: {text_of(m)}" for m in spoken)
 
 
-def _value(row: dict[str, Any], key: str) -> Any:
-    if key not in row:
-        raise BadRow(f"no key '{key}'; {_keys(row)}", "missing")
-    if row[key] is None:
-        raise BadRow(f"'{key}' is empty", "empty")
-    return row[key]
+def as_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
+    """Descriptions of functions: a list of JSON Schema objects, as such or as JSON text; None where there are none."""
+    value = _parsed(value, key)
+    tools = [_parsed(tool, key) for tool in value] if isinstance(value, list) else value
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow(f"'{key}' is no list of JSON Schema functions: {str(value)[:80]}")
+    return tools or None
 
 
-def _messages(value: Any, key: str) -> list[Message]:
-    if not isinstance(value, list):
-        raise BadRow(f"'{key}' is {type(value).__name__}; expected a string or a list of {{role, content}} messages")
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise BadRow(f"'{key}': message {i} is not an object with role and content: {str(message)[:80]}")
-    return value
+def _message(value: Any, place: str) -> Message:
+    """A message without the keys that are None (a table has every column in every row), but always with a content."""
+    calls = value.get("tool_calls") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or value.get("role") is None or not (calls or "content" in value):
+        raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
+    if not isinstance(value.get("content"), str | list | None):
+        raise BadRow(f"{place}: content is {type(value['content']).__name__}; expected a string or a list of parts")
+    message = {"content": ""} | {key: part for key, part in value.items() if part is not None}
+    return message | {"tool_calls": [_tool_call(call, place) for call in calls]} if calls else message
 
 
-def _text(message: Message) -> str:
-    content = message["content"]
-    return "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content or ""
+def _tool_call(call: Any, place: str) -> Any:
+    """A call with its arguments as an object, which templates expect; chat APIs give them as JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "name" not in function:
+        raise BadRow(f"{place}: a tool call is an object with function: {{name, arguments}}, not {str(call)[:80]}")
+    if not isinstance(function.get("arguments"), str):
+        return call
+    function = function | {"arguments": _parsed(function["arguments"], "arguments")}
+    return call | {"function": function} if "function" in call else function
 
 
-def _keys(row: dict[str, Any]) -> str:
-    return f"the row has {', '.join(sorted(row)) or 'none'}"
+def _parsed(value: Any, key: str) -> Any:
+    """The value of a JSON text; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise BadRow(f"'{key}' is no valid JSON: {error.msg} (column {error.colno})") from error

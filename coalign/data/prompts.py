@@ -21,7 +21,7 @@ class PromptSource(Examples):
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
         messages = self.reader.prompt(row)
-        tokens = self.template.prompt(messages)
+        tokens = self.template.prompt(messages, self.reader.tools(row))
         if not tokens:
             raise BadRow("the prompt has no tokens", "empty")
         reference = self.reader.reference(row)

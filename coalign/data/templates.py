@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
 
+from coalign.data.messages import Message, text_of
 from coalign.data.sources import BadRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
 Messages = Sequence[Message]
+Tools = list[dict[str, Any]]
 Span = tuple[int, int]  # start and stop
 
 
@@ -29,13 +30,19 @@ class Template(Protocol):
     """How messages become tokens."""
 
     tokenizer: PreTrainedTokenizerBase
+    jinja: str | None  # the template's text, if it is one
 
-    def prompt(self, messages: Messages) -> list[int]:
+    def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
         """The tokens after which the model answers."""
         ...
 
-    def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """Tokens, and which of them are trained on: what the assistant says, and the end of its turns."""
+    def conversation(
+        self, messages: Messages, tools: Tools | None = None, *, since: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Tokens, and which of them are trained on: what the assistant says, and the end of its turns.
+
+        Only in message ``since`` and later ones.
+        """
         ...
 
 
@@ -60,23 +67,29 @@ class PlainText:
     Prompt and answer are tokenised apart, as in generation. One user message and at most one answer; BadRow for more.
     """
 
+    jinja = None
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
-    def prompt(self, messages: Messages) -> list[int]:
+    def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
+        if tools:
+            raise BadRow("data.chat_template: none has no place for the row's tools; set a template")
         if [m["role"] for m in messages] != ["user"]:
             raise BadRow(
                 f"data.chat_template: none takes a single user message, not {_roles(messages)}; set a template"
             )
-        tokens = self.tokenizer(messages[0]["content"], verbose=False)["input_ids"]
+        tokens = self.tokenizer(text_of(messages[0]), verbose=False)["input_ids"]
         eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         if tokens[:2] == [bos, bos]:
             tokens = tokens[1:]  # the text brought its own
         return tokens[:-1] if tokens[-1:] == [eos] else tokens
 
-    def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        prompt = self.prompt(messages[:-1])
-        answer = self.tokenizer(messages[-1]["content"], add_special_tokens=False, verbose=False)["input_ids"]
+    def conversation(
+        self, messages: Messages, tools: Tools | None = None, *, since: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        prompt = self.prompt(messages[:-1], tools)
+        answer = self.tokenizer(text_of(messages[-1]), add_special_tokens=False, verbose=False)["input_ids"]
         answer = [*answer, self.tokenizer.eos_token_id]
         return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
@@ -94,21 +107,28 @@ class ChatTemplate:
         self.jinja = jinja
         added = tokenizer.added_tokens_decoder.items()
         self._special = {i for i, token in added if token.special} | {tokenizer.eos_token_id}
+        self._knows_tools = re.search(r"\btools\b", jinja) is not None
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
 
-    def render(self, messages: Messages, *, generation_prompt: bool = False) -> str:
+    def render(self, messages: Messages, tools: Tools | None = None, *, generation_prompt: bool = False) -> str:
         """The text. BadRow with the template's own words where it refuses the messages."""
         with _refusal(messages):
             return self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.jinja, add_generation_prompt=generation_prompt, tokenize=False
+                list(messages),
+                tools=self._shown(tools),
+                chat_template=self.jinja,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
             )
 
-    def prompt(self, messages: Messages) -> list[int]:
-        return self._tokenize(self.render(messages, generation_prompt=True))
+    def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
+        return self._tokenize(self.render(messages, tools, generation_prompt=True))
 
-    def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
+    def conversation(
+        self, messages: Messages, tools: Tools | None = None, *, since: int = 0
+    ) -> tuple[list[int], list[bool]]:
         find = self._generation_blocks if self._marks_generation else self._assistant_turns
-        text, spans = find(messages)
+        text, spans = find(messages, tools, since)
         tokens = self._tokenize(text)
         mask = [False] * len(tokens)
         for start, stop in spans:
@@ -116,36 +136,54 @@ class ChatTemplate:
             mask[first:last] = [True] * (last - first)
         return self._end_turns(tokens, mask)
 
-    def _generation_blocks(self, messages: Messages) -> tuple[str, list[Span]]:
+    def _generation_blocks(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
         """The text, and where its characters come from a generation block."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _refusal(messages):
             (text,), (spans,) = render_jinja_template(
                 [list(messages)],
+                tools=self._shown(tools),
                 chat_template=self.jinja,
                 return_assistant_tokens_mask=True,
                 **self.tokenizer.special_tokens_map,
             )
-        return text, spans
+        if not since:
+            return text, spans
+        before = self._beginning(text, messages, tools, since)
+        return text, [span for span in spans if span[0] >= before]
 
-    def _assistant_turns(self, messages: Messages) -> tuple[str, list[Span]]:
+    def _assistant_turns(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
         """The text, and where its characters are the assistant's or end its turns."""
-        text = self.render(messages)
+        text = self.render(messages, tools)
         spans = []
-        for i, message in enumerate(messages):
+        for i, message in enumerate(messages[since:], since):
             if message["role"] != "assistant":
                 continue
             if i == 0:
                 raise BadRow("the conversation begins with the assistant")
-            before, after = self.render(messages[:i], generation_prompt=True), self.render(messages[: i + 1])
-            if not (text.startswith(before) and text.startswith(after)):
-                raise BadRow(
-                    f"the chat template renders messages 0 to {i} differently when more follow, so the assistant's "
-                    "tokens cannot be told from the rest; put {% generation %} blocks into data.chat_template"
-                )
-            spans.append((len(before), len(after)))
+            before = self._beginning(text, messages, tools, i, generation_prompt=True)
+            spans.append((before, self._beginning(text, messages, tools, i + 1)))
         return text, spans
+
+    def _beginning(
+        self, text: str, messages: Messages, tools: Tools | None, stop: int, *, generation_prompt: bool = False
+    ) -> int:
+        """How many characters of the conversation's text are of its first ``stop`` messages."""
+        beginning = self.render(messages[:stop], tools, generation_prompt=generation_prompt)
+        if not text.startswith(beginning):
+            raise BadRow(
+                f"the chat template renders messages 0 to {stop - 1} differently when more follow, so the assistant's "
+                "tokens cannot be told from the rest; put {% generation %} blocks into data.chat_template"
+            )
+        return len(beginning)
+
+    def _shown(self, tools: Tools | None) -> Tools | None:
+        if tools and not self._knows_tools:
+            raise BadRow(
+                "the row describes tools, but the chat template has no place for them (it never reads `tools`)"
+            )
+        return tools
 
     def _position(self, tokens: list[int], text: str, characters: int) -> int:
         """How many tokens belong to the first characters; one that crosses the border belongs to what follows.
@@ -179,7 +217,7 @@ class ChatTemplate:
 def _refusal(messages: Messages) -> Iterator[None]:
     try:
         yield
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise BadRow(f"the chat template refuses the messages ({_roles(messages)}): {error}") from error
 
 

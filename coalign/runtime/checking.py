@@ -9,9 +9,10 @@ import torch
 from rich.table import Table
 
 from coalign.algorithms.aggregate import Totals
-from coalign.cluster.dry import DryCluster, conversations, prompts
+from coalign.cluster.dry import DryCluster
 from coalign.cluster.graph import Call, Graph, draw
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data.standins import STANDINS
 from coalign.runtime.build import context, prepare, spawn
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
@@ -38,11 +39,11 @@ def trace(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfi
     with DryCluster(config) as cluster:
         engine = cls(config, cluster)
         spawn(engine, models, {name: context(name, model, config, steps=1) for name, model in models.items()})
-        make, label = (prompts, "prompts") if cls.source == "prompts" else (conversations, "conversations")
-        engine.train_flow(cluster.resolve(engine.env_flow(cluster.put(make(), label))))
+        make = STANDINS[cls.source]
+        engine.train_flow(cluster.resolve(engine.env_flow(cluster.put(make(), cls.source))))
         training = list(cluster.graph.calls)
         if config.data.eval:
-            engine.eval_flow(cluster.put(make(), label))
+            engine.eval_flow(cluster.put(make(), cls.source))
     for call in training:
         name, _, method = call.label.partition("#")[0].partition(".")
         if method == "train_step":

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from coalign.cluster import dry
 from coalign.cluster.dry import DryCluster
 from coalign.cluster.graph import draw
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data import standins
 from coalign.types import Context, Stat
 
 
@@ -41,24 +41,24 @@ def cluster():
 
 
 def flow(cluster):
-    out = cluster.models["policy"].generate(cluster.put(dry.prompts(), "prompts"))
+    out = cluster.models["policy"].generate(cluster.put(standins.prompts(), "prompts"))
     parts = [cluster.models[name].forward_step(out) for name in ("reference", "reward")]
     return cluster.apply(advantage, out, *parts, scale=2.0)
 
 
 def test_generate_gives_the_columns_of_the_design(cluster):
-    out = cluster.models["policy"].generate(dry.prompts()).result().fetch()
+    out = cluster.models["policy"].generate(standins.prompts()).result().fetch()
     assert len(out) == 8 and out["group"].tolist() == [0] * 4 + [1] * 4 and out["index"].tolist() == [0, 1, 2, 3] * 2
     assert set(out.token) == {"tokens", "loss_mask", "rollout_logprobs", "versions"}
     assert set(out.sequence) == {"group", "index", "prompt_length", "status", "rows"}
     first = next(out.rows())
     assert first["loss_mask"].tolist() == [False, False, True, True, True]
     assert first["versions"].tolist() == [-1, -1, 0, 0, 0]
-    assert len(cluster.models["policy"].generate(dry.prompts(), samples=1).result()) == 2
+    assert len(cluster.models["policy"].generate(standins.prompts(), samples=1).result()) == 2
 
 
 def test_scorers_add_the_column_of_their_head(cluster):
-    given = dry.conversations()
+    given = standins.conversations()
     columns = {name: cluster.models[name].forward_step(given).result() for name in ("reference", "critic", "reward")}
     assert [ref.columns for ref in columns.values()] == [("ref_logprobs",), ("values",), ("reward",)]
     assert cluster.models["critic"].forward_step(given, into="old_values").result().columns == ("old_values",)
@@ -110,7 +110,7 @@ def test_metrics_and_announcements(cluster):
 
 
 def test_calls_of_one_name_are_told_apart(cluster):
-    first = cluster.models["policy"].generate(dry.prompts())
+    first = cluster.models["policy"].generate(standins.prompts())
     cluster.models["reference"].forward_step(first)
     cluster.models["reference"].forward_step(first)
     assert [call.label for call in cluster.graph.calls][-2:] == ["reference.forward_step", "reference.forward_step#2"]
@@ -118,14 +118,14 @@ def test_calls_of_one_name_are_told_apart(cluster):
 
 def test_own_modules_say_what_they_add(cluster):
     own = cluster.models["own"]
-    assert own.forward_step(dry.conversations()).result().columns == ("quality", "style")
-    assert own.judge(dry.conversations()).result().columns == ("verdict",)
+    assert own.forward_step(standins.conversations()).result().columns == ("quality", "style")
+    assert own.judge(standins.conversations()).result().columns == ("verdict",)
     with pytest.raises(AttributeError, match="no attribute 'jugde'"):
-        own.jugde(dry.conversations())
+        own.jugde(standins.conversations())
 
 
 def test_what_is_no_batch_is_refused(cluster):
-    trained = cluster.models["trainer"].train_step(dry.conversations())
+    trained = cluster.models["trainer"].train_step(standins.conversations())
     with pytest.raises(TypeError, match=r"policy.generate: expected a batch, got a dict"):
         cluster.models["policy"].generate(trained)
 

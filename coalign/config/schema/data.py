@@ -72,12 +72,16 @@ class DataConfig(Section):
     """Descriptions of tools (JSON Schema functions), handed to the chat template."""
     step_separator: str = "\n"
     """Ends each step; a process reward model judges at its last token."""
+    step_tokens: Annotated[list[str], Field(min_length=2, max_length=2)] = ["+", "-"]
+    """What a process reward model says of a right and of a wrong step: one token each."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Which tokens of a conversation are learned: all turns of the assistant, its last one, or every token."""
     system: str | None = None
     """System message put before each prompt."""
     chat_template: str = "auto"
     """`auto`: the tokenizer's; `none`: prompt text as it is; or a Jinja template, or a file that holds one."""
     prompt_format: str = "{prompt}"
-    """Python format string applied to a string prompt, with the row's keys, before the template."""
+    """Python format string applied to the prompt (the last user message, if it is a list), with the row's keys."""
     max_prompt_tokens: PositiveInt = 1024
     max_tokens: PositiveInt | None = None
     """Of prompt and response together; documents are cut into pieces of this length."""
