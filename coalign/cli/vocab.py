@@ -34,6 +34,6 @@ def extend_vocab(
     report = extend(model, tokens, output, special=special, pad_to_multiple=pad_to_multiple, roles=roles, sample=sample)
     display = Display()
     display.table(f"{model} -> {output}", report.table())
-    for why, what in report.skipped.items():
+    for why, what in report.tokens.skipped.items():
         if what:
             display.note(f"skipped, {why}: {', '.join(map(repr, what[:8]))}{', ...' if len(what) > 8 else ''}")

@@ -21,18 +21,21 @@ LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 @dataclass(frozen=True)
 class Report:
-    """What was done. ``skipped``: why -> tokens; ``sample``: tokens of the sample text before and after."""
+    """What was done. ``sample``: tokens of the sample text before and after."""
 
+    tokens: Extension
     rows: Rows
-    skipped: dict[str, list[str]]
     sample: tuple[int, int] | None
 
     def table(self) -> dict[str, float]:
         """Names and numbers, as the command prints them."""
-        rows, new = self.rows, len(self.rows.pieces)
+        rows, new, steps = self.rows, len(self.rows.pieces), len(self.tokens.steps)
         known = [len(ids) for ids in rows.pieces if ids]
-        numbers: dict[str, float] = {"tokens read": new + sum(map(len, self.skipped.values())), "new tokens": new}
-        numbers |= {f"skipped: {why}": len(what) for why, what in self.skipped.items() if what}
+        skipped = {f"skipped: {why}": len(what) for why, what in self.tokens.skipped.items() if what}
+        numbers: dict[str, float] = {"tokens read": new - steps + sum(skipped.values()), "new tokens": new}
+        if steps:
+            numbers["of these, steps towards others"] = steps
+        numbers |= skipped
         numbers["old pieces of a new token, mean"] = sum(known) / max(len(known), 1)
         if new > len(known):
             numbers["new tokens without old pieces (mean of all rows)"] = new - len(known)
@@ -93,7 +96,7 @@ def extend(
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return Report(rows, extension.skipped, (before, tokenizers.count(tokenizer, sample)) if sample else None)
+    return Report(extension, rows, (before, tokenizers.count(tokenizer, sample)) if sample else None)
 
 
 def _plan(model: Path, vocab_size: int, extension: Extension, multiple: int) -> Rows:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -20,10 +21,13 @@ from coalign.vocab.alphabet import Alphabet, alphabet_of
 
 @dataclass(frozen=True)
 class Merged:
-    """tokenizer: with the new pieces. pieces: the old ids of each new piece, in the order of the new ids."""
+    """tokenizer: with the new pieces. pieces: the old ids of each new piece, in the order of the new ids: first those
+    asked for, then ``steps``, that lead from the old pieces of some token to it. The last two: what did not enter.
+    """
 
     tokenizer: Tokenizer
     pieces: list[list[int]]
+    steps: list[str]
     present: list[str]
     unreachable: list[str]
 
@@ -31,27 +35,34 @@ class Merged:
 def merge(old: Tokenizer, tokens: list[bytes], first: int) -> Merged:
     """Give ``old`` the tokens as pieces with the ids from ``first`` on.
 
-    A token that no merge can reach is left out: its old pieces cannot be joined two by two, the pre-tokenizer would cut
-    it, the normaliser would rewrite it, or it is part of a character. Raises ValueError for what is no BPE tokenizer.
+    Merges join two pieces at a time; where those of a token cannot be joined that way (`to t al`, and neither `tot` nor
+    `tal` is a piece), the missing one enters as well. A token that nothing can reach stays out: the pre-tokenizer would
+    cut it, the normaliser rewrite it, it is part of a character, or only a new way to an old piece would lead there.
+    Raises ValueError for what is no BPE tokenizer.
     """
     description = json.loads(old.to_str())
     _require_plain_bpe(description["model"])
     alphabet = alphabet_of(description)
-    spelled = {token: alphabet.spell(token) for token in tokens}
     known = old.get_vocab(with_added_tokens=True)
-    present = [_show(t) for t, spelling in spelled.items() if spelling in known]
-    wanted = {s: t for t, s in spelled.items() if s is not None and s not in known and _is_one_word(old, alphabet, s)}
-    new = list(wanted)
+    wanted, present, unreachable = [], [], []
+    for token in tokens:
+        spelling = alphabet.spell(token)
+        if spelling in known:
+            present.append(token)
+        elif spelling is None or not _is_one_word(old, alphabet, spelling):
+            unreachable.append(token)
+        else:
+            wanted.append(spelling)
     while True:
-        extended = _extended(description, known, new, first)
-        reached = [s for s in new if [t.value for t in extended.model.tokenize(s)] == [s]]
-        if len(reached) == len(new):
+        new, extended = _reach(description, known, wanted, first)
+        stuck = [s for s in wanted if _parts(extended, s) != [s]]
+        if not stuck:
             break
-        new = reached  # the others may have been steps on the way to these
-    pieces = [[t.id for t in old.model.tokenize(s)] for s in new]
-    added, here = set(new), set(present)
-    unreachable = [_show(t) for t, s in spelled.items() if s not in added and _show(t) not in here]
-    return Merged(extended, pieces, present, unreachable)
+        wanted = [s for s in wanted if _parts(extended, s) == [s]]
+        unreachable += [alphabet.read(s) for s in stuck]
+    pieces = [[t.id for t in old.model.tokenize(spelling)] for spelling in new]
+    steps = [alphabet.read(spelling) for spelling in new[len(wanted) :]]
+    return Merged(extended, pieces, _show(steps), _show(present), _show(unreachable))
 
 
 def _require_plain_bpe(model: dict[str, Any]) -> None:
@@ -74,6 +85,32 @@ def _is_one_word(tokenizer: Tokenizer, alphabet: Alphabet, spelling: str) -> boo
     return len(words) == 1 and words[0][0].endswith(spelling)
 
 
+def _reach(
+    description: dict[str, Any], known: dict[str, int], wanted: list[str], first: int
+) -> tuple[list[str], Tokenizer]:
+    """The ``wanted`` with the steps that lead to them, and the tokenizer that has them."""
+    new = list(wanted)
+    while True:
+        tokenizer = _extended(description, known, new, first)
+        steps = dict.fromkeys(step for spelling in wanted for step in _next_steps(tokenizer, spelling))
+        if not steps:
+            return new, tokenizer
+        new += steps
+
+
+def _next_steps(tokenizer: Tokenizer, spelling: str) -> list[str]:
+    """New pieces that bring the merges one step further towards ``spelling``; none where there is no further."""
+    parts = _parts(tokenizer, spelling)
+    if "".join(parts) != spelling:  # characters that the vocabulary has as bytes or not at all
+        return [c for c in spelling if tokenizer.token_to_id(c) is None]
+    joined = (a + b for a, b in pairwise(parts))
+    return [step for step in joined if tokenizer.token_to_id(step) is None][:1]
+
+
+def _parts(tokenizer: Tokenizer, spelling: str) -> list[str]:
+    return [token.value for token in tokenizer.model.tokenize(spelling)]
+
+
 def _extended(description: dict[str, Any], known: dict[str, int], new: list[str], first: int) -> Tokenizer:
     """The old added tokens enter the vocabulary under their ids: otherwise they would be numbered anew behind it."""
     model = description["model"]
@@ -84,5 +121,5 @@ def _extended(description: dict[str, Any], known: dict[str, int], new: list[str]
     return Tokenizer.from_str(json.dumps(description | {"model": model}))
 
 
-def _show(token: bytes) -> str:
-    return token.decode(errors="backslashreplace")
+def _show(tokens: list[bytes]) -> list[str]:
+    return [token.decode(errors="backslashreplace") for token in tokens]

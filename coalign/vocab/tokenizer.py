@@ -23,11 +23,13 @@ class Extension:
     """What a tokenizer was given.
 
     first: the id of the first new token; the others follow it. pieces: for each new token, what the old tokenizer makes
-    of it (empty where it knows nothing of it). skipped: why -> tokens of the source that did not enter.
+    of it (empty where it knows nothing of it). steps: the last of them, which the source did not ask for, as
+    coalign.vocab.merges explains. skipped: why -> tokens of the source that did not enter.
     """
 
     first: int
     pieces: list[list[int]]
+    steps: list[str]
     skipped: dict[str, list[str]]
 
 
@@ -51,33 +53,27 @@ def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source, *, spec
     if source.vocabulary and special:
         raise ValueError(f"--special is for a list of tokens; {source.path} is a vocabulary")
     first = max(tokenizer.get_vocab().values()) + 1
-    if source.vocabulary:
-        pieces, skipped = _merge(tokenizer, source.tokens, first)
-    else:
-        pieces, skipped = _add(tokenizer, source.tokens, first, special)
-    skipped = source.skipped | skipped
-    if not pieces:
-        why = ", ".join(f"{len(what)} {why}" for why, what in skipped.items() if what)
+    tokens = _merge(tokenizer, source, first) if source.vocabulary else _add(tokenizer, source, first, special)
+    if not tokens.pieces:
+        why = ", ".join(f"{len(what)} {why}" for why, what in tokens.skipped.items() if what)
         raise ValueError(f"--tokens: {source.path} has no token that is new to the tokenizer ({why})")
+    return tokens
+
+
+def _merge(tokenizer: PreTrainedTokenizerBase, source: Source, first: int) -> Extension:
     unknown = tokenizer.unk_token_id
-    return Extension(first, [[i for i in ids if i != unknown] for ids in pieces], skipped)
-
-
-Entered = tuple[list[list[int]], dict[str, list[str]]]
-
-
-def _merge(tokenizer: PreTrainedTokenizerBase, tokens: list[bytes], first: int) -> Entered:
-    merged = merge(tokenizer.backend_tokenizer, tokens, first)
+    merged = merge(tokenizer.backend_tokenizer, source.tokens, first)
     tokenizer.backend_tokenizer.model = merged.tokenizer.model
-    return merged.pieces, {"already there": merged.present, "out of reach": merged.unreachable}
+    skipped = source.skipped | {"already there": merged.present, "out of reach": merged.unreachable}
+    return Extension(first, _without(unknown, merged.pieces), merged.steps, skipped)
 
 
-def _add(tokenizer: PreTrainedTokenizerBase, tokens: list[bytes], first: int, special: bool) -> Entered:
+def _add(tokenizer: PreTrainedTokenizerBase, source: Source, first: int, special: bool) -> Extension:
     """Not normalised: a text contains a token exactly if its characters stand in it, whatever the normaliser does."""
     known, alphabet = tokenizer.get_vocab(), alphabet_of(json.loads(tokenizer.backend_tokenizer.to_str()))
-    texts = [token.decode() for token in tokens]
+    texts = [token.decode() for token in source.tokens]
     present = [t for t in texts if t in known or alphabet.spell(t.encode()) in known]
-    garbled = [t for t in texts if not _survives(tokenizer, t)]
+    garbled = [t for t in texts if t not in present and not _survives(tokenizer, t)]
     left_out = {*present, *garbled}
     new = [t for t in texts if t not in left_out]
     pieces = [tokenizer(t, add_special_tokens=False, verbose=False)["input_ids"] for t in new]
@@ -87,7 +83,12 @@ def _add(tokenizer: PreTrainedTokenizerBase, tokens: list[bytes], first: int, sp
             f"{tokenizer.name_or_path}: the ids of the tokenizer have gaps below its last one, {first - 1}, which new "
             "tokens would fill: rows of the model that may have a meaning"
         )
-    return pieces, {"already there": present, "garbled by decoding": garbled}
+    skipped = source.skipped | {"already there": present, "garbled by decoding": garbled}
+    return Extension(first, _without(tokenizer.unk_token_id, pieces), [], skipped)
+
+
+def _without(unknown: int | None, pieces: list[list[int]]) -> list[list[int]]:
+    return [[i for i in ids if i != unknown] for ids in pieces]
 
 
 def _survives(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
@@ -98,8 +99,8 @@ def _survives(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 def verify(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError if the tokenizer written to ``directory`` comes back with other ids."""
-    if load(directory).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"transformers rebuilds the tokenizer ({type(tokenizer).__name__}) with other ids than it had")
+    if load(directory).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        raise ValueError(f"transformers rebuilds the tokenizer ({type(tokenizer).__name__}) other than it was")
 
 
 def count(tokenizer: PreTrainedTokenizerBase, text: Path) -> int:
