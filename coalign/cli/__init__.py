@@ -24,6 +24,8 @@ COMMANDS = {
     "check": training.check,
     "eval": training.evaluate,
     "generate": inference.generate,
+    "score": inference.score,
+    "chat": inference.chat,
     "inspect-data": training.inspect_data,
     "init": training.init,
     "extend-vocab": vocab.extend_vocab,
@@ -39,5 +41,16 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as problem:
-        typer.secho(f"error: {problem}", fg="red", err=True)
+        typer.secho(f"error: {told(problem)}", fg="red", err=True)
         raise SystemExit(2) from problem
+
+
+def told(problem: Exception) -> str:
+    """The problem in our words: settings that came from options are validated as those of a YAML are."""
+    from pydantic import ValidationError
+
+    from coalign.config.errors import dotted, readable
+
+    if not isinstance(problem, ValidationError):
+        return str(problem)
+    return "\n".join(": ".join(filter(None, (dotted(e["loc"]), readable(e)))) for e in problem.errors())

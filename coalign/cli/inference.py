@@ -1,40 +1,166 @@
-"""Commands that use a model: generate."""
+"""Commands that use a model: generate, score, chat."""
 
 from __future__ import annotations
 
+import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+Model = Annotated[Path, typer.Argument(help="A Hugging Face model directory.")]
+Key = Annotated[str, typer.Option(help="The prompt's key in the input: a string, or a list of messages.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1)]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(min=0, help="0: off.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0)]
+MinP = Annotated[float, typer.Option(min=0.0, max=1.0)]
+RepetitionPenalty = Annotated[float, typer.Option(min=0.01)]
+Stop = Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")]
+Template = Annotated[str, typer.Option(help="`auto`, `none`, or a Jinja file.")]
+Seed = Annotated[int, typer.Option(min=0)]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")]
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reward",
+        help="A reward function: a name (`math`), a dotted path (`my.rewards:fn`), or as in YAML "
+        "(`{fn: math, answer_key: gold}`); may be given again.",
+    ),
+]
+
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
-    prompts: Annotated[Path | None, typer.Option("--input", "-i", help="JSONL with one prompt a line.")] = None,
+    model: Model,
+    prompts: Annotated[Path | None, typer.Option("--input", "-i", help="A data file of prompts.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSONL to write; default: the screen.")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="A single prompt instead of a file.")] = None,
-    key: Annotated[
-        str, typer.Option(help="The prompt's key in the input: a string, or a list of messages.")
-    ] = "prompt",
+    key: Key = "prompt",
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Responses for each prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0: off.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    min_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(min=0.01)] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")] = None,
-    chat_template: Annotated[str, typer.Option(help="`auto`, `none`, or a Jinja file.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    best: Annotated[bool, typer.Option("--best", help="Keep the best-scored response of each prompt only.")] = False,
+    reward: Rewards = None,
+    reward_model: Annotated[
+        Path | None, typer.Option(help="Score by this model: a Hugging Face directory with a reward head.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    chat_template: Template = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
 ):
-    """Generate responses: JSONL in, JSONL out."""
-    from coalign.config.schema import SamplingConfig
+    """Generate responses: JSONL in, JSONL out. A killed call goes on where it was when it is run again."""
+    from coalign.config.schema import DataConfig, GenerateConfig, SourceConfig
     from coalign.runtime.display import Display
-    from coalign.runtime.inference import Job
-    from coalign.runtime.inference import generate as respond
+    from coalign.runtime.generating import generate as respond
 
-    sampling = SamplingConfig(
+    if (prompt is None) == (prompts is None):
+        raise ValueError("give either --prompt TEXT or --input FILE.jsonl")
+    with tempfile.TemporaryDirectory() as folder:
+        if prompts is None:
+            prompts, key = Path(folder) / "prompt.jsonl", "prompt"
+            prompts.write_text(json.dumps({"prompt": prompt}))
+        data = DataConfig(
+            train=[SourceConfig(path=str(prompts))],
+            prompt_key=key,
+            chat_template=chat_template,
+            max_prompt_tokens=2**31,  # the model's own limit is the one that counts
+            shuffle=False,
+        )
+        config = GenerateConfig(
+            model=str(model),
+            data=data,
+            samples=samples,
+            keep="best" if best else "all",
+            reward=_rewards(reward),
+            reward_model=str(reward_model) if reward_model else None,
+            sampling=_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop),
+            seed=seed,
+            dtype=dtype,
+            device=device,
+        )
+        respond(config, output, Display())
+
+
+def score(
+    model: Annotated[
+        Path | None, typer.Argument(help="A reward model: a Hugging Face directory with a reward head.")
+    ] = None,
+    responses: Annotated[
+        Path, typer.Option("--input", "-i", help="Rows {prompt, response}, {messages} or {prompt, chosen, rejected}.")
+    ] = ...,
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL to write: the rows with their scores.")] = ...,
+    reward: Rewards = None,
+    key: Key = "prompt",
+    response_key: Annotated[str, typer.Option(help="The response's key in the input.")] = "response",
+    chat_template: Template = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
+    """Score responses by a reward model, or by reward functions. A killed call goes on where it was."""
+    from coalign.config.schema import DataConfig, ScoreConfig, SourceConfig
+    from coalign.runtime.display import Display
+    from coalign.runtime.scoring import score as judge
+
+    if (model is None) == (not reward):
+        raise ValueError("give either MODEL (a reward model's directory) or --reward FN")
+    config = ScoreConfig(
+        data=DataConfig(train=[SourceConfig(path=str(responses))], prompt_key=key),
+        response_key=response_key,
+        reward=_rewards(reward),
+        reward_model=str(model) if model else None,
+        reward_template=chat_template,
+        dtype=dtype,
+        device=device,
+    )
+    judge(config, output, Display())
+
+
+def chat(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    stop: Stop = None,
+    chat_template: Template = "auto",
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+):
+    """Talk to a model in the terminal. /reset, /save FILE and /quit; Ctrl-C stops an answer."""
+    from coalign.runtime.chatting import ChatSettings, typed
+    from coalign.runtime.chatting import chat as talk
+    from coalign.runtime.display import Display
+
+    sampling = _sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop)
+    settings = ChatSettings(model, sampling, system, chat_template, seed, dtype, device)
+    talk(settings, typed("> ") if sys.stdin.isatty() else sys.stdin, Display())
+
+
+def _sampling(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    stop: list[str] | None,
+):
+    from coalign.config.schema import SamplingConfig
+
+    return SamplingConfig(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -43,7 +169,11 @@ def generate(
         repetition_penalty=repetition_penalty,
         stop=stop or [],
     )
-    if (prompt is None) == (prompts is None):
-        raise ValueError("give either --prompt TEXT or --input FILE.jsonl")
-    job = Job(model, prompts, prompt, output, key, samples, sampling, chat_template, seed, dtype)
-    respond(job, Display())
+
+
+def _rewards(texts: list[str] | None):
+    """Reward functions as in YAML: a text alone is a function's name."""
+    from coalign.config.reading import parse
+    from coalign.config.schema import RewardConfig
+
+    return [RewardConfig.model_validate(parse(text, f"--reward {text}")[0]) for text in texts or []]

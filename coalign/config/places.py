@@ -42,6 +42,10 @@ class Places:
             if key[: len(source)] == source and key != source:
                 self._known.setdefault(target + key[len(source) :], place)
 
+    def below(self, key: Key) -> Places:
+        """The places of what is below ``key``, seen from there."""
+        return Places({k[len(key) :]: place for k, place in self._known.items() if k[: len(key)] == key})
+
     def find(self, key: Key) -> Place | None:
         """The place of ``key``, or of the nearest section around it. A list's only item may stand without brackets."""
         while key:

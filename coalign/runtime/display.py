@@ -146,6 +146,11 @@ class Display:
         """A result: a text as it is, or anything that rich can render."""
         self.out.print(content, soft_wrap=isinstance(content, str))
 
+    def write(self, text: str) -> None:
+        """A piece of a result that comes bit by bit."""
+        self.out.print(text, end="", soft_wrap=True)
+        self.out.file.flush()
+
     def note(self, text: str) -> None:
         """A remark."""
         self.err.print(text, soft_wrap=True)

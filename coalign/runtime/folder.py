@@ -49,7 +49,7 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line."""
-        self._waiting.append(json.dumps(_finite(record), ensure_ascii=False) + "\n")
+        self._waiting.append(json.dumps(finite(record), ensure_ascii=False) + "\n")
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with open(self.path, "a") as out:
@@ -97,12 +97,12 @@ def flatten(stats: Mapping[str, Metric]) -> dict[str, float]:
     return {name: float(metric.value) for name, metric in stats.items()}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """NaN and infinities as null: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value

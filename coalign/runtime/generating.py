@@ -1,0 +1,146 @@
+"""`coalign generate`: responses to the prompts of a file, scored and chosen from where that is wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+from coalign.config.schema import GenerateConfig, ModelConfig
+from coalign.data.batch import Batch
+from coalign.data.loader import Loader, build_loader
+from coalign.modules.native import NativeModule
+from coalign.runtime import fingerprint
+from coalign.runtime.display import Display
+from coalign.runtime.judges import Answer, Judge, open_judge
+from coalign.runtime.partial import Partial, Record, Unkept
+from coalign.runtime.scoring import entries, summary, tell
+from coalign.types import Context, Status
+
+
+def generate(config: GenerateConfig, output: Path | None, display: Display, *, round: int = 1) -> dict[str, float]:
+    """Write the responses of ``config.model`` to ``output``, or show them (None); the counts of what came out.
+
+    A record is the prompt's row with `response`, `group` (the draw), `index`, `status`, `tokens`, `logprob`, and
+    `score` if there is a judge. ``round`` k draws the prompts that follow those of the rounds before. Goes on where a
+    killed call stopped, with the same result: a response depends on seed, group and index, not on what came before.
+    Raises ValueError for a directory that is no model, and for what is wrong with the prompts.
+    """
+    module = _model(config)
+    loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
+    count = config.prompts or loader.rows
+    size = max(1, config.native.max_sequences // config.samples)  # prompts that are answered, and kept, together
+    bar = display.progress("generating", count * config.samples)
+    begun, fresh = time.perf_counter(), 0
+    with (
+        _judged(config) as judge,
+        _kept(config, output, display, loader, count, size, round) as partial,
+        bar as advance,
+    ):
+        advance(min(partial.done * size, count) * config.samples)
+        for prompts in _draws(loader, (round - 1) * count, count, size, partial.done):
+            records = _respond(module, prompts, config.samples, advance)
+            fresh += sum(record["tokens"] for record in records)
+            partial.add(_chosen(_scored(records, judge), config) if judge else records)
+        counts = _counts(partial, config)
+        partial.finish()
+    seconds = time.perf_counter() - begun
+    if judge:
+        tell(judge, display)
+    display.note(f"{counts['responses']} responses, {fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s)")
+    return counts
+
+
+def _model(config: GenerateConfig) -> NativeModule:
+    model = ModelConfig(
+        module="native", load=config.model, dtype=config.dtype, sampling=config.sampling, native=config.native
+    )
+    module = NativeModule(model, Context(seed=config.seed, device=config.device))
+    module.setup()
+    return module
+
+
+def _judged(config: GenerateConfig) -> Any:
+    judge = open_judge(config)
+    return closing(judge) if judge else nullcontext()
+
+
+def _kept(
+    config: GenerateConfig, output: Path | None, display: Display, loader: Loader, count: int, size: int, round: int
+) -> Partial | Unkept:
+    """Where the records go: a file that survives a kill, or the screen."""
+    if output is None:
+        return Unkept(lambda record: display.show(record["response"]))
+    depends = {
+        "prompts": [loader.state_dict()["sources"], count, round, size],
+        "model": fingerprint.of_path(config.model),
+        "reward model": config.reward_model and fingerprint.of_path(config.reward_model),
+        "settings": config.model_dump(exclude={"model", "reward_model", "data", "native", "prompts"}),
+    }
+    return Partial(output, depends)
+
+
+def _draws(loader: Loader, first: int, count: int, size: int, done: int) -> Iterator[Batch]:
+    """``count`` draws from number ``first`` on, ``size`` at a time, without the ``done`` first batches."""
+    for _ in range(first + min(done * size, count)):
+        loader.next()
+    for start in range(done * size, count, size):
+        yield Batch.concat([loader.next() for _ in range(min(size, count - start))])
+
+
+def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Any) -> list[Record]:
+    """The responses to some prompts, ordered by prompt, then index."""
+    finished = 0
+
+    def progress(now: int, total: int, tokens: int) -> None:
+        nonlocal finished
+        advance(now - finished)
+        finished = now
+
+    out = module.generate(prompts, samples=samples, progress=progress)
+    return [_record(row, module.tokenizer) for row in out.rows()]
+
+
+def _record(row: dict[str, Any], tokenizer: Any) -> Record:
+    tokens, start = row["tokens"], int(row["prompt_length"])
+    return {
+        **row["rows"],
+        "response": tokenizer.decode(tokens[start:], skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        "group": int(row["group"]),
+        "index": int(row["index"]),
+        "status": Status(int(row["status"])).name.lower(),
+        "tokens": len(tokens) - start,
+        "logprob": float(row["rollout_logprobs"].sum()),
+    }
+
+
+def _scored(records: list[Record], judge: Judge) -> list[Record]:
+    answers = [
+        Answer(r["messages"], [{"role": "assistant", "content": r["response"]}], r, r["group"], r["index"], r["tokens"])
+        for r in records
+    ]
+    return [record | entries(verdict) for record, verdict in zip(records, judge(answers), strict=True)]
+
+
+def _chosen(records: list[Record], config: GenerateConfig) -> list[Record]:
+    """All records, or the best of each prompt (of equals the first); none where nothing could be scored."""
+    if config.keep == "all":
+        return records
+    best: dict[int, Record] = {}
+    for record in records:
+        before = best.get(record["group"])
+        if record["score"] is not None and (before is None or record["score"] > before["score"]):
+            best[record["group"]] = record
+    return list(best.values())
+
+
+def _counts(partial: Partial | Unkept, config: GenerateConfig) -> dict[str, float]:
+    records = [record for unit in partial.units() for record in unit]
+    tokens = sum(record["tokens"] for record in records)
+    cut = sum(record["status"] == Status.TRUNCATED.name.lower() for record in records)
+    counts: dict[str, float] = {"responses": len(records), "tokens": tokens, "truncated": cut}
+    if config.reward or config.reward_model:
+        counts |= {name: value for name, value in summary(records).items() if name != "rows"}
+    return counts

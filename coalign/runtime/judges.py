@@ -1,0 +1,179 @@
+"""Scores for responses: by reward functions, or by a reward model with its own tokenizer and template."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from coalign.config.schema import JudgeConfig, ModelConfig
+from coalign.data.batch import Batch
+from coalign.data.messages import Message, prompt_text, text_of
+from coalign.data.templates import load_template
+from coalign.modules.fsdp import FSDPModule
+from coalign.modules.reward import reward_function
+from coalign.rewards.calls import Caller, Failure, RewardError
+from coalign.types import Context, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response (the messages that follow the prompt) to score; ``row`` is what a reward function may compare with.
+
+    Neighbours of one ``group`` answer the same prompt. ``tokens`` of the response, if somebody has counted them.
+    """
+
+    prompt: list[Message]
+    response: list[Message]
+    row: dict[str, Any]
+    group: int
+    index: int = 0
+    tokens: int = 0
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A score (higher is better; None: there is none, counted by the judge), and of several functions each value."""
+
+    score: float | None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Judge(Protocol):
+    """``failed`` counts the responses without a score by their reason; ``first`` says what happened to the first."""
+
+    failed: Counter[str]
+    first: str
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Verdict]: ...
+
+    def close(self) -> None: ...
+
+
+def open_judge(config: JudgeConfig) -> Judge | None:
+    """The one that the configuration names, ready to score; None if it names none."""
+    if config.reward:
+        return FunctionJudge(config)
+    return ModelJudge(config) if config.reward_model else None
+
+
+class FunctionJudge:
+    """Reward functions, summed by weight. They get Samples without token ids: a loss mask of the response's length
+    where it is known, and the texts."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raises ValueError (ConfigError) for a function that is not there or gets wrong arguments."""
+        self.failed: Counter[str] = Counter()
+        self.first = ""
+        self._functions = [reward_function(reward, f"reward.{i}") for i, reward in enumerate(config.reward)]
+        self._caller = Caller()
+        self._scored = False
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Verdict]:
+        """Raises RewardError, with the function's own exception as cause, if nothing could be scored so far."""
+        outcomes = self._caller.score(self._functions, [_sample(answer) for answer in answers])
+        verdicts = [
+            self._verdict(each, answer) for each, answer in zip(zip(*outcomes, strict=True), answers, strict=True)
+        ]
+        self._scored |= any(verdict.score is not None for verdict in verdicts)
+        if answers and not self._scored:
+            failure = next(outcome for each in outcomes for outcome in each if isinstance(outcome, Failure))
+            raise RewardError(f"no response could be scored; {self.first}") from failure.error
+        return verdicts
+
+    def close(self) -> None:
+        self._caller.close()
+
+    def _verdict(self, outcomes: Sequence[Any], answer: Answer) -> Verdict:
+        total, parts = 0.0, {}
+        for function, outcome in zip(self._functions, outcomes, strict=True):
+            if not isinstance(outcome, Failure):
+                parts[function.name] = outcome["reward"]
+                total += function.weight * outcome["reward"]
+            elif function.weight:
+                self._note(function.name, outcome, answer)
+                return Verdict(None, parts)
+        return Verdict(total, parts if len(self._functions) > 1 else {})
+
+    def _note(self, name: str, failure: Failure, answer: Answer) -> None:
+        self.failed[failure.reason] += 1
+        self.first = self.first or (
+            f"reward function '{name}' on group {answer.group}, index {answer.index}: {failure.reason}: "
+            f"{type(failure.error).__name__}: {failure.error}"
+        )
+
+
+class ModelJudge:
+    """A reward model: the number at the last token of the whole conversation, as its own template renders it."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raises ValueError if the directory has no reward head, or its tokenizer no template."""
+        from transformers import AutoTokenizer
+
+        self.failed: Counter[str] = Counter()
+        self.first = ""
+        model = ModelConfig(
+            load=config.reward_model,
+            head="reward",
+            frozen=True,
+            dtype=config.dtype,
+            max_tokens_per_micro=config.reward_tokens,
+        )
+        self._module = FSDPModule(model, Context(model="reward_model", device=config.device))
+        self._module.setup()
+        self._template = load_template(AutoTokenizer.from_pretrained(config.reward_model), config.reward_template)
+        text = self._module.model.model.config.get_text_config()
+        self._limit = getattr(text, "max_position_embeddings", None) or 2**31
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Verdict]:
+        encoded = [self._template.conversation([*a.prompt, *a.response], a.tools) for a in answers]
+        fits = [i for i, (tokens, _) in enumerate(encoded) if self._within(len(tokens), answers[i])]
+        verdicts = [Verdict(None)] * len(answers)
+        if fits:
+            scores = self._module.forward_step(_packed([encoded[i] for i in fits], [answers[i].group for i in fits]))
+            for i, score in zip(fits, scores["reward"].tolist(), strict=True):
+                verdicts[i] = Verdict(score)
+        return verdicts
+
+    def close(self) -> None:
+        self._module.close()
+
+    def _within(self, length: int, answer: Answer) -> bool:
+        if length <= self._limit:
+            return True
+        self.failed["long"] += 1
+        where = f"group {answer.group}, index {answer.index}"
+        self.first = self.first or f"{where} has {length} tokens; the reward model's context is {self._limit}"
+        return False
+
+
+def _packed(encoded: Sequence[tuple[list[int], list[bool]]], groups: Sequence[int]) -> Batch:
+    """Conversations as a Batch; neighbours of a group share their prompt."""
+    return Batch(
+        torch.tensor([len(tokens) for tokens, _ in encoded]),
+        {"tokens": torch.tensor([t for tokens, _ in encoded for t in tokens], dtype=torch.int32)},
+        {
+            "group": torch.tensor(groups),
+            "prompt_length": torch.tensor([mask.index(True) for _, mask in encoded], dtype=torch.int32),
+        },
+    )
+
+
+def _sample(answer: Answer) -> Sample:
+    response = text_of(answer.response[-1])
+    return Sample(
+        group=answer.group,
+        index=answer.index,
+        tokens=torch.zeros(0, dtype=torch.int32),
+        loss_mask=torch.ones(answer.tokens, dtype=torch.bool),
+        logprobs=torch.zeros(0),
+        prompt=prompt_text(answer.prompt),
+        response=response,
+        raw_response=response,
+        messages=[*answer.prompt, *answer.response],
+        meta=answer.row,
+    )
