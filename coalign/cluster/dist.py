@@ -97,7 +97,8 @@ class DistModel:
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Future:
         """Any method of the module. A plain result is the first worker's.
 
-        Several batches among the arguments are cut alike: they must hold the same sequences.
+        Several batches among the positional arguments are cut alike: they must hold the same sequences. A batch given
+        by keyword is cut on its own.
         """
         return self._call(method, arguments, keywords)
 
@@ -162,22 +163,21 @@ class DistModel:
         self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str
     ) -> list[tuple[Remote, tuple[Any, ...]]]:
         """Which rank gets which (arguments, keywords): batches cut, everything else as it is."""
-        refs = [value for value in (*arguments, *keywords.values()) if isinstance(value, BatchRef)]
-        if not refs:
-            return [(rank, (arguments, keywords)) for rank in self._ranks]
-        if len(sizes := {len(ref) for ref in refs}) > 1:
+        alike = [value for value in arguments if isinstance(value, BatchRef)]
+        if len(sizes := {len(ref) for ref in alike}) > 1:
             raise ValueError(f"{label}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
         count = len(self._ranks) // self._copies
-        ranges = refs[0].ranges(count, by)
-        cut = lambda value, start, stop: value.slice(start, stop).share if isinstance(value, BatchRef) else value  # noqa: E731
-        shares = []
-        for position, rank in enumerate(self._ranks):
-            start, stop = ranges[position // self._copies]
-            if self._spmd or start < stop:
-                own = (
-                    tuple(cut(v, start, stop) for v in arguments),
-                    {k: cut(v, start, stop) for k, v in keywords.items()},
-                )
-                shares.append((rank, own))
-        nothing = tuple(cut(v, 0, 0) for v in arguments), {k: cut(v, 0, 0) for k, v in keywords.items()}
-        return shares or [(self._ranks[0], nothing)]
+        values = {**dict(enumerate(arguments)), **keywords}
+        whole = {key: v for key, v in values.items() if isinstance(v, BatchRef)}
+        cuts = {key: (v if key in keywords else alike[0]).ranges(count, by) for key, v in whole.items()}
+        if not cuts:
+            return [(rank, (arguments, keywords)) for rank in self._ranks]
+
+        def share(part: int) -> tuple[Any, ...]:
+            own = {key: v.slice(*cuts[key][part]).share if key in cuts else v for key, v in values.items()}
+            return tuple(own[i] for i in range(len(arguments))), {name: own[name] for name in keywords}
+
+        filled = [any(start < stop for start, stop in part) for part in zip(*cuts.values(), strict=True)]
+        parts = [(rank, i // self._copies) for i, rank in enumerate(self._ranks)]
+        shares = [(rank, share(part)) for rank, part in parts if self._spmd or filled[part]]
+        return shares or [(self._ranks[0], share(0))]

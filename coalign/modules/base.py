@@ -157,22 +157,32 @@ class TrainableModule(Module):
             columns[name][trained(batch)] = told
         return columns
 
-    def train_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
+    def train_step(
+        self, batch: Batch, *, loss: str | None = None, ptx: Batch | None = None, ptx_coef: float = 1.0
+    ) -> Stats:
         """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps.
 
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained and
         the loss's own statistics as loss/<name>. ``loss`` names another loss than the configured one.
+
+        ``ptx`` holds rows of other data, cut into parts for the updates as ``batch`` is: each adds ``ptx_coef`` times
+        the mean negative log-likelihood of its tokens (2203.02155, equation 2), which loss/ptx reports.
         """
         if self.config.frozen:
             raise ValueError(
                 f"model '{self.context.model}' is frozen: to train it, set models.{self.context.model}.frozen to false"
             )
+        if ptx is not None and self.config.head != "lm":
+            raise ValueError(f"model '{self.context.model}' has no language-model head, so no data to mix in (ptx)")
         objective = self._objective(loss)
         batch = self._with_old_logprobs(batch)
+        updates = self.config.updates_per_batch
+        parts = batch.split(updates, keep=_unit(batch))
+        mixed_in = [None] * updates if ptx is None else ptx.split(updates, keep=_unit(ptx))
         stats = [
-            self._update(part, objective)
+            self._update(part, objective, rows, ptx_coef)
             for _ in range(self.config.epochs_per_batch)
-            for part in batch.split(self.config.updates_per_batch, keep=_unit(batch))
+            for part, rows in zip(parts, mixed_in, strict=True)
         ]
         self.version += 1
         return merge_stats(stats)
@@ -188,7 +198,7 @@ class TrainableModule(Module):
 
     # ---- one update
 
-    def _update(self, batch: Batch, objective: Objective) -> Stats:
+    def _update(self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float) -> Stats:
         first = float(self.context.rank == 0)
         totals = self._totals(batch)
         if totals.tokens == 0:  # nothing to learn; a step on momentum alone would still move the weights
@@ -198,6 +208,8 @@ class TrainableModule(Module):
             # Dropout depends on the place in the run, not on what ran before in this process: no RNG state to save.
             torch.manual_seed(hash((self.context.seed, self.context.rank, self.updates)))
             self.run(micros, measure, needs=objective.needs)
+            if ptx is not None:
+                seen.append(self._mix_in(ptx, ptx_coef))
         self.tokens += int(totals.tokens)
         lr = self.learning_rate
         norm = self.optimizer_step()
@@ -210,6 +222,15 @@ class TrainableModule(Module):
             "tokens/trained": Total(float(trained(batch).sum())),
         }
         return merge_stats([step, *seen])
+
+    def _mix_in(self, batch: Batch, coef: float) -> Stats:
+        """Add the gradient of ``coef`` times the mean negative log-likelihood per token."""
+        totals = self._totals(batch)
+        if totals.tokens == 0:
+            return {}
+        micros, measure, seen = self._prepare(batch, Objective("sft"), totals)
+        self.run(micros, lambda micro, outputs: coef * measure(micro, outputs))
+        return {"loss/ptx": merge_stats(seen).get("loss/nll", Stat(0.0, 0.0))}
 
     def _totals(self, batch: Batch) -> Totals:
         """The denominators of one update, over all ranks."""

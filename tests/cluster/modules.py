@@ -86,6 +86,10 @@ class GroupModule(Module):
             "mean": Stat(float(batch["tokens"].sum()), batch.tokens_total),
         }
 
+    def beside(self, batch: Batch, *, other: Batch) -> dict[str, Total]:
+        """Two batches of different sequences; each rank's share of the second counts its own way."""
+        return {"tokens": Total(batch.tokens_total), f"other_{self.context.rank}": Total(len(other))}
+
     def place(self) -> tuple[int, int, str | None]:
         return self.context.rank, self.context.world_size, self.context.rendezvous
 

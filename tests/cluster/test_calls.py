@@ -78,8 +78,13 @@ def test_an_empty_batch_passes_through(cluster, prompts):
 
 def test_batches_of_different_length_in_one_call_are_refused(make_local, prompts):
     cluster = make_local({"judge": {"module": "SumModule"}})
-    with pytest.raises(ValueError, match=r"judge.forward_step: the batches hold \[2, 7\] sequences"):
-        cluster.models["judge"].forward_step(prompts, into=prompts.slice(0, 2)).result()
+    with pytest.raises(ValueError, match=r"judge.compare: the batches hold \[2, 7\] sequences"):
+        cluster.models["judge"].compare(prompts, prompts.slice(0, 2)).result()
+
+
+def test_a_batch_by_keyword_may_hold_other_sequences(cluster, prompts):
+    stats = cluster.models["trainer"].beside(prompts, other=prompts.slice(0, 2)).result()
+    assert stats == {"tokens": Total(22), "other_0": Total(2)}
 
 
 def test_every_call_is_announced_on_the_thread_that_makes_it(cluster, prompts):

@@ -45,6 +45,15 @@ def test_replicas_share_by_tokens_with_groups_whole_and_order_kept(wide, prompts
     assert scores.fetch()["reward"].tolist() == [float(row["tokens"].sum()) for row in prompts.rows()]
 
 
+def test_batches_by_keyword_are_cut_on_their_own(wide, prompts):
+    lengths = torch.tensor([5, 5, 5])
+    other = Batch(lengths).with_(tokens=torch.zeros(15, dtype=torch.int32), group=torch.arange(3))
+    stats = wide.models["trainer"].beside(prompts, other=other).result()
+    assert stats == {"tokens": Total(22), "other_0": Total(2), "other_1": Total(1)}
+    stats = wide.models["trainer"].beside(prompts, other=other.slice(0, 0)).result()
+    assert stats == {"tokens": Total(22), "other_0": Total(0), "other_1": Total(0)}
+
+
 def test_prompts_are_shared_by_number(wide):
     lengths = torch.tensor([100, 1, 1, 1])
     prompts = Batch(lengths).with_(tokens=torch.arange(103, dtype=torch.int32), group=torch.arange(4))
