@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -9,46 +10,92 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from coalign.data.batch import Batch
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAINED = "bold green"
+JUDGED = "bold magenta"
 
 
-def describe(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, tokens: bool = False) -> Group:
-    """One row of ``Batch.rows()`` as a rich renderable: where it is from, and its text as it will be seen.
+def groups(batch: Batch) -> Iterator[list[dict[str, Any]]]:
+    """The sequences of each drawn row."""
+    for _, drawn in groupby(batch.rows(), key=lambda row: int(row["group"])):
+        yield list(drawn)
 
-    Trained text is green and stands between ⟦ and ⟧ (so it shows without colours too). ``tokens`` adds a table of every
-    token: position, id, text, trained or not.
+
+def describe(group: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, tokens: bool = False) -> Group:
+    """The sequences of one drawn row (see `groups`) as a rich renderable: where it is from, and its text as it is seen.
+
+    Trained text is green and stands between ⟦ and ⟧ (so it shows without colours too); where a process reward model
+    judges, the label stands between ⟨ and ⟩. Responses to compare follow their common prompt, each with its preference.
+    ``tokens`` adds a table of every token: position, id, text, trained or not, label.
     """
-    ids = row["tokens"].tolist()
-    mask = row["loss_mask"].tolist() if "loss_mask" in row else [False] * len(ids)
-    parts = [_header(row, mask), _text(ids, mask, tokenizer)]
-    if tokens:
-        parts.append(_table(ids, mask, tokenizer))
+    shared = int(group[0]["prompt_length"]) if len(group) > 1 and "preference" in group[0] else 0
+    parts: list[Any] = [_header(group)]
+    if shared:
+        parts.append(Text(_decode(group[0]["tokens"][:shared].tolist(), tokenizer)))
+    for row in group:
+        if len(group) > 1 or "preference" in row:
+            parts.append(_title(row))
+        parts.append(_text(row, shared, tokenizer))
+        if tokens:
+            parts.append(_table(row, tokenizer))
     return Group(*parts)
 
 
-def _header(row: dict[str, Any], mask: list[bool]) -> Text:
-    source = row["rows"]
-    trained = f", {sum(mask)} trained" if "loss_mask" in row else " (a prompt)"
-    return Text(f"{source['_source']} row {source['_row']}: {len(mask)} tokens{trained}", style="bold")
+def _header(group: Sequence[dict[str, Any]]) -> Text:
+    first = group[0]
+    source = f"{first['rows']['_source']} row {first['rows']['_row']}"
+    count = sum(len(row["tokens"]) for row in group)
+    if "loss_mask" not in first:
+        return Text(f"{source}: {count} tokens (a prompt)", style="bold")
+    trained = sum(int(row["loss_mask"].sum()) for row in group)
+    what = "judged" if "label" in first else "trained"
+    several = f" in {len(group)} sequences" if len(group) > 1 else ""
+    return Text(f"{source}: {count} tokens{several}, {trained} {what}", style="bold")
 
 
-def _text(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Text:
+def _title(row: dict[str, Any]) -> Text:
+    """What is known of one of several sequences."""
+    if "preference" not in row:
+        return Text(f"piece {int(row['index'])}: {len(row['tokens'])} tokens", style="bold")
+    margin = f", margin {float(row['margin']):g}" if float(row.get("margin", 0.0)) else ""
+    return Text(f"response {int(row['index'])}: preference {float(row['preference']):g}{margin}", style="bold")
+
+
+def _text(row: dict[str, Any], start: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The tokens from ``start`` on."""
+    ids, mask = row["tokens"].tolist(), _mask(row)
+    labels = row["label"].tolist() if "label" in row else None
     text = Text()
-    for trained, run in groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0]):
-        piece = tokenizer.decode([i for _, i in run], clean_up_tokenization_spaces=False)
-        if trained:
+    for trained, run in groupby(range(start, len(ids)), key=mask.__getitem__):
+        places = list(run)
+        piece = _decode([ids[t] for t in places], tokenizer)
+        if not trained:
+            text.append(piece)
+        elif labels is None:
             text.append(f"⟦{piece}⟧", style=TRAINED)
         else:
-            text.append(piece)
+            text.append(f"⟨{', '.join(f'{labels[t]:g}' for t in places)}⟩", style=JUDGED).append(piece)
     return text
 
 
-def _table(ids: list[int], mask: list[bool], tokenizer: PreTrainedTokenizerBase) -> Table:
-    table = Table("position", "id", "token", "trained", box=None)
-    for position, (i, trained) in enumerate(zip(ids, mask, strict=True)):
-        style = TRAINED if trained else ""
-        table.add_row(str(position), str(i), Text(repr(tokenizer.decode([i]))), "yes" if trained else "", style=style)
+def _table(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Table:
+    judged = "label" in row
+    table = Table("position", "id", "token", "trained", *(["label"] if judged else []), box=None)
+    for position, (i, trained) in enumerate(zip(row["tokens"].tolist(), _mask(row), strict=True)):
+        cells = [str(position), str(i), Text(repr(tokenizer.decode([i]))), "yes" if trained else ""]
+        if judged:
+            cells.append(f"{float(row['label'][position]):g}" if trained else "")
+        table.add_row(*cells, style=TRAINED if trained else "")
     return table
+
+
+def _mask(row: dict[str, Any]) -> list[bool]:
+    return row["loss_mask"].tolist() if "loss_mask" in row else [False] * len(row["tokens"])
+
+
+def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

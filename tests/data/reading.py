@@ -1,0 +1,54 @@
+"""Rows read without files: what one kind of data makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coalign.config.schema import DataConfig, SourceConfig
+from coalign.data.batch import Batch
+from coalign.data.examples import Example, Examples, to_batch
+from coalign.data.kinds import KINDS
+from coalign.data.sources import Entry
+from coalign.data.templates import load_template
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def reader(kind: str, *, tokenizer: Any = TOKENIZER, keys: dict[str, str] | None = None, **config: Any) -> Examples:
+    """The rows of a source `a.jsonl`; ``config`` is that of `data`."""
+    data = DataConfig(**config)
+    source = SourceConfig(path="a.jsonl", keys=keys or {})
+    return KINDS[kind]("a.jsonl", data, source, load_template(tokenizer, data.chat_template))
+
+
+def use(examples: Examples, *rows: dict[str, Any]) -> list[list[Example]]:
+    """What can be used of the rows, counted; ValueError for a row that is refused."""
+    entries = [Entry(i, lambda row=row: dict(row), lambda i=i: f"a.jsonl:{i + 1}") for i, row in enumerate(rows)]
+    found = [examples.use(entry) for entry in entries]
+    return [row for row in found if row is not None]
+
+
+def batch(kind: str, *rows: dict[str, Any], **config: Any) -> Batch:
+    """The rows that can be used, as one batch."""
+    used = use(reader(kind, **config), *rows)
+    return to_batch(used, range(len(used)))
+
+
+def texts(made: Batch, tokenizer: Any = TOKENIZER) -> list[tuple[str, str]]:
+    """Of each sequence: all of it, and what is trained."""
+    return [(tokenizer.decode(r["tokens"]), tokenizer.decode(r["tokens"][r["loss_mask"]])) for r in made.rows()]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def chatml(*messages: dict[str, str], answering: bool = False) -> str:
+    """The text of the tiny tokenizer's template."""
+    said = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    return said + "<|im_start|>assistant\n" * answering
