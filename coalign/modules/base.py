@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -91,12 +92,18 @@ class TrainableModule(Module):
         """
         raise NotImplementedError
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor), one at a time, on rank 0; the other ranks take part and yield nothing.
 
-        In one process the tensors are the live parameters: later training steps show through them.
+        In one process the tensors are the live parameters: later training steps show through them. A weight with an
+        adapter is given merged, as a new tensor. ``changing``: only what training changes.
         """
         raise NotImplementedError
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model computes without its adapters. ValueError for a model that has none."""
+        name = self.context.model
+        raise ValueError(f"model '{name}' has no adapters to leave out: models.{name}.lora is not set")
 
     def save(self, dir: str | Path) -> None:
         """Write everything that a bit-for-bit continuation needs into ``dir``. A collective."""
@@ -109,6 +116,10 @@ class TrainableModule(Module):
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         """Write a Hugging Face directory that `from_pretrained` loads, of the weights or of their ``average``
         (ModelConfig.ema; ValueError without). A collective."""
+        raise NotImplementedError
+
+    def save_adapter(self, dir: str | Path) -> None:
+        """Write the adapters alone, in peft's format. A collective."""
         raise NotImplementedError
 
     def move(self, device: str) -> None:
@@ -130,12 +141,13 @@ class TrainableModule(Module):
 
     # ---- what the rest of Coalign calls
 
-    def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor]:
+    def forward_step(self, batch: Batch, *, into: str | None = None, base: bool = False) -> dict[str, Tensor]:
         """One column for ``batch``: ref_logprobs or values (f32 [sum T], 0.0 outside of the loss mask), or reward (f32
-        [N]). ``into`` gives it another name."""
+        [N]). ``into`` gives it another name; ``base`` leaves the model's adapters out."""
         output, column = HEADS[self.config.head]
         micros = self._micros(batch)
-        computed = zip(micros, self.run(micros), strict=True)
+        with self.base_weights() if base else nullcontext():
+            computed = zip(micros, self.run(micros), strict=True)
         parts = [out[output].float().cpu() for micro, out in computed if micro is not IDLE]
         result = torch.cat(parts) if parts else torch.zeros(0)
         if output != "scores":

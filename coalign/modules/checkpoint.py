@@ -22,9 +22,10 @@ State = dict[str, Tensor | int]
 
 
 def training_state(model: nn.Module, optimizer: Any | None, average: Average | None = None) -> State:
-    """By name: live tensors (parameters, persistent buffers, the optimizer's state, averages), and the plain numbers
-    among the optimizer's state."""
-    state: State = {MODEL + name: tensor for name, tensor in weights(model).items()}
+    """By name: live tensors (trained parameters, persistent buffers, the optimizer's state, averages), and the plain
+    numbers among the optimizer's state. Frozen parameters are where the model was loaded from."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    state: State = {MODEL + name: tensor for name, tensor in weights(model).items() if name not in frozen}
     for name, entries in _optimizer_state(model, optimizer):
         state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in entries.items()}
     if average is not None:

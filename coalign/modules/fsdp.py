@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules import checkpoint, optim, pretrained
+from coalign.modules import checkpoint, lora, optim, pretrained
 from coalign.modules.base import Measure, Outputs, TrainableModule
 from coalign.modules.ema import Average
 from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
@@ -49,7 +49,7 @@ class FSDPModule(TrainableModule):
     def setup(self) -> None:
         """Load the model; with several ranks join the others first. Raises what coalign.modules.pretrained raises."""
         if self.context.world_size == 1:
-            self.model = self._wrap(pretrained.load(self.config, seed=self.context.seed)).to(self.device)
+            self.model = self._wrap(self._read()).to(self.device)
             self.model.check()
         else:
             self.model = self._load_sharded(join(self.context))
@@ -78,6 +78,8 @@ class FSDPModule(TrainableModule):
                 if loss is not None:
                     loss(micro, outputs).backward()
             results.append({name: out.detach() for name, out in outputs.items()})
+        if loss is None and self.context.world_size > 1:
+            self.model.reshard()  # a backward would have done it; whoever reads the weights next expects shards
         return results
 
     def optimizer_step(self) -> float:
@@ -114,11 +116,10 @@ class FSDPModule(TrainableModule):
         dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
         return tensor.tolist()
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in checkpoint.weights(self.model.model).items():
-            full = tensor.full_tensor() if self.context.world_size > 1 else tensor
+    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in lora.merged(self.model.model, self._whole, changing=changing):
             if self.context.rank == 0:
-                yield name, full.detach()
+                yield name, tensor.detach()
 
     def save(self, dir: str | Path) -> None:
         state = checkpoint.training_state(self.model, self.optimizer, self.average)
@@ -138,6 +139,14 @@ class FSDPModule(TrainableModule):
             if self.context.rank == 0:
                 pretrained.save(self.model.model, weights, self.config, dir)
 
+    def save_adapter(self, dir: str | Path) -> None:
+        lora.save(self.model.model, dir, self._whole, write=self.context.rank == 0)
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        if not pretrained.has_adapters(self.config):
+            return super().base_weights()
+        return lora.off(self.model)
+
     def move(self, device: str) -> None:
         self.model.to(device)
         if self.optimizer is not None:
@@ -147,7 +156,13 @@ class FSDPModule(TrainableModule):
             self.average.move(device)
         self.device = torch.device(device)
 
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if self.context.world_size > 1 else tensor
+
     # ---- building
+
+    def _read(self) -> pretrained.PreTrainedModel:
+        return pretrained.load(self.config, seed=self.context.seed, name=self.context.model)
 
     def _wrap(self, model: pretrained.PreTrainedModel) -> PackedModel:
         if self.config.gradient_checkpointing and not self.config.frozen:
@@ -168,10 +183,10 @@ class FSDPModule(TrainableModule):
         """Rank 0 reads the weights and hands every rank its shards; no other rank ever holds the whole model."""
         state, buffers = {}, {}
         if self.context.rank == 0:
-            full = self._wrap(pretrained.load(self.config, seed=self.context.seed))
+            full = self._wrap(self._read())
             full.check()
             state, buffers = full.state_dict(), dict(full.named_buffers())
-        model = self._wrap(pretrained.skeleton(self.config))
+        model = self._wrap(pretrained.skeleton(self.config, name=self.context.model))
         shard(model, mesh, self.compute_dtype)
         model.to_empty(device=self.device)
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))

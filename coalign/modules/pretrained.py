@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from coalign.config.schema import ModelConfig
-from coalign.modules import attention
+from coalign.modules import attention, lora
+
+log = logging.getLogger(__name__)
 
 MIXERS = {"full_attention", "sliding_attention"}
 
@@ -42,26 +46,24 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     return hf
 
 
-def load(config: ModelConfig, *, seed: int) -> PreTrainedModel:
-    """The model with its weights on the CPU, as ``config.load``, ``init``, ``head`` and ``head_init`` say.
+def load(config: ModelConfig, *, seed: int, name: str = "*") -> PreTrainedModel:
+    """The model with its weights on the CPU, as ``config.load``, ``init``, ``head``, ``head_init`` and ``lora`` say.
 
-    A value or reward model is transformers' sequence classifier of one label, so that its head has the name that any
-    such checkpoint gives it. Raises ValueError when the checkpoint lacks weights, names included.
+    ``name``: of the model, for messages. A value or reward model is transformers' sequence classifier of one label, so
+    that its head has the name that any such checkpoint gives it. Raises ValueError when the checkpoint lacks weights,
+    names included, and for adapters that do not fit.
     """
-    hf, auto, options = read_config(config), _auto(config), _options(config)
+    hf, auto, options, quantization = read_config(config), _auto(config), _options(config), _quantization(config)
     if config.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = auto.from_config(hf, **options)
         missing: set[str] = set()
     else:
-        model, info = auto.from_pretrained(
-            config.load,
-            config=hf,
-            output_loading_info=True,
-            **options,
-        )
+        model, info = auto.from_pretrained(config.load, config=hf, output_loading_info=True, **options, **quantization)
         missing = set(info["missing_keys"])
+        if quantization:
+            _keep_quantized(model)
     if config.head != "lm" and config.head_init == "zero":
         nn.init.zeros_(model.score.weight)
         missing.discard("score.weight")
@@ -70,13 +72,27 @@ def load(config: ModelConfig, *, seed: int) -> PreTrainedModel:
         raise ValueError(f"{config.load} lacks {sorted(missing)} for a model with head '{config.head}'{hint}")
     if not model._supports_attention_backend:
         raise NotImplementedError(f"{type(model).__name__} does not call transformers' attention interface")
+    if has_adapters(config):
+        lora.attach(model, config, seed=seed, name=name)
+        if config.lora.load:
+            lora.load(model, config.lora.load, name)
+        some, all_ = model.num_parameters(only_trainable=True), model.num_parameters()
+        log.info("models.%s trains %s of %s parameters (%.2f %%)", name, f"{some:,}", f"{all_:,}", 100 * some / all_)
     return model
 
 
-def skeleton(config: ModelConfig) -> PreTrainedModel:
+def skeleton(config: ModelConfig, *, name: str = "*") -> PreTrainedModel:
     """The model without storage."""
     with torch.device("meta"):
-        return _auto(config).from_config(read_config(config), **_options(config))
+        model = _auto(config).from_config(read_config(config), **_options(config))
+        if has_adapters(config):
+            lora.attach(model, config, seed=0, name=name)
+    return model
+
+
+def has_adapters(config: ModelConfig) -> bool:
+    """A frozen model has none of its own; it may be given trained ones."""
+    return config.lora is not None and (not config.frozen or config.lora.load is not None)
 
 
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
@@ -92,6 +108,28 @@ def _options(config: ModelConfig) -> dict[str, Any]:
         "attn_implementation": attention.NAME,
         "trust_remote_code": config.trust_remote_code,
     }
+
+
+def _quantization(config: ModelConfig) -> dict[str, Any]:
+    """QLoRA's NF4 with quantised constants (2305.14314), for every linear layer but the head."""
+    if config.lora is None or config.lora.base_bits is None:
+        return {}
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, config.compute_dtype or config.dtype),
+        llm_int8_skip_modules=["lm_head", "score"],
+    )
+    return {"quantization_config": nf4, "device_map": {"": "cpu"}}
+
+
+def _keep_quantized(model: PreTrainedModel) -> None:
+    """Hold the 4-bit weights as they are, and forget that the model is stored like that: it is exported in full."""
+    model.hf_quantizer.remove_quantization_config(model)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # repacks the weights, with less precise scales, in eval mode
+            module.support_avx512bf16_for_cpu = False
 
 
 def _auto(config: ModelConfig) -> type:
