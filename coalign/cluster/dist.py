@@ -94,6 +94,10 @@ class DistModel:
         """Write a directory that ``from_pretrained`` loads. A failure ends this call only, not the run."""
         return self._call("save_hf", (directory,), {}, fatal=False)
 
+    def save_adapter(self, directory: str) -> Future:
+        """Write the adapters alone, in peft's format. A failure ends this call only, not the run."""
+        return self._call("save_adapter", (directory,), {}, fatal=False)
+
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Future:
         """Any method of the module. A plain result is the first worker's.
 

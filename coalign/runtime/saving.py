@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def fill(engine: Engine, directory: Path, extra: dict[str, Any]) -> None:
-    """Write everything that ``restore`` reads, and `hf/`."""
+    """Write everything that ``restore`` reads, `hf/`, and `adapter/` of a model with adapters."""
     environment = engine.environment.state_dict()
     state = {
         "step": engine.step,
@@ -49,6 +49,8 @@ def fill(engine: Engine, directory: Path, extra: dict[str, Any]) -> None:
         model = engine.models_running[name]
         saves.append(model.save(str(directory / "models" / name)))
         saves.append(model.save_hf(str(directory / ("hf" if i == 0 else f"hf_{name}"))))
+        if model.config.lora:
+            saves.append(model.save_adapter(str(directory / ("adapter" if i == 0 else f"adapter_{name}"))))
     for save in saves:
         save.result()
 
