@@ -21,11 +21,33 @@ def digits(sample: Any) -> float:
     return sum(c.isdigit() for c in text) / max(1, len(text))
 
 
-def write_data(directory: Path, rows: int = 24) -> Path:
-    path = directory / "sums.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)}) + "\n" for i in range(rows))
-    )
+def row(i: int) -> dict[str, Any]:
+    """A sum, in the shape of every kind of data at once."""
+    right, wrong = str(2 * i + 3), str(2 * i + 4)
+    prompt = f"{i}+{i + 3}="
+    return {
+        "prompt": prompt,
+        "answer": right if i % 3 else wrong,
+        "label": bool(i % 3),
+        "score": float(i % 3 > 0),
+        "text": f"{prompt}{right}; twice that is {4 * i + 6}.",
+        "steps": [f"{i}+{i}={2 * i}", f"{2 * i}+3={right}"],
+        "labels": [True, i % 4 / 3],
+    } | ({} if i % 3 else {"chosen": right, "rejected": wrong})
+
+
+def compared(i: int) -> dict[str, Any]:
+    return row(i) | {"chosen": str(2 * i + 3), "rejected": str(2 * i + 4)}
+
+
+COMPARING = ("dpo", "orpo", "simpo", "reward_model")
+ONLINE = ("grpo", "ppo")
+
+
+def write_data(directory: Path, algorithm: str, rows: int = 24) -> Path:
+    path = directory / f"{algorithm}.jsonl"
+    make = compared if algorithm in COMPARING else row
+    path.write_text("".join(json.dumps(make(i)) + "\n" for i in range(rows)))
     return path
 
 
@@ -34,7 +56,7 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
     model = directory / "model"
     if not model.exists():
         tiny_model_dir(model)
-    data = str(write_data(directory))
+    data = str(write_data(directory, algorithm))
     config: dict[str, Any] = {
         "algorithm": algorithm,
         "seed": 1,
@@ -44,8 +66,13 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
         "data": {"train": data, "eval": data, "chat_template": "none"},
     }
     model_keys = {"load": str(model), "max_tokens_per_micro": 256}
-    if algorithm == "sft":
+    if algorithm not in ONLINE:
         config["models"] = {"trainer": model_keys | {"optimizer": {"lr": 3e-3}}}
+        if algorithm == "distill":
+            teacher = directory / "teacher"
+            if not teacher.exists():
+                tiny_model_dir(teacher, seed=5)
+            config["models"]["teacher"] = {"load": str(teacher), "candidates": 8}
         return config
     config["reward"] = {"fn": "tests.runs:digits"}
     config["runtime"] |= {"samples_per_prompt": 4, "eval_prompts": 4} | runtime

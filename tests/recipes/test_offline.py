@@ -1,0 +1,115 @@
+"""Every offline recipe from its YAML: it learns, reports what its users look for, and resumes to the same weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runs import metrics, run, settings, weights_hash
+
+# recipe: (loss falls to this share of its first value, statistics that must be there)
+RECIPES = {
+    "pretrain": (0.9, {"loss/nll"}),
+    "sft": (0.9, {"loss/nll"}),
+    "conditional_sft": (0.9, {"loss/nll"}),
+    "reward_model": (0.95, {"loss/accuracy", "loss/margin", "loss/rewards/chosen"}),
+    "process_reward": (0.95, {"loss/accuracy", "loss/nll"}),
+    "dpo": (0.9, {"loss/accuracy", "loss/margin", "loss/rewards/chosen", "loss/logps/rejected"}),
+    "orpo": (0.95, {"loss/accuracy", "loss/nll", "loss/log_odds"}),
+    "simpo": (0.95, {"loss/accuracy", "loss/margin"}),
+    "kto": (0.99, {"loss/accuracy", "loss/kl"}),
+    "distill": (0.9, {"loss/kd", "loss/teacher_tail"}),
+}
+
+
+def configuration(directory, algorithm, **runtime):
+    config = settings(directory, algorithm, **{"steps": 8, "prompts_per_step": 6} | runtime)
+    config["models"]["trainer"]["optimizer"] |= {"schedule": "constant"}
+    if algorithm == "pretrain":
+        config["runtime"] |= {"tokens_per_step": 200}
+    return config
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_it_learns_and_says_what_it_did(tmp_path, algorithm):
+    share, expected = RECIPES[algorithm]
+    config = configuration(tmp_path, algorithm, eval_every=4)
+    assert run(config) == 0
+    lines = metrics(config)
+    assert lines[-1]["eval/loss/value"] < share * lines[0]["eval/loss/value"]
+    held_out = {f"eval/{name}" for name in expected}
+    assert expected <= set(lines[-1]) and held_out <= set(lines[-1])
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm):
+    whole = configuration(tmp_path, algorithm, steps=4, save_every=2)
+    run(whole)
+    cut = whole | {"output": str(tmp_path / "cut")}
+    run(cut, "runtime.steps=2")
+    run(cut)
+    assert [line["step"] for line in metrics(cut) if "loss/value" in line] == [1, 2, 3, 4]
+    assert weights_hash(cut, 4) == weights_hash(whole, 4)
+
+
+def test_the_first_loss_of_dpo_is_log_2(tmp_path):
+    """Policy and reference are the same model then."""
+    config = configuration(tmp_path, "dpo", steps=1)
+    run(config)
+    assert metrics(config)[-1]["loss/value"] == pytest.approx(0.6931, abs=1e-3)
+
+
+@pytest.mark.parametrize("loss", ["ipo", "hinge", "aot", {"fn": "dpo", "label_smoothing": 0.1, "nll_coef": 0.2}])
+def test_the_relatives_of_dpo_are_settings(tmp_path, loss):
+    config = configuration(tmp_path, "dpo", steps=2)
+    assert run(config | {"loss": loss}) == 0
+
+
+def test_a_reference_is_only_there_where_the_loss_reads_it(tmp_path):
+    config = configuration(tmp_path, "dpo", steps=1)
+    run(config)
+    assert "time/reference.forward_step" in metrics(config)[-1]
+    config |= {"loss": {"fn": "simpo"}, "output": str(tmp_path / "free")}
+    run(config)
+    assert "time/reference.forward_step" not in metrics(config)[-1]
+
+
+def test_cached_reference_log_probs_change_nothing(tmp_path):
+    plain = configuration(tmp_path, "dpo", steps=4, eval_every=4)
+    run(plain)
+    cached = plain | {"output": str(tmp_path / "cached")}
+    run(cached, f"models.reference.cache={tmp_path / 'cache'}")
+    assert metrics(cached)[-1]["cache/misses"] == 0
+    assert metrics(cached)[-1]["loss/value"] == pytest.approx(metrics(plain)[-1]["loss/value"], abs=1e-5)
+    again = plain | {"output": str(tmp_path / "again")}
+    run(again, f"models.reference.cache={tmp_path / 'cache'}")
+    assert weights_hash(again, 4) == weights_hash(cached, 4)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
+    from transformers import AutoTokenizer
+
+    config = configuration(tmp_path, "distill", steps=1)
+    teacher = config["models"]["teacher"]["load"]
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.add_tokens(["<plus>"])
+    tokenizer.save_pretrained(teacher)
+    with pytest.raises(ValueError, match=r"models\.teacher\.load: .* log-probs of tokens can only be compared"):
+        run(config)
+
+
+def test_kto_needs_two_rows(tmp_path):
+    with pytest.raises(ValueError, match=r"runtime\.prompts_per_step is 1"):
+        run(configuration(tmp_path, "kto", steps=1), "runtime.prompts_per_step=1")
+
+
+@pytest.mark.parametrize("algorithm", RECIPES)
+def test_check_draws_the_flow(tmp_path, algorithm, capsys):
+    from coalign.config import load
+    from coalign.runtime.build import recipe
+    from coalign.runtime.checking import check
+    from coalign.runtime.display import Display
+
+    config = load(configuration(tmp_path, algorithm), [], defaults=lambda name: recipe(name).defaults)
+    check(config, Display())
+    shown = capsys.readouterr().out
+    assert "trainer.train_step" in shown and "no problem found" in shown
