@@ -29,6 +29,7 @@ COMMANDS = {
     "inspect-data": training.inspect_data,
     "init": training.init,
     "extend-vocab": vocab.extend_vocab,
+    "merge": vocab.merge,
     "schema": training.schema,
 }
 for name, command in COMMANDS.items():

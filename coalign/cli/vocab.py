@@ -37,3 +37,17 @@ def extend_vocab(
     for why, what in report.tokens.skipped.items():
         if what:
             display.note(f"skipped, {why}: {', '.join(map(repr, what[:8]))}{', ...' if len(what) > 8 else ''}")
+
+
+def merge(
+    base: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
+    adapter: Annotated[Path, typer.Argument(help="A LoRA adapter of that model, in peft's format.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not exist or be empty.")],
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the base's.")] = None,
+):
+    """Merge an adapter into its base model: one directory that loads without peft."""
+    from coalign.modules.merge import merge as write
+    from coalign.runtime.display import Display
+
+    write(base, adapter, output, dtype=dtype)
+    Display().note(f"{base} + {adapter} -> {output}")

@@ -188,11 +188,11 @@ def save(model: PreTrainedModel, directory: str | Path, whole: Whole, *, write: 
 def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
     """Take the values of a trained adapter. Raises ValueError, naming keys under ``models.<name>.lora``, unless it is
     one of the same kind, rank and layers."""
-    theirs, ours = _settings(directory), model.peft_config[ADAPTER]
+    (theirs, tensors), ours = read(directory), model.peft_config[ADAPTER]
     for key, field in FIELDS.items():
         if (there := getattr(theirs, field)) != (here := getattr(ours, field)):
             raise ValueError(f"models.{name}.lora.{key} is {here}, but {there} in the adapter {directory}")
-    tensors, own = load_file(Path(directory) / TENSORS), trained(model)
+    own = trained(model)
     sides = [(own.keys() - tensors.keys(), "not there"), (tensors.keys() - own.keys(), "only there")]
     if differences := [f"{key.removeprefix(PREFIX)} is {side}" for keys, side in sides for key in sorted(keys)[:3]]:
         raise ValueError(f"models.{name}.lora.target is not that of {directory}: {', '.join(differences)}")
@@ -206,37 +206,38 @@ def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
 
 
 def fold(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
-    """``model`` with any adapter that peft knows merged into its weights.
+    """``model`` with an adapter merged into its weights, whatever kind of LoRA peft made it with.
 
     Raises ValueError for an adapter of layers that the model does not have, or has in another size.
     """
     import peft
 
-    transposed = _settings(directory).fan_in_fan_out
+    settings, tensors = read(directory)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wrong = []
-    for key, tensor in load_file(Path(directory) / TENSORS).items():
+    for key, tensor in tensors.items():
         owner, _, factor = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if factor not in ("lora_A", "lora_B"):
             continue
-        shape, side = shapes.get(f"{owner}.weight"), (factor == "lora_A") != transposed
+        shape, inputs = shapes.get(f"{owner}.weight"), factor == "lora_A"
         if shape is None:
             wrong.append(f"there is no {owner}")
-        elif shape[side] != tensor.shape[factor == "lora_A"]:
-            wrong.append(f"{owner}.weight is {shape}, and its {factor} {tuple(tensor.shape)}")
+        elif shape[inputs != settings.fan_in_fan_out] != tensor.shape[inputs]:
+            wrong.append(f"{owner}.weight is {shape}, {factor} {tuple(tensor.shape)}")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise ValueError(f"the adapter {directory} is of another model: {'; '.join(wrong[:3])}{more}")
     return peft.PeftModel.from_pretrained(model, directory).merge_and_unload(safe_merge=True)
 
 
-def _settings(directory: str | Path) -> Any:
-    """The configuration of an adapter. ValueError for a directory without a LoRA adapter."""
+def read(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
+    """peft's configuration of an adapter, and its tensors. ValueError for a directory without a LoRA adapter."""
     import peft
 
-    if not (Path(directory) / SETTINGS).is_file():
-        raise ValueError(f"'{directory}' is not an adapter's directory (no {SETTINGS} there)")
-    settings = peft.PeftConfig.from_pretrained(directory)
+    for file in (SETTINGS, TENSORS):
+        if not (Path(directory) / file).is_file():
+            raise ValueError(f"'{directory}' is not an adapter's directory (no {file} there)")
+    settings = peft.PeftConfig.from_pretrained(str(directory))
     if settings.peft_type != peft.PeftType.LORA:
-        raise ValueError(f"'{directory}' holds a {settings.peft_type.value} adapter; only LoRA is supported")
-    return settings
+        raise ValueError(f"'{directory}' holds an adapter of type {settings.peft_type.value}; expected LORA")
+    return settings, load_file(Path(directory) / TENSORS)
