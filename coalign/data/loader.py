@@ -1,25 +1,31 @@
 """Draws batches from one or several sources: shuffled, mixed, resumable, the same every time.
 
-The n-th draw of a run follows from the seed and n. Batches run across the end of an epoch, so each one has exactly
-``batch_size`` sequences; each source is shuffled anew whenever it has been used up.
+The n-th draw of a run follows from the seed and n. Batches run across the end of an epoch; each source is shuffled anew
+whenever it has been used up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from coalign.config.schema import DataConfig
+from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.conversations import ConversationSource
+from coalign.data.cache import identify, open_cached
 from coalign.data.examples import Example, Examples, to_batch
-from coalign.data.prompts import PromptSource
-from coalign.data.shuffle import permute, uniform
+from coalign.data.kinds import KINDS
+from coalign.data.order import Order, Shuffled, same_settings
+from coalign.data.packing import lay_out, tokens_of
+from coalign.data.phases import Phase
+from coalign.data.scan import Scanned
+from coalign.data.shuffle import uniform
 from coalign.data.sources import open_rows
+from coalign.data.stream import Streamed
 from coalign.data.templates import load_template
+from coalign.types import Stats, merge_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,122 +36,159 @@ MIX, SHUFFLE = 0, 1  # keep the two streams of random numbers apart
 class Loader:
     """Batches without end.
 
-    ``weights`` are the relative probabilities of the sources at each draw, whatever their sizes; a source with weight 0
-    is never drawn. ``group`` of a drawn sequence is the number of its draw (from 0, unique in the run).
-    ``state_dict`` is a cursor of a few numbers. ``len(loader)`` is the number of batches in which as many rows are
-    drawn as the sources hold together (with several sources, an epoch only on average).
+    ``weights`` are the relative probabilities of the sources at each draw; a source with weight 0 is never drawn. A
+    batch has ``batch_size`` rows or, with ``batch_tokens``, that many tokens on average: rows are drawn until they hold
+    them, and what the last row is over counts for the next batch. So N tokens make N / batch_tokens batches whatever
+    the lengths of the rows. A batch has at least one row, however long. ``parts`` says into how many parts a batch will
+    be cut, and lays its rows out for that (see `lay_out`); None leaves them as they were drawn.
+
+    ``group`` of a row is its number among the rows drawn (from 0, unique in the run). ``state_dict`` is a cursor of a
+    few numbers. ``len(loader)`` is the number of batches of an epoch: in which as many rows are drawn as the sources
+    hold together (with several sources, each of them once only on average).
     """
 
     def __init__(
-        self, sources: Sequence[Examples], weights: Sequence[float], *, seed: int, shuffle: bool, batch_size: int
+        self,
+        orders: Sequence[Order],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        batch_size: int,
+        batch_tokens: int | None = None,
+        parts: int | None = None,
     ) -> None:
-        """Raises ValueError for a source without usable rows. At least one weight must be positive."""
-        for source in sources:
-            if not len(source):
-                raise ValueError(f"{source.name} has no usable rows ({source.report()})")
-        self.sources = list(sources)
-        self.batch_size = batch_size
-        self._seed, self._shuffle = seed, shuffle
+        """At least one weight must be positive."""
+        self.orders = list(orders)
+        self.batch_size, self.batch_tokens = batch_size, batch_tokens
+        self.drawn = 0
+        self._seed, self._parts = seed, parts
         *_, total = shares = list(accumulate(weights))
         self._until = [share / total for share in shares]
-        self.rows = sum(len(s) for s, weight in zip(sources, weights, strict=True) if weight)
-        self.drawn = 0
-        self._taken = [0] * len(self.sources)
+        self._drawable = [order for order, weight in zip(orders, weights, strict=True) if weight]
+        self._over = 0  # tokens that the batches so far hold beyond their batch_tokens
 
     def __len__(self) -> int:
         return self.steps(1)
 
     @property
-    def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self.drawn / self.rows
+    def rows(self) -> int:
+        """Rows of an epoch. ValueError for a stream."""
+        return sum(_known(order.name, order.rows) for order in self._drawable)
 
     def steps(self, epochs: int) -> int:
-        """Batches that ``epochs`` passes over the data need."""
-        return math.ceil(epochs * self.rows / self.batch_size)
+        """Batches that ``epochs`` passes over the data need. ValueError for a stream."""
+        if self.batch_tokens is None:
+            return math.ceil(epochs * self.rows / self.batch_size)
+        return math.ceil(epochs * sum(_known(order.name, order.tokens) for order in self._drawable) / self.batch_tokens)
 
     def report(self) -> str:
         """What became of each source's rows, for the log."""
-        return "; ".join(f"{source.name}: {source.report()}" for source in self.sources)
+        return "; ".join(f"{order.name}: {order.report()}" for order in self.orders)
+
+    def stats(self) -> Stats:
+        """Metrics of the data so far: `data/epoch`, a mean over the sources; `data/dropped` of streams."""
+        return merge_stats(order.stats() for order in self._drawable)
 
     def next(self) -> Batch:
-        """The next ``batch_size`` draws."""
-        groups = range(self.drawn, self.drawn + self.batch_size)
-        return to_batch([self._draw() for _ in groups], groups)
+        """The next draws."""
+        first = self.drawn
+        drawn = self._rows_of_a_batch()
+        if self._parts is not None:
+            drawn = lay_out(drawn, self._parts)
+        return to_batch(drawn, range(first, self.drawn))
 
     def all(self, limit: int | None = None) -> Iterator[Batch]:
-        """Every usable row once, source after source in file order, at most ``limit`` rows.
+        """Every usable row once, source after source in file order, at most ``limit`` rows, ``batch_size`` at a time.
 
-        Only the last batch may be smaller. Leaves the cursor alone; ``group`` counts from 0.
+        Leaves the cursor alone; ``group`` counts from 0.
         """
-        places = [(source, i) for source in self.sources for i in range(len(source))][:limit]
-        for start in range(0, len(places), self.batch_size):
-            part = places[start : start + self.batch_size]
-            yield to_batch([source[i] for source, i in part], range(start, start + len(part)))
+        rows = islice(chain.from_iterable(order.once() for order in self.orders), limit)
+        first = 0
+        while part := list(islice(rows, self.batch_size)):
+            yield to_batch(part, range(first, first + len(part)))
+            first += len(part)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, and what the data looked like. JSON can hold it."""
-        return {
-            "drawn": self.drawn,
-            "taken": list(self._taken),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "sources": [source.fingerprint() for source in self.sources],
-        }
+        sources = [order.state_dict() for order in self.orders]
+        return {"drawn": self.drawn, "over": self._over, "seed": self._seed, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken. ValueError if the data, the seed or the order are not the same."""
-        now = self.state_dict()
-        if len(state["sources"]) != len(now["sources"]):
+        if len(state["sources"]) != len(self.orders):
             raise ValueError(
-                f"the checkpoint was made with {len(state['sources'])} data sources, not {len(self.sources)}"
+                f"the checkpoint was made with {len(state['sources'])} data sources, not {len(self.orders)}"
             )
-        for old, new in zip(state["sources"], now["sources"], strict=True):
-            if (old["rows"], old["hash"]) != (new["rows"], new["hash"]):
-                raise ValueError(
-                    f"{new['name']} is not the data that the checkpoint was made with: {old['rows']} usable rows of "
-                    f"{old['name']} then, {new['rows']} now, or other content, tokenizer or template; "
-                    "restore it or start a new run"
-                )
-        for key in ("seed", "shuffle"):
-            if state[key] != now[key]:
-                raise ValueError(
-                    f"the checkpoint was made with {key}={state[key]}, not {now[key]}: the order would differ"
-                )
-        self.drawn, self._taken = state["drawn"], list(state["taken"])
+        same_settings(state, {"seed": self._seed})
+        for order, saved in zip(self.orders, state["sources"], strict=True):
+            order.load_state_dict(saved)
+        self.drawn, self._over = state["drawn"], state["over"]
+
+    def _rows_of_a_batch(self) -> list[list[Example]]:
+        if self.batch_tokens is None:
+            return [self._draw() for _ in range(self.batch_size)]
+        drawn, held = [], self._over
+        while not drawn or held < self.batch_tokens:
+            drawn.append(self._draw())
+            held += tokens_of(drawn[-1])
+        self._over = held - self.batch_tokens
+        return drawn
 
     def _draw(self) -> list[Example]:
         point = uniform(self._seed, MIX, self.drawn)
         which = next(i for i, until in enumerate(self._until) if point < until)
-        source = self.sources[which]
-        epoch, place = divmod(self._taken[which], len(source))
-        if self._shuffle:
-            place = permute(place, len(source), self._seed, SHUFFLE, which, epoch)
         self.drawn += 1
-        self._taken[which] += 1
-        return source[place]
+        return self.orders[which].next()
 
 
 def build_loader(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    kind: Literal["prompts", "conversations"],
+    kind: str,
     split: Literal["train", "eval"],
     batch_size: int,
     seed: int,
-    limit: int | None = None,
+    batch_tokens: int | None = None,
+    parts: int | None = None,
 ) -> Loader:
-    """The loader of ``config.train`` or ``config.eval``; ``limit`` usable rows of each source at most.
+    """The loader of ``config.train`` or ``config.eval``; ``kind`` is a key of KINDS. The rest is the Loader's.
 
     Raises FileNotFoundError and ValueError for what is wrong with files, rows, tokenizer or template, naming the place.
     """
     sources = config.train if split == "train" else config.eval
     if not sources:
         raise ValueError(f"data.{split} names no file")
+    if split == "eval":
+        config = config.model_copy(update={"stream": False, "phase": None, "phases": {}, "shuffle": False})
     template = load_template(tokenizer, config.chat_template)
-    make = PromptSource if kind == "prompts" else ConversationSource
-    examples = [
-        make(Path(s.path).name, open_rows(s.path, s.max_samples), config, s, template, limit=limit) for s in sources
+    orders = [
+        _order(KINDS[kind](Path(s.path).name, config, s, template), config, s, (seed, SHUFFLE, i))
+        for i, s in enumerate(sources)
     ]
-    return Loader(examples, [s.weight for s in sources], seed=seed, shuffle=config.shuffle, batch_size=batch_size)
+    weights = [s.weight for s in sources]
+    if config.mixing == "size":
+        weights = [weight * _known(order.name, order.rows) for weight, order in zip(weights, orders, strict=True)]
+    return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens, parts=parts)
+
+
+def _order(examples: Examples, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> Order:
+    rows = open_rows(source.path, source.max_samples)
+    phase = Phase(config.phases, config.phase) if config.phase else None
+    shuffled = key if config.shuffle else None
+    if config.stream:
+        identity = identify(examples, config, source, phase, rows)
+        return Streamed(examples, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
+    if config.cache is None:
+        return Shuffled(Scanned(examples, rows, phase), shuffled)
+    identity = identify(examples, config, source, phase)
+    return Shuffled(open_cached(Path(config.cache), examples, rows, phase, identity), shuffled)
+
+
+def _known(name: str, number: int | None) -> int:
+    if number is None:
+        raise ValueError(
+            f"{name} is a stream (data.stream), so nobody knows how many rows it has: set runtime.steps or "
+            "runtime.tokens, and mix sources by weight (data.mixing)"
+        )
+    return number

@@ -1,112 +1,116 @@
-"""Rows of files: JSONL, JSON, parquet and directories written by `datasets.save_to_disk`, by row number.
+"""Rows of one or several files: JSONL, JSON, parquet and directories written by `datasets.save_to_disk`.
 
-Nothing here knows what a row means. A JSONL file is mapped and only the byte offsets of its lines are kept; the others
-are as lazy as their format allows. Nothing is downloaded.
+Nothing here knows what a row means. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import difflib
+import glob
 import json
-import mmap
-from array import array
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+
+from coalign.data.formats import BadRow, File, JsonLines, Parquet, Row, Table
+
+__all__ = ["START", "BadRow", "Entry", "Place", "Rows", "Table", "open_rows"]
+
+Place = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
+START: Place = (0, 0, 0)
 
 
-class BadRow(ValueError):
-    """A row that cannot be used. ``reason`` is the policy it falls under: missing, empty, long; invalid has none."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row that is not read yet: its number in the source, itself (BadRow if broken), where a person finds it."""
 
-    def __init__(self, message: str, reason: str = "invalid") -> None:
-        super().__init__(message)
-        self.reason = reason
+    number: int
+    row: Callable[[], Row]
+    where: Callable[[], str]
 
 
-class Rows(Protocol):
-    """Rows by number; ``where(i)`` is the place a person would look for row i."""
+class Rows:
+    """The rows of ``files``, one file after the other, by number from 0; at most the first ``max_samples``."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, files: Sequence[File], max_samples: int | None = None) -> None:
+        self.files, self._most = list(files), max_samples
 
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @property
+    def paths(self) -> list[Path]:
+        return [file.path for file in self.files]
 
-    def where(self, index: int) -> str: ...
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(len(file) for file in self.files))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._most is None else min(self._ends[-1], self._most)
+
+    def __getitem__(self, number: int) -> Row:
+        file, index = self._find(number)
+        return file[index]
+
+    def where(self, number: int) -> str:
+        """The place a person would look for the row."""
+        file, index = self._find(number)
+        return file.where(index)
+
+    def entry(self, number: int) -> Entry:
+        return Entry(number, partial(self.__getitem__, number), partial(self.where, number))
+
+    def read(self, place: Place = START) -> Iterator[tuple[Entry, Place]]:
+        """The rows in turn from ``place`` on, each with the place of the next. Needs no index and no length."""
+        first, start, number = place
+        for which in range(first, len(self.files)):
+            for row, where, after in self.files[which].read(start):
+                if number == self._most:
+                    return
+                yield Entry(number, row, where), (which, after, number + 1)
+                number += 1
+            start = 0
+
+    def _find(self, number: int) -> tuple[File, int]:
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self.files[0].path} has {len(self)} rows, so no row {number}")
+        which = bisect_right(self._ends, number)
+        return self.files[which], number - (self._ends[which - 1] if which else 0)
 
 
 def open_rows(path: str | Path, max_samples: int | None = None) -> Rows:
-    """The rows of ``path`` (at most the first ``max_samples``), chosen by its ending.
+    """The rows of ``path`` (at most the first ``max_samples``), each file by its ending.
 
-    `.jsonl`; `.json` (an array of objects, or one object a line); `.parquet`; a directory: `datasets.save_to_disk`.
-    Raises FileNotFoundError with the nearest name there is, ValueError for any other ending or for a file without rows.
+    `.jsonl`; `.json` (an array of objects, or one object a line); `.parquet`; a directory: `datasets.save_to_disk`; or
+    several of them by a pattern (`shards/*.jsonl`), in the order of their names.
+    Raises FileNotFoundError with the nearest name there is, ValueError for any other ending or for files without rows.
     """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"data file {path} does not exist{_suggestion(path)}")
-    opener = _open_directory if path.is_dir() else OPENERS.get(path.suffix.lower())
-    if opener is None:
-        raise ValueError(f"{path}: expected a name that ends in {', '.join(OPENERS)}, or a `datasets` directory")
-    rows = opener(path, max_samples)
-    if not len(rows):
+    rows = Rows([_open(found, max_samples) for found in _matching(Path(path))], max_samples)
+    if next(rows.read(), None) is None:
         raise ValueError(f"{path} holds no rows")
     return rows
 
 
-class JsonLines:
-    """One JSON object a line; blank lines are skipped. The line is parsed, and refused, when its row is asked for."""
-
-    def __init__(self, path: Path, max_samples: int | None = None) -> None:
-        self.path = path
-        self._offsets = array("Q")
-        with path.open("rb") as file:
-            # An empty file cannot be mapped.
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-            offset = 0
-            for line in file:
-                if len(self._offsets) == max_samples:
-                    break
-                if not line.isspace():
-                    self._offsets.append(offset)
-                offset += len(line)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        start = self._offsets[index]
-        end = self._bytes.find(b"\n", start)
-        line = self._bytes[start : end if end >= 0 else len(self._bytes)]
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadRow(f"not valid JSON: {error.msg} (column {error.colno})") from error
-        except UnicodeDecodeError as error:
-            raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
-        return _object(row)
-
-    def where(self, index: int) -> str:
-        line = self._bytes[: self._offsets[index]].count(b"\n") + 1
-        return f"{self.path}:{line}"
+def _matching(path: Path) -> list[Path]:
+    if path.exists():
+        return [path]
+    if not glob.has_magic(str(path)):
+        raise FileNotFoundError(f"data file {path} does not exist{_suggestion(path)}")
+    found = sorted(glob.glob(str(path), recursive=True))
+    if not found:
+        raise FileNotFoundError(f"no data file matches {path}")
+    return [Path(name) for name in found]
 
 
-class Table:
-    """Rows of something indexable that is already open."""
-
-    def __init__(self, path: Path, length: int, get: Callable[[int], Any]) -> None:
-        self.path, self._length, self._get = path, length, get
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < self._length:
-            raise IndexError(f"{self.path} has {self._length} rows, so no row {index}")
-        return _object(self._get(index))
-
-    def where(self, index: int) -> str:
-        return f"{self.path} row {index}"
+def _open(path: Path, max_samples: int | None) -> File:
+    opener = _open_directory if path.is_dir() else OPENERS.get(path.suffix.lower())
+    if opener is None:
+        raise ValueError(f"{path}: expected a name that ends in {', '.join(OPENERS)}, or a `datasets` directory")
+    return opener(path, max_samples)
 
 
-def _open_json(path: Path, max_samples: int | None) -> Rows:
+def _open_json(path: Path, max_samples: int | None) -> File:
     with path.open("rb") as file:
         first = next((line.strip()[:1] for line in file if line.strip()), b"")
     if first != b"[":
@@ -115,45 +119,31 @@ def _open_json(path: Path, max_samples: int | None) -> Rows:
         rows = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
-    rows = rows[:max_samples]
     return Table(path, len(rows), rows.__getitem__)
 
 
-def _open_parquet(path: Path, max_samples: int | None) -> Rows:
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path).slice(0, max_samples)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
-    return Table(path, len(table), lambda index: table.slice(index, 1).to_pylist()[0])
-
-
-def _open_directory(path: Path, max_samples: int | None) -> Rows:
+def _open_directory(path: Path, max_samples: int | None) -> File:
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         raise ValueError(
             f"{path} holds the splits {', '.join(splits)}: name one of them, for example {path / splits[0]}"
         )
     if not (path / "state.json").exists():
-        raise ValueError(f"{path} is a directory that `datasets.save_to_disk` has not written; name a file inside it")
+        raise ValueError(
+            f"{path} is a directory that `datasets.save_to_disk` has not written; name a file inside it, or several "
+            f"by a pattern, for example {path / '*.jsonl'}"
+        )
     import datasets
 
     rows = datasets.load_from_disk(str(path))
-    return Table(path, min(len(rows), max_samples or len(rows)), rows.__getitem__)
+    return Table(path, len(rows), rows.__getitem__)
 
 
-OPENERS: Mapping[str, Callable[[Path, int | None], Rows]] = {
+OPENERS: Mapping[str, Callable[[Path, int | None], File]] = {
     ".jsonl": JsonLines,
     ".json": _open_json,
-    ".parquet": _open_parquet,
+    ".parquet": Parquet,
 }
-
-
-def _object(row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise BadRow(f"expected an object with keys, found {type(row).__name__}")
-    return row
 
 
 def _suggestion(path: Path) -> str:

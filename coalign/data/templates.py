@@ -134,6 +134,11 @@ class ChatTemplate:
         for start, stop in spans:
             first, last = self._position(tokens, text, start), self._position(tokens, text, stop)
             mask[first:last] = [True] * (last - first)
+        if not any(mask) and any(m["role"] == "assistant" for m in messages[since:]):
+            raise BadRow(
+                "the chat template marks nothing of what the assistant says: its {% generation %} blocks are empty or "
+                "left out; put them around the assistant's words in data.chat_template"
+            )
         return self._end_turns(tokens, mask)
 
     def _generation_blocks(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
@@ -162,15 +167,20 @@ class ChatTemplate:
                 continue
             if i == 0:
                 raise BadRow("the conversation begins with the assistant")
-            before = self._beginning(text, messages, tools, i, generation_prompt=True)
-            spans.append((before, self._beginning(text, messages, tools, i + 1)))
+            before = self.render(messages[:i], tools, generation_prompt=True)
+            if not text.startswith(before):
+                self._beginning(text, messages, tools, i)  # where that is at fault, it says so
+                raise BadRow(
+                    f"asked to answer, the chat template writes {before[-40:]!r}, but before the assistant's message "
+                    f"{i} something else, so its tokens cannot be told from the rest; put {{% generation %}} blocks "
+                    "into data.chat_template"
+                )
+            spans.append((len(before), self._beginning(text, messages, tools, i + 1)))
         return text, spans
 
-    def _beginning(
-        self, text: str, messages: Messages, tools: Tools | None, stop: int, *, generation_prompt: bool = False
-    ) -> int:
+    def _beginning(self, text: str, messages: Messages, tools: Tools | None, stop: int) -> int:
         """How many characters of the conversation's text are of its first ``stop`` messages."""
-        beginning = self.render(messages[:stop], tools, generation_prompt=generation_prompt)
+        beginning = self.render(messages[:stop], tools)
         if not text.startswith(beginning):
             raise BadRow(
                 f"the chat template renders messages 0 to {stop - 1} differently when more follow, so the assistant's "

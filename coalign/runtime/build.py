@@ -100,8 +100,20 @@ def loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) -> 
         kind=cls.source,
         split=split,
         batch_size=config.runtime.prompts_per_step,
+        batch_tokens=config.runtime.tokens_per_step,
+        parts=parts(config, cls) if split == "train" and cls.source != "prompts" else None,
         seed=config.seed,
     )
+
+
+def parts(config: RunConfig, cls: type[Engine]) -> int:
+    """Into how many parts the main trainable model cuts a batch: by its data-parallel processes, then by updates."""
+    names = [name for name, role in cls.roles(config).items() if role is Trainable and name in config.models]
+    if not names:
+        return 1
+    model = config.models[names[0]]
+    processes = (model.num_process or max(1, model.num_gpu)) // model.tensor_parallel
+    return processes * model.updates_per_batch
 
 
 def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[str, Context]) -> None:

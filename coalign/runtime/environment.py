@@ -90,7 +90,7 @@ class Environment:
         begun = time.perf_counter()
         self.buffer.fill(version, self._begin)
         batch, stats = self.buffer.take(version).wait()
-        return batch, {**stats, "time/rollout": Total(time.perf_counter() - begun)}
+        return batch, {**stats, **self.loader.stats(), "time/rollout": Total(time.perf_counter() - begun)}
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor and buffered batches. Waits for roll-outs under way: after a restart their weights are gone."""
@@ -100,7 +100,7 @@ class Environment:
         ]
         return {"loader": self.loader.state_dict(), "buffer": buffered}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was taken."""
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Continue where ``state_dict`` was taken, after ``step`` steps."""
         self.loader.load_state_dict(state["loader"])
-        self.buffer.restore([self._restore(entry) for entry in state["buffer"]])
+        self.buffer.restore(step, [self._restore(entry) for entry in state["buffer"]])

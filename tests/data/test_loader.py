@@ -1,16 +1,13 @@
 """From files to batches: what is used, in which order, and how a run goes on where it stopped."""
 
-import io
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.inspect import describe
 from coalign.data.loader import build_loader
 from tests.tiny import tiny_tokenizer
 
@@ -27,10 +24,10 @@ def numbered(path, n, start=0):
     return write(path, [{"prompt": f"p{i}", "answer": f"a{i}", "n": i} for i in range(start, start + n)])
 
 
-def loader(*paths, weights=None, kind="prompts", split="train", batch_size=4, seed=0, limit=None, **config):
+def loader(*paths, weights=None, kind="prompts", split="train", batch_size=4, seed=0, **config):
     sources = [SourceConfig(path=p, weight=w) for p, w in zip(paths, weights or [1.0] * len(paths), strict=True)]
     config = DataConfig(**{split: sources}, **config)
-    return build_loader(config, TOKENIZER, kind=kind, split=split, batch_size=batch_size, seed=seed, limit=limit)
+    return build_loader(config, TOKENIZER, kind=kind, split=split, batch_size=batch_size, seed=seed)
 
 
 def drawn(loader, batches):
@@ -179,7 +176,7 @@ def test_every_epoch_shows_each_row_once_in_another_order(tmp_path):
     epochs = drawn(made, 10)
     orders = [epochs[i : i + 10] for i in range(0, 40, 10)]
     assert all(sorted(order) == list(range(10)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 4 and made.epoch == 4.0
+    assert len({tuple(order) for order in orders}) == 4 and made.stats()["data/epoch"].value == 4.0
     assert drawn(loader(numbered(tmp_path / "a.jsonl", 10)), 10) == epochs
     assert drawn(loader(numbered(tmp_path / "a.jsonl", 10), seed=1), 10) != epochs
     assert drawn(loader(numbered(tmp_path / "a.jsonl", 10), batch_size=7), 3) == epochs[:21]
@@ -249,13 +246,6 @@ def test_all_goes_through_in_order_and_leaves_the_cursor(tmp_path):
     assert [len(b) for b in made.all(limit=6)] == [4, 2] and made.drawn == 0
 
 
-def test_limit_counts_usable_rows(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
-    made = loader(path, limit=2, shuffle=False, batch_size=2)
-    assert [r["prompt"] for r in made.next()["rows"]] == ["a", "b"]
-    assert made.report() == "a.jsonl: 3 rows: 2 used, 1 empty"
-
-
 def test_source_keys_override_the_runs(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"q": "a", "s": "b"}, {"q": "c", "s": "d"}])
     config = DataConfig(train=[SourceConfig(path=path, prompt_key="q", answer_key="s", max_samples=1)])
@@ -266,19 +256,6 @@ def test_source_keys_override_the_runs(tmp_path):
 def test_no_file_is_named():
     with pytest.raises(ValueError, match=r"data\.eval names no file"):
         build_loader(DataConfig(), TOKENIZER, kind="prompts", split="eval", batch_size=1, seed=0)
-
-
-def test_describe_shows_what_is_trained(tmp_path):
-    batch = loader(
-        write(tmp_path / "a.jsonl", [{"prompt": "hé", "answer": "[b]ü"}]), kind="conversations", batch_size=1
-    ).next()
-    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
-    console.print(describe(next(batch.rows()), TOKENIZER, tokens=True))
-    shown = console.export_text(clear=False)
-    assert "a.jsonl row 0: 29 tokens, 6 trained" in shown
-    assert "<|im_start|>user\nhé<|im_end|>\n<|im_start|>assistant\n⟦[b]ü<|im_end|>⟧" in shown
-    assert sum(line.rstrip().endswith("yes") for line in shown.splitlines()) == 6
-    assert "\x1b[1;32m⟦[b]ü<|im_end|>⟧" in console.export_text(styles=True)
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here")

@@ -1,0 +1,38 @@
+"""One data set for several runs: shares of its rows that never meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from math import gcd, lcm
+
+from coalign.data.shuffle import permute
+
+SALT = 0x5EED  # not the run's seed: the runs of a pipeline must agree
+
+
+class Phase:
+    """The row numbers that belong to one of several phases.
+
+    The weights become whole numbers in lowest terms ({sft: 2, rm: 4, rl: 4} is 1:2:2), and the rows are dealt in hands
+    of 1 + 2 + 2: from each hand one row goes to the first phase, two to the second, two to the third; which ones
+    follows from a hash of the hand's number. So the shares are exact to within one hand, and nobody needs to know how
+    many rows there are.
+    """
+
+    def __init__(self, weights: Mapping[str, float], name: str) -> None:
+        """``name`` is one of ``weights``. ValueError if its share is nothing."""
+        self.name = name
+        exact = {phase: Fraction(weights[phase]).limit_denominator(1000) for phase in sorted(weights)}
+        scale = lcm(*(weight.denominator for weight in exact.values()))
+        whole = {phase: int(weight * scale) for phase, weight in exact.items()}
+        if not whole[name]:
+            raise ValueError(f"data.phases.{name} is {weights[name]}, which leaves no row for this run's data.phase")
+        common = gcd(*whole.values())
+        self._hand = sum(whole.values()) // common
+        self._start = sum(weight for phase, weight in whole.items() if phase < name) // common
+        self._stop = self._start + whole[name] // common
+
+    def __contains__(self, number: int) -> bool:
+        hand, place = divmod(number, self._hand)
+        return self._start <= permute(place, self._hand, SALT, hand) < self._stop
