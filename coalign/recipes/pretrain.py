@@ -13,7 +13,7 @@ class Pretrain(Offline):
     source = "documents"
     defaults = {
         "runtime": {"tokens_per_step": 65536},
-        "data": {"max_tokens": 4096},
+        "data": {"max_tokens": 4096, "chat_template": "none"},
         "loss": {"fn": "sft", "aggregation": "token_mean"},
         "models": {
             "trainer": {

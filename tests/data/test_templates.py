@@ -1,5 +1,6 @@
 """Masks and tokens of real-world styles of chat templates, against expectations written by hand."""
 
+import json
 from itertools import groupby
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coalign.data.sources import BadRow
 from coalign.data.templates import ChatTemplate, PlainText, load_template
+from tests.data.reading import batch, reader, texts, use
 from tests.tiny import CHATML, tiny_tokenizer
 
 LLAMA3 = (
@@ -224,3 +226,139 @@ def test_a_tokenizer_lacking_something(tmp_path):
         load_template(bare, "nothing.jinja")
     with pytest.raises(BadRow, match="chat template refuses"):
         load_template(bare, "{{ messages[5]['x'] }}").prompt(ASK)
+
+
+HERMES = (  # Qwen 2.5's way with tools
+    "{% if tools %}{{ '<|im_start|>system\n<tools>\n' }}"
+    "{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '</tools><|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.content %}{{ message.content }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{ '\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [*ASK, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, ONE[-1]]
+CALLED_TEXT = (
+    "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    '⟦<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧\n'
+    "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦2<|im_end|>⟧\n"
+)
+
+
+@pytest.mark.parametrize("tools", [[ADD], [json.dumps(ADD)], json.dumps([ADD])])
+def test_tools_stand_where_the_template_puts_them(tools):
+    described = f"<|im_start|>system\n<tools>\n{json.dumps(ADD)}\n</tools><|im_end|>\n"
+    tokenizer = tiny_tokenizer(chat_template=HERMES)
+    prompts = batch("prompts", {"prompt": ASK, "tools": tools}, tokenizer=tokenizer)
+    assert tokenizer.decode(prompts["tokens"]).startswith(described + "<|im_start|>user\n1+1?")
+    made = batch("conversations", {"messages": CALLED, "tools": tools}, tokenizer=tokenizer)
+    assert seen(tokenizer, made["tokens"].tolist(), made["loss_mask"].tolist()) == described + CALLED_TEXT
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"role": "assistant", "tool_calls": [CALL], "content": None},
+        {"role": "assistant", "tool_calls": [CALL], "content": "", "name": None},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]},
+    ],
+)
+def test_calls_are_trained_and_what_tools_return_is_not(call):
+    tokenizer = tiny_tokenizer(chat_template=HERMES)
+    rows = {"messages": [CALLED[0] | {"tool_calls": None}, call, *CALLED[2:]], "tools": None}
+    for row in (rows, rows | {"tools": []}):  # tables have every column in every row
+        made = batch("conversations", row, tokenizer=tokenizer)
+        assert seen(tokenizer, made["tokens"].tolist(), made["loss_mask"].tolist()) == CALLED_TEXT
+    pair = {"prompt": ASK, "chosen": [call], "rejected": "2"}
+    made = batch("preferences", pair, tokenizer=tokenizer)
+    assert texts(made, tokenizer)[0][1].startswith("<tool_call>") and texts(made, tokenizer)[1][1] == "2<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tools": 3}, "'tools' is no list of JSON Schema functions: 3"),
+        ({"tools": ["add"]}, r"'tools' is no valid JSON: Expecting value \(column 1\)"),
+        ({"tools": '["add"'}, "'tools' is no valid JSON"),
+        ({"tools": {"name": "add"}}, "'tools' is no list of JSON Schema functions"),
+        ({"messages": [*ASK, {"role": "assistant", "tool_calls": ["add"]}]}, "message 1: a tool call is an object"),
+        ({"messages": [*ASK, {"role": "assistant", "content": 3}]}, "message 1: content is int; expected a string"),
+        ({"messages": [*ASK, {"role": "assistant"}]}, "message 1 is not an object with role and content"),
+    ],
+)
+def test_tools_of_another_shape_are_refused(row, message):
+    tokenizer = tiny_tokenizer(chat_template=HERMES)
+    with pytest.raises(ValueError, match=f"a.jsonl:1: .*{message}"):
+        use(reader("conversations", tokenizer=tokenizer), {"messages": ONE} | row)
+
+
+def test_a_template_without_a_place_for_tools_is_refused():
+    with pytest.raises(ValueError, match="the chat template has no place for them"):
+        batch("prompts", {"prompt": ASK, "tools": [ADD]})
+    with pytest.raises(ValueError, match=r"data\.chat_template: none has no place for the row's tools"):
+        batch("prompts", {"prompt": "1+1?", "tools": [ADD]}, chat_template="none")
+
+
+def test_which_turns_are_trained():
+    shown = {}
+    for train_on in ("assistant", "last", "all"):
+        made = batch("conversations", {"messages": TWO}, train_on=train_on)
+        shown[train_on] = seen(tiny_tokenizer(), made["tokens"].tolist(), made["loss_mask"].tolist())
+    whole = shown["assistant"].replace("⟦", "").replace("⟧", "")
+    assert shown["last"] == whole.replace("end.<|im_end|>", "⟦end.<|im_end|>⟧")
+    assert shown["all"] == f"<|im_start|>⟦{whole.removeprefix('<|im_start|>')}⟧"
+    by_blocks = batch("conversations", {"messages": TWO}, train_on="last", chat_template=GENERATION)
+    assert seen(tiny_tokenizer(), by_blocks["tokens"].tolist(), by_blocks["loss_mask"].tolist()) == shown["last"]
+
+
+def test_since_leaves_out_earlier_turns_of_every_template():
+    for jinja in (CHATML, GENERATION, SYSTEM_BY_DEFAULT, ALPACA):
+        template = ChatTemplate(tiny_tokenizer(), jinja)
+        (tokens, whole), (same, last) = template.conversation(TWO), template.conversation(TWO, since=2)
+        prompt = template.prompt(TWO[:3])
+        assert tokens == same and last == [m and t >= len(prompt) for t, m in enumerate(whole)]
+
+
+def test_a_template_that_loses_the_mask_is_refused_not_counted():
+    nothing = GENERATION.replace("{% generation %}{{ message['content'] }}", "{{ message['content'] }}{% generation %}")
+    with pytest.raises(ValueError, match=r"a.jsonl:1: the chat template marks nothing .* \{% generation %\}"):
+        batch("conversations", {"messages": ONE}, chat_template=nothing)
+    thinking = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")  # DeepSeek R1
+    with pytest.raises(ValueError, match=r"asked to answer, the chat template writes '.*<think>\\n', but before"):
+        batch("conversations", {"messages": ONE}, chat_template=thinking)
+
+
+@pytest.mark.parametrize("kind", ["prompts", "conversations", "preferences", "labelled", "steps"])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("jinja", ["none", MISTRAL, CHATML])
+def test_no_kind_of_data_has_two_of_bos_or_of_the_last_eos(kind, adds, jinja):
+    tokenizer = words("<|im_start|>", "<|im_end|>", "+", "-", add_bos=adds, add_eos=adds)
+    row = {"prompt": "1+1?", "answer": "2", "label": True, "steps": ["2", "end."], "labels": [1, 0]}
+    if kind == "preferences":
+        row |= {"chosen": "2", "rejected": "end."}
+    made = batch(kind, row, tokenizer=tokenizer, chat_template=jinja)
+    for sequence in made.rows():
+        tokens = sequence["tokens"].tolist()
+        begins = jinja == MISTRAL or (jinja == "none" and adds)  # a template decides alone
+        assert tokens.count(1) == begins and (tokens[0] == 1) == begins
+        assert tokens.count(2) == (0 if kind == "prompts" or (jinja == CHATML and kind != "steps") else 1)
+
+
+def test_the_format_is_applied_to_the_last_question():
+    form = {"prompt_format": "{prompt} <rm_score>: {score:.2f} "}
+    plain = [*ONE, {"role": "user", "content": "And?"}]
+    asked = [*ONE, {"role": "user", "content": "And? <rm_score>: 0.50 "}]
+    expected = ChatTemplate(tiny_tokenizer(), CHATML).prompt(asked)
+    for row in ({"prompt": plain}, {"messages": [*plain, ONE[-1]]}):
+        assert batch("prompts", {**row, "score": 0.5}, **form)["tokens"].tolist() == expected
+    made = batch("conversations", {"prompt": plain, "answer": "end.", "score": 0.5}, **form)
+    assert made["tokens"].tolist()[: len(expected)] == expected
+    with pytest.raises(ValueError, match=r"no key 'score', which data.prompt_format names"):
+        batch("prompts", {"prompt": plain}, **form)
