@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from glob import iglob
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -56,7 +57,7 @@ class Outside:
 
     folder: Path
     names: Mapping[str, Any] = field(default_factory=dict)
-    made: frozenset[str] = frozenset()
+    made: Collection[str] = ()
 
 
 def load_run(layer: Layer, outside: Outside, defaults: Defaults) -> RunConfig:
@@ -259,12 +260,17 @@ def _find_inputs(data: dict[str, Any], schema: type[Section], outside: Outside) 
     """Point the paths that exist only beside the YAML file there; yields a problem for each that exists nowhere."""
     for key, text in list(_texts(data, ())):
         wanted = input_at(key, schema)
-        if wanted is None or Path(text).exists() or text in outside.made:
+        if wanted is None or _exists(Path(text)) or text in outside.made:
             continue
-        if (outside.folder / text).exists():
+        if _exists(outside.folder / text):
             _follow(data, key[:-1])[key[-1]] = str(outside.folder / text)
         else:
             yield Problem(key, _nowhere(text, wanted, outside.folder))
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file, or any that the pattern fits."""
+    return path.exists() or any(iglob(str(path), recursive=True))
 
 
 def _nowhere(text: str, wanted: Input, folder: Path) -> str:

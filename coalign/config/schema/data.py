@@ -17,7 +17,7 @@ class SourceConfig(Section):
     shorthand = "path"
 
     path: Annotated[str, Input("file")]
-    """JSONL, JSON, parquet, or a directory written by `datasets.save_to_disk`."""
+    """JSONL, JSON, parquet, a directory written by `datasets.save_to_disk`, or several by a pattern (`dir/*.jsonl`)."""
     weight: NonNegativeFloat = 1.0
     """Probability of drawing from this source, relative to the others'."""
     prompt_key: str | None = None
