@@ -1,4 +1,4 @@
-"""Commands on a run's YAML: train, check, eval, inspect-data; and those that help to write one: init, schema."""
+"""Commands on a YAML file: train, check, pipeline, eval, inspect-data; those that help to write one: init, schema."""
 
 from __future__ import annotations
 
@@ -24,10 +24,32 @@ def train(
 
 def check(config: Config, overrides: Overrides = None):
     """Validate configuration, data and flow, draw the flow, estimate memory. Loads no weights."""
-    from coalign.runtime.checking import check as examine
+    from coalign.config.pipelines import is_pipeline, load_pipeline
     from coalign.runtime.display import Display
 
+    if is_pipeline(config):
+        from coalign.runtime.pipeline import check as examine_stages
+
+        return examine_stages(load_pipeline(config, overrides or []), Display())
+    from coalign.runtime.checking import check as examine
+
     examine(load_run(config, overrides), Display())
+
+
+def pipeline(
+    config: Annotated[Path, typer.Argument(help="The pipeline's YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings over those of the file, e.g. `rounds=2 stages.train.runtime.steps=50`."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option(help="Warnings and the summaries only.")] = False,
+):
+    """Run stages (generate, score, select, train), round after round. What is done is skipped; run again to go on."""
+    from coalign.config.pipelines import load_pipeline
+    from coalign.runtime.display import Display
+    from coalign.runtime.pipeline import run
+
+    raise typer.Exit(run(load_pipeline(config, overrides or []), Display(quiet=quiet)))
 
 
 def evaluate(

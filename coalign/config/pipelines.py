@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coalign.config.errors import ConfigError, Key, Place, Problem, near
+from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near
 from coalign.config.layers import Layer, with_includes, written_out
-from coalign.config.loading import Outside, given, load_run, refuse, validated
+from coalign.config.loading import Defaults, Outside, given, load_run, refuse, validated
 from coalign.config.reading import parse
 from coalign.config.schema import STAGES, PipelineConfig, Section
 
@@ -25,7 +25,7 @@ class PipelineFile:
     layer: Layer
     source: Path
 
-    def settings(self, index: int, names: Mapping[str, Any], made: frozenset[str], defaults: Callable) -> Section:
+    def settings(self, index: int, names: Mapping[str, Any], made: Collection[str], defaults: Defaults) -> Section:
         """The settings of a stage: GenerateConfig, ScoreConfig, SelectConfig or RunConfig.
 
         names: what its references know (model, round, stages). made: files that need not exist yet. defaults: of the
@@ -35,12 +35,24 @@ class PipelineFile:
         key: Key = ("stages", index, kind)
         data, places = self.layer.data["stages"][index][kind], self.layer.places.below(key)
         outside = Outside(self.source.parent, names, made)
-        with _from(key, self.layer):
+        with self.located(index):
             if kind == "train":
                 data = {"include": os.path.abspath(self._beside(data))} if isinstance(data, str) else dict(data)
                 return load_run(with_includes(self.source, data, places), outside, defaults)
             schema = STAGES[kind]
             return validated(Layer(written_out(data, (), schema), places, schema=schema), outside)
+
+    @contextmanager
+    def located(self, index: int) -> Iterator[None]:
+        """Say of what rises inside (ConfigError, or a Conflict among the settings) where in the file it was written."""
+        key: Key = ("stages", index, self.header.stages[index].kind)
+        try:
+            yield
+        except ConfigError as error:
+            problems = [self.layer.places.on(replace(p, key=key + p.key)) for p in error.problems]
+            raise ConfigError(problems) from error.__cause__
+        except Conflict as error:
+            raise ConfigError([self.layer.places.on(Problem(key + error.key, error.message))]) from None
 
     def _beside(self, name: str) -> Path:
         """A file from the current directory, or else from that of the pipeline."""
@@ -89,12 +101,3 @@ def _numbered(override: str, stages: Any) -> str:
         raise ConfigError([Problem(("stages",), problem, Place(f"override '{override}'"))])
     index = names.index(match[1])
     return f"stages[{index}].{kinds[index]}.{match[2]}"
-
-
-@contextmanager
-def _from(key: Key, layer: Layer) -> Iterator[None]:
-    """Say where in the pipeline's file a stage's problems are."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(layer.places.on(replace(p, key=key + p.key)) for p in error.problems) from error.__cause__

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from coalign.types import Metric
 
@@ -63,18 +63,24 @@ class JsonLines:
             self._waiting.clear()
 
 
+def lock(folder: Path) -> IO[str]:
+    """Make the folder, and have it until the file that is returned is closed. Raises FolderInUse."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a+")  # noqa: SIM115 (held by the caller)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise FolderInUse(f"{folder} belongs to a run that is still going; choose another `output`") from None
+    return file
+
+
 class RunFolder:
     """Creates and locks the folder of a run. Raises FolderInUse, and OSError where it cannot be written."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held for the life of the run)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise FolderInUse(f"{self.path} belongs to a run that is still going; choose another `output`") from None
+        self._lock = lock(self.path)
         self.metrics = JsonLines(self.path / "metrics.jsonl")
         self.samples = JsonLines(self.path / "samples.jsonl")
 

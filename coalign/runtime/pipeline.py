@@ -1,0 +1,150 @@
+"""`coalign pipeline`: stages in order, round after round; what is done is not done again.
+
+``<output>/round_K/NN_NAME/`` holds a stage's output and ``stage.json``: what it depends on (settings, and the contents
+of every file and model that they name), whether it is done, its counts and seconds. A stage that depends on something
+else than when it was done is done anew, and so is whatever depends on its output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coalign.config.errors import Key, dotted
+from coalign.config.introspect import input_at
+from coalign.config.pipelines import PipelineFile
+from coalign.config.schema import Section
+from coalign.runtime import fingerprint
+from coalign.runtime.build import recipe
+from coalign.runtime.display import Display
+from coalign.runtime.folder import lock
+from coalign.runtime.stages import KINDS, trains_a_policy
+from coalign.runtime.stepline import number
+
+# Settings that do not change what comes out.
+WITHOUT_EFFECT: Mapping[str, Any] = {
+    "output": True,
+    "native": True,
+    "runtime": {"resume", "save_every", "keep", "threads", "log_samples", "tensorboard", "wandb", "call_timeout"},
+}
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of one round, with its settings in it."""
+
+    round: int
+    name: str
+    kind: str
+    folder: Path
+    settings: Section
+
+    @property
+    def output(self) -> Path:
+        return self.folder / KINDS[self.kind].output
+
+    def __str__(self) -> str:
+        return f"round {self.round} {self.name}"
+
+
+def plan(file: PipelineFile) -> list[Stage]:
+    """Every stage of every round, its settings validated. Raises ConfigError with every problem of a stage."""
+    header, stages, made = file.header, [], set()
+    model = header.model
+    for round in range(1, header.rounds + 1):
+        outputs: Record = {}
+        for index, given in enumerate(header.stages):
+            names = {"output": header.output, "round": round, "model": model, "stages": outputs}
+            settings = file.settings(index, names, made, lambda algorithm: recipe(algorithm).defaults)
+            with file.located(index):
+                settings = KINDS[given.kind].complete(settings, stages[-1].output if index else None, model)
+                KINDS[given.kind].check(settings)
+            folder = Path(header.output) / f"round_{round}" / f"{index + 1:02d}_{given.called}"
+            stages.append(stage := Stage(round, given.called, given.kind, folder, settings))
+            outputs[stage.name] = {"output": str(stage.output)}
+            made.add(str(stage.output))
+            if given.kind == "train" and trains_a_policy(settings):
+                model = str(stage.output)
+    return stages
+
+
+def run(file: PipelineFile, display: Display) -> int:
+    """Do what is not done yet; the exit code (0, or 128 + the signal that ended a training run)."""
+    stages = plan(file)
+    with lock(Path(file.header.output)):
+        for stage in stages:
+            if code := _ensure(stage, display):
+                return code
+    display.show(f"results in {file.header.output}")
+    return 0
+
+
+def check(file: PipelineFile, display: Display) -> None:
+    """Print what the pipeline would do. Raises ConfigError for whatever would stop it."""
+    for stage in plan(file):
+        state = _read(stage.folder / "stage.json")
+        display.show(f"{stage}: {stage.kind} → {stage.output}{' (done)' if state.get('done') else ''}")
+    display.show("\nno problem found")
+
+
+def _ensure(stage: Stage, display: Display) -> int:
+    """Do a stage unless it is done; goes on with one that was interrupted."""
+    record = stage.folder / "stage.json"
+    before, depends = _read(record), dict(_depends(stage.settings))
+    if before and before["depends"] != depends:
+        changed = [key for key in {**before["depends"], **depends} if before["depends"].get(key) != depends.get(key)]
+        display.note(f"{stage} is done anew: {', '.join(changed)} changed")
+        shutil.rmtree(stage.folder)
+        before = {}
+    if before.get("done"):
+        display.show(f"{stage}: done before ({_told(before['counts'])})")
+        return 0
+    seconds = before.get("seconds", 0.0)
+    now = {"name": stage.name, "kind": stage.kind, "round": stage.round, "output": str(stage.output), "done": False}
+    _write(record, now | {"seconds": seconds, "depends": depends})
+    display.show(f"{stage}: {'goes on' if before else 'begins'}")
+    begun = time.monotonic()
+    counts, code = KINDS[stage.kind].run(stage.settings, stage.folder, stage.round, display)
+    now |= {"done": not code, "counts": counts, "seconds": round(seconds + time.monotonic() - begun, 3)}
+    _write(record, now | {"depends": depends})
+    if not code:
+        display.show(f"{stage}: {_told(counts)}; {now['seconds']:.1f} s")
+    return code
+
+
+def _depends(settings: Section) -> Iterator[tuple[str, Any]]:
+    """Every setting that matters, by its dotted key: of a path the contents of what lies there."""
+    for key, value in _leaves(settings.model_dump(mode="json", exclude=WITHOUT_EFFECT), ()):
+        is_input = value is not None and input_at(key, type(settings)) is not None
+        yield dotted(key), fingerprint.of_path(value) if is_input else value
+
+
+def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items:
+        yield key, value
+    for name, item in items:
+        yield from _leaves(item, (*key, name))
+
+
+def _read(record: Path) -> Record:
+    return json.loads(record.read_text()) if record.exists() else {}
+
+
+def _write(record: Path, state: Record) -> None:
+    """Replace stage.json as a whole."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    aside = record.with_suffix(".writing")
+    aside.write_text(json.dumps(state, indent=1) + "\n")
+    os.replace(aside, record)
+
+
+def _told(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in counts.items())

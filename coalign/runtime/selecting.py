@@ -1,0 +1,140 @@
+"""What of the scored responses is learnt from: conversations for SFT, pairs for DPO."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from coalign.config.schema import DataConfig, SelectConfig, SourceConfig
+from coalign.data.messages import Message
+from coalign.data.reader import RowReader
+from coalign.data.sources import Rows, open_rows
+from coalign.runtime.partial import Record
+
+READER = RowReader(DataConfig(), SourceConfig(path=""))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A response with a score; its row is read when it is wanted."""
+
+    score: float
+    rows: Rows
+    number: int
+
+    @property
+    def row(self) -> Record:
+        return self.rows[self.number]
+
+
+class Dropped(Exception):
+    """A prompt that gives nothing to learn; the text is the reason that is counted."""
+
+
+def select(config: SelectConfig, output: Path) -> dict[str, float]:
+    """Write what is to be learnt to ``output``; the counts: prompts, rows (written), and what was dropped why.
+
+    Responses of one prompt have the same `group`, or else the same prompt. A conversation is {messages, score}; a pair
+    is {prompt (messages), chosen, rejected, margin, chosen_score, rejected_score}. Raises ValueError for rows without
+    `response` and `score`, and if nothing is left.
+    """
+    counts: Counter[str] = Counter()
+    groups = _groups(config.data, counts)
+    aside = output.with_name(output.name + ".writing")
+    with open(aside, "w", encoding="utf-8") as out:
+        for members in groups.values():
+            try:
+                chosen = KEEP[config.keep](members, config)
+            except Dropped as reason:
+                counts[f"dropped/{reason}"] += 1
+                continue
+            counts["rows"] += len(chosen)
+            out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in chosen)
+    counts["prompts"] = len(groups)
+    if not counts["rows"]:
+        raise ValueError(f"nothing is left to learn from of {', '.join(config.data)}: {_told(counts)}")
+    os.replace(aside, output)
+    return dict(counts)
+
+
+def best(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+    """The response with the highest score, of equals the first."""
+    highest = max(members, key=lambda member: member.score)
+    if config.threshold is not None and highest.score < config.threshold:
+        raise Dropped("below_threshold")
+    return [_conversation(highest)]
+
+
+def threshold(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+    """Every response that reaches the threshold, each text once."""
+    good = {member.row["response"]: member for member in reversed(members) if member.score >= config.threshold}
+    if not good:
+        raise Dropped("below_threshold")
+    return [_conversation(member) for member in reversed(good.values())]
+
+
+def best_worst(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+    """The highest score against the lowest."""
+    chosen, rejected = max(members, key=lambda m: m.score), min(members, key=lambda m: m.score)
+    margin = chosen.score - rejected.score
+    if len(members) == 1:
+        raise Dropped("single_response")
+    if not margin:
+        raise Dropped("tie")
+    if margin < config.min_margin:
+        raise Dropped("below_margin")
+    if config.threshold is not None and chosen.score < config.threshold:
+        raise Dropped("below_threshold")
+    row, texts = chosen.row, {"chosen": chosen.row["response"], "rejected": rejected.row["response"]}
+    if texts["chosen"] == texts["rejected"]:
+        raise Dropped("identical")
+    scores = {"margin": margin, "chosen_score": chosen.score, "rejected_score": rejected.score}
+    return [{"prompt": _prompt(row), **texts, **scores, **_rest(row)}]
+
+
+KEEP: Mapping[str, Callable[[Sequence[Scored], SelectConfig], list[Record]]] = {
+    "best": best,
+    "threshold": threshold,
+    "best_worst": best_worst,
+}
+
+
+def _groups(paths: Sequence[str], counts: Counter[str]) -> dict[str, list[Scored]]:
+    """The scored responses of each prompt."""
+    groups: dict[str, list[Scored]] = {}
+    for path in paths:
+        rows = open_rows(path)
+        for number in range(len(rows)):
+            row = rows[number]
+            if "score" not in row or not isinstance(row.get("response"), str):
+                raise ValueError(f"{rows.where(number)}: no `score` and `response`; the row has {', '.join(row)}")
+            name = [path, row["group"]] if "group" in row else _prompt(row)
+            members = groups.setdefault(json.dumps(name), [])
+            if row["score"] is None:
+                counts["unscored"] += 1
+            else:
+                members.append(Scored(row["score"], rows, number))
+    counts["dropped/unscored"] = sum(not members for members in groups.values())
+    return {name: members for name, members in groups.items() if members}
+
+
+def _conversation(member: Scored) -> Record:
+    row = member.row
+    answer = {"role": "assistant", "content": row["response"]}
+    return {"messages": [*_prompt(row), answer], "score": member.score, **_rest(row)}
+
+
+def _prompt(row: Record) -> list[Message]:
+    return READER.prompt(row)
+
+
+def _rest(row: Record) -> Record:
+    return {key: row[key] for key in ("tools", "group") if key in row}
+
+
+def _told(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
