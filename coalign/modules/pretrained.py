@@ -68,7 +68,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*") -> PreTrainedModel:
         nn.init.zeros_(model.score.weight)
         missing.discard("score.weight")
     if missing:
-        hint = "; head_init: zero starts a new head" if "score.weight" in missing else ""
+        new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
+        hint = f"; {new}" if "score.weight" in missing else ""
         raise ValueError(f"{config.load} lacks {sorted(missing)} for a model with head '{config.head}'{hint}")
     if not model._supports_attention_backend:
         raise NotImplementedError(f"{type(model).__name__} does not call transformers' attention interface")
