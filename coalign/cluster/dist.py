@@ -90,9 +90,9 @@ class DistModel:
         """Take back what ``save`` wrote."""
         return self._call("load", (directory,), {})
 
-    def save_hf(self, directory: str) -> Future:
+    def save_hf(self, directory: str, **keywords: Any) -> Future:
         """Write a directory that ``from_pretrained`` loads. A failure ends this call only, not the run."""
-        return self._call("save_hf", (directory,), {}, fatal=False)
+        return self._call("save_hf", (directory,), keywords, fatal=False)
 
     def save_adapter(self, directory: str) -> Future:
         """Write the adapters alone, in peft's format. A failure ends this call only, not the run."""

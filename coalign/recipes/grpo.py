@@ -44,4 +44,4 @@ class GRPO(Engine):
         return self.apply(self.advantage, out, *parts)
 
     def train_flow(self, batch):
-        return self.trainer.train_step(batch)
+        return self.trainer.train_step(batch, **self.ptx())

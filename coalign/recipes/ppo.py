@@ -50,7 +50,7 @@ class PPO(Engine):
         return self.apply(self.advantage, shaped)
 
     def train_flow(self, batch):
-        return self.trainer.train_step(batch), self.value.train_step(batch)
+        return self.trainer.train_step(batch, **self.ptx()), self.value.train_step(batch)
 
     def after_step(self, stats):
         self.kl.update(stats["kl"].value, samples=int(stats["samples/count"].value))

@@ -24,12 +24,12 @@ class Entry(Generic[T]):
 
 
 class Buffer(Generic[T]):
-    """A first-in first-out queue between step ``step`` and step ``last`` of a run."""
+    """A first-in first-out queue up to step ``last`` of a run."""
 
-    def __init__(self, max_staleness: int, last: int, step: int = 0) -> None:
+    def __init__(self, max_staleness: int, last: int) -> None:
         self.max_staleness = max_staleness
         self.last = last
-        self.begun = step
+        self.begun = 0
         self._entries: deque[Entry[T]] = deque()
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Buffer(Generic[T]):
         """What is inside, oldest first (for a checkpoint)."""
         return list(self._entries)
 
-    def restore(self, entries: list[Entry[T]]) -> None:
-        """Put back what ``entries`` gave."""
+    def restore(self, step: int, entries: list[Entry[T]]) -> None:
+        """Go on at ``step`` with what ``entries`` gave."""
         self._entries = deque(entries)
-        self.begun += len(entries)
+        self.begun = step + len(entries)

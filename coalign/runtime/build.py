@@ -85,6 +85,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
         threads=model.threads or config.runtime.threads,
         seed=config.seed,
         steps=steps,
+        tokens=config.runtime.tokens,
         samples_per_prompt=config.runtime.samples_per_prompt,
         loss=loss.model_dump() if loss else None,
         rewards=tuple(reward.model_dump() for reward in config.reward),
@@ -104,6 +105,28 @@ def loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) -> 
         parts=parts(config, cls) if split == "train" and cls.source != "prompts" else None,
         seed=config.seed,
     )
+
+
+def ptx_loader(config: RunConfig, tokenizer: Any) -> Loader | None:
+    """The rows of the section `ptx`, read as `data` says but for its phases."""
+    if config.ptx is None:
+        return None
+    return build_loader(
+        config.data.model_copy(update={"train": config.ptx.data, "phases": {}, "phase": None}),
+        tokenizer,
+        kind=config.ptx.kind,
+        split="train",
+        batch_size=config.ptx.rows_per_step,
+        seed=config.seed,
+    )
+
+
+def length(config: RunConfig, data: Loader) -> int:
+    """Steps of the run at most. A stream that ends by tokens has no other end; each step trains on one at least."""
+    runtime = config.runtime
+    if runtime.steps is None and runtime.tokens and config.data.stream:
+        return runtime.tokens
+    return runtime.steps or data.steps(runtime.epochs)
 
 
 def parts(config: RunConfig, cls: type[Engine]) -> int:
@@ -131,10 +154,11 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     models = {name: model for name, model in models.items() if only is None or name in only}
     tokenizer = load_tokenizer(config)
     data = loader(config, cls, tokenizer, "train")
-    steps = config.runtime.steps or data.steps(config.runtime.epochs)
+    steps = length(config, data)
     engine = cls(config, cluster)
     engine.tokenizer = tokenizer
     engine.last = steps
+    engine.ptx_loader = ptx_loader(config, tokenizer)
     spawn(engine, models, {name: context(name, model, config, steps) for name, model in models.items()})
     engine.environment = Environment(cluster, engine.env_flow, data, Buffer(config.runtime.max_staleness, steps))
     overlap = config.runtime.max_staleness > 0

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig
+from coalign.data.loader import Loader
 from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator, score
 from coalign.runtime.hooks import Hook
@@ -40,12 +41,14 @@ class Engine:
         self.config = config
         self.cluster = cluster
         self.step = 0
+        self.tokens = 0  # that the main model was trained on
         self.last = 0
         self.stop: str | None = None  # why the loop should end before its last step
         self.late: Stats = {}  # metrics that came up after their step was recorded: they go into the next one's
         self.phase: Callable[[str], None] = lambda text: None  # told what the loop is waiting for
         self.environment: Environment
         self.trainers: Trainer
+        self.ptx_loader: Loader | None = None
         self.evaluator: Evaluator | None = None
         self.hooks: list[Hook] = []
         self.models_running: dict[str, Any] = {}
@@ -104,6 +107,12 @@ class Engine:
         """The columns of several batches of the same sequences as one batch."""
         return self.cluster.apply(join, *batches)
 
+    def ptx(self) -> dict[str, Any]:
+        """Keywords for the train_step of the main model: the next rows of the section `ptx`; without it, none."""
+        if self.ptx_loader is None:
+            return {}
+        return {"ptx": self.cluster.put(self.ptx_loader.next()), "ptx_coef": self.config.ptx.coef}
+
     @property
     def learning(self) -> list[str]:
         """The models that learn, the main one (whose weights are the run's product) first."""
@@ -123,18 +132,27 @@ class Engine:
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
+    @property
+    def complete(self) -> bool:
+        """Whether the run has taken all its steps, or trained on all its tokens (`runtime.tokens`)."""
+        budget = self.config.runtime.tokens
+        return self.step >= self.last or (budget is not None and self.tokens >= budget)
+
     def learn(self) -> None:
-        """Train from ``step`` to ``last``, or until a hook sets ``stop``."""
+        """Train until the run is complete, or a hook sets ``stop``."""
         self.trainers.sync(self.step)
         for hook in self.hooks:
             hook.begin(self)
-        while self.step < self.last and not self.stop:
+        while not self.complete and not self.stop:
             begun = time.perf_counter()
             self.phase("rollout")
             batch, rollout = self.environment.next(self.step)
             self.phase("train")
             training = self.trainers.step(batch)
+            if self.ptx_loader and not self.ptx_loader.drawn:
+                raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
             self.step += 1
+            self.tokens += int(training.get("tokens/trained", Total(0.0)).value)
             stats = merge_stats([self.late, rollout, training, self.trainers.sync(self.step)])
             self.late = {}
             self.after_step(stats)

@@ -35,7 +35,7 @@ class Offline(Engine):
         return batch
 
     def train_flow(self, batch: BatchRef) -> Any:
-        return self.trainer.train_step(self.prepare(batch))
+        return self.trainer.train_step(self.prepare(batch), **self.ptx())
 
     def eval_flow(self, batch: BatchRef) -> Any:
         return self.trainer.eval_step(self.prepare(self.env_flow(batch)))

@@ -17,7 +17,7 @@ from coalign.runtime.checkpoint import Checkpoints, verify
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.runtime.folder import RunFolder
-from coalign.runtime.hooks import Evaluate, Hook
+from coalign.runtime.hooks import EarlyStop, Evaluate, Hook
 from coalign.runtime.plots import plot_run
 from coalign.runtime.recording import Record
 from coalign.runtime.reference import precompute
@@ -45,13 +45,13 @@ def train(config: RunConfig, display: Display) -> int:
 def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     config = engine.config
     checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
-    save = Save(checkpoints, config.runtime.save_every, config.runtime.best)
-    if (found := _resume_from(config, checkpoints)) is not None:
-        save.load_state(restore(engine, found))
-        log.info("continuing from %s", found)
-    folder.begin(dump(config), engine.step)
+    save = Save(checkpoints, config.runtime.save_every, config.runtime.best, config.runtime.best_mode)
     record = Record(folder, display, config)
     engine.hooks = [*_evaluation(engine, record), record, save]
+    if (found := _resume_from(config, checkpoints)) is not None:
+        restore(engine, found)
+        log.info("continuing from %s", found)
+    folder.begin(dump(config), engine.step)
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
@@ -74,7 +74,8 @@ def _evaluation(engine: Engine, record: Record) -> list[Hook]:
         for batch in batches[:1]:
             record.record_samples(engine, batch, "eval")
 
-    return [Evaluate(runtime.eval_every, runtime.eval_at_start, report)]
+    stopping = [EarlyStop(runtime.early_stop)] if runtime.early_stop else []
+    return [Evaluate(runtime.eval_every, runtime.eval_at_start, report), *stopping]
 
 
 def _resume_from(config: RunConfig, checkpoints: Checkpoints) -> Path | None:

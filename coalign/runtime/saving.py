@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def fill(engine: Engine, directory: Path, extra: dict[str, Any]) -> None:
-    """Write everything that ``restore`` reads, `hf/`, and `adapter/` of a model with adapters."""
+def fill(engine: Engine, directory: Path) -> None:
+    """Write everything that ``restore`` reads, and for others `hf/` of the main model, `hf_<name>/` of any that learns
+    besides, `hf_ema/` where it keeps an average of its weights, `adapter/` where it has adapters.
+    """
     environment = engine.environment.state_dict()
     state = {
         "step": engine.step,
+        "tokens": engine.tokens,
         "algorithm": engine.config.algorithm,
         "loader": environment["loader"],
+        "ptx": engine.ptx_loader.state_dict() if engine.ptx_loader else None,
         "recipe": engine.state_dict(),
-        **extra,
+        "hooks": {type(hook).__name__: hook.state_dict() for hook in engine.hooks},
     }
     (directory / "state.json").write_text(json.dumps(state, indent=1))
     buffered = [
@@ -46,29 +51,37 @@ def fill(engine: Engine, directory: Path, extra: dict[str, Any]) -> None:
     torch.save(buffered, directory / "buffer.pt")
     saves = []
     for i, name in enumerate(engine.learning):
-        model = engine.models_running[name]
+        model, own = engine.models_running[name], "" if i == 0 else f"_{name}"
         saves.append(model.save(str(directory / "models" / name)))
-        saves.append(model.save_hf(str(directory / ("hf" if i == 0 else f"hf_{name}"))))
+        saves.append(model.save_hf(str(directory / f"hf{own}")))
+        if model.config.ema:
+            saves.append(model.save_hf(str(directory / f"hf{own}_ema"), average=True))
         if model.config.lora:
-            saves.append(model.save_adapter(str(directory / ("adapter" if i == 0 else f"adapter_{name}"))))
+            saves.append(model.save_adapter(str(directory / f"adapter{own}")))
     for save in saves:
         save.result()
 
 
-def restore(engine: Engine, directory: Path) -> dict[str, Any]:
-    """Continue from a checkpoint; returns its state.json. ValueError if it is of another recipe."""
+def restore(engine: Engine, directory: Path) -> None:
+    """Continue from a checkpoint, hooks included. ValueError if it is of another recipe or of other data."""
     state = json.loads((directory / "state.json").read_text())
     if state["algorithm"] != engine.config.algorithm:
         raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{engine.config.algorithm}`")
+    if (state["ptx"] is None) != (engine.ptx_loader is None):
+        there, here = ("with", "without") if state["ptx"] else ("without", "with")
+        raise ValueError(f"{directory} is of a run {there} `ptx`; this one is {here} it")
     loads = [engine.models_running[name].load(str(directory / "models" / name)) for name in engine.learning]
     for load in loads:
         load.result()
-    engine.step = state["step"]
-    engine.environment.buffer.begun = engine.step
+    engine.step, engine.tokens = state["step"], state["tokens"]
     buffered = [{**e, "batch": Batch(**e["batch"])} for e in torch.load(directory / "buffer.pt", weights_only=True)]
-    engine.environment.load_state_dict({"loader": state["loader"], "buffer": buffered})
+    engine.environment.load_state_dict({"loader": state["loader"], "buffer": buffered}, engine.step)
+    if engine.ptx_loader:
+        engine.ptx_loader.load_state_dict(state["ptx"])
     engine.load_state_dict(state["recipe"])
-    return state
+    for hook in engine.hooks:
+        if saved := state["hooks"].get(type(hook).__name__):
+            hook.load_state_dict(saved)
 
 
 class Save(Hook):
@@ -79,21 +92,23 @@ class Save(Hook):
     cannot save should not go on) and the last one must succeed.
     """
 
-    def __init__(self, checkpoints: Checkpoints, every: int, best: str | None) -> None:
+    def __init__(
+        self, checkpoints: Checkpoints, every: int, best: str | None = None, mode: Literal["max", "min"] = "max"
+    ) -> None:
         self.checkpoints = checkpoints
         self.every = every
-        self.metric = best
-        self.best: tuple[float, int] | None = None
+        self.metric, self.mode = best, mode
+        self.best: tuple[float, int] | None = None  # value, step
 
     def after_step(self, engine: Engine, stats: Stats, batch: Any) -> None:
-        last = engine.step == engine.last or engine.stop is not None
-        if self.metric and self.metric in stats and (self.best is None or stats[self.metric].value > self.best[0]):
+        last = engine.complete or engine.stop is not None
+        if self.metric and self.metric in stats and self._is_best(stats[self.metric].value):
             self.best = (stats[self.metric].value, engine.step)
         best_now = self.best is not None and self.best[1] == engine.step
         if not (last or best_now or (self.every and engine.step % self.every == 0)):
             return
         try:
-            self.checkpoints.write(engine.step, lambda d: fill(engine, d, {"best": self.best}))
+            self.checkpoints.write(engine.step, lambda directory: fill(engine, directory))
         except Exception as problem:
             good = self.checkpoints.steps()
             free = f"{shutil.disk_usage(self.checkpoints.directory).free / 2**20:.1f} MiB are free on that disk"
@@ -112,7 +127,13 @@ class Save(Hook):
         else:
             self.checkpoints.prune(self.best[1] if self.best else None)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take back the best metric seen so far from a restored state.json."""
-        if state.get("best"):
-            self.best = (state["best"][0], state["best"][1])
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = tuple(state["best"]) if state["best"] else None
+
+    def _is_best(self, value: float) -> bool:
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        return value > self.best[0] if self.mode == "max" else value < self.best[0]

@@ -39,8 +39,8 @@ def test_a_restored_buffer_goes_on_where_it_was():
     buffer = Buffer(2, last=10)
     buffer.fill(0, lambda step: f"batch {step}")
     assert buffer.take(0) == "batch 0"
-    copy = Buffer(2, last=10, step=1)
-    copy.restore(buffer.entries())
+    copy = Buffer(2, last=10)
+    copy.restore(1, buffer.entries())
     began = []
     copy.fill(1, lambda step: began.append(step) or f"batch {step}")
     assert began == [3]

@@ -120,9 +120,9 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
     real, calls = saving.fill, []
 
-    def full(engine, directory, extra):
+    def full(engine, directory):
         calls.append(engine.step)
-        real(engine, directory, extra)
+        real(engine, directory)
         if engine.step == 2:
             raise OSError(28, "No space left on device")
 

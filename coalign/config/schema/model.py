@@ -16,8 +16,9 @@ class OptimizerConfig(Section):
     """An optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
-    """`adamw_8bit` keeps its state in 8 bits (needs bitsandbytes and a GPU); `muon` takes the matrices of the layers
-    and AdamW (with `betas`, `eps`) the rest."""
+    """`adamw_8bit` keeps its moments in 8 bits (needs bitsandbytes; one process). `adafactor` keeps means of rows and
+    columns; its `lr` is relative to the size of a parameter. `muon` takes the matrices of the layers, AdamW the rest;
+    its steps are as large as AdamW's, so `lr` is, too. `betas` and `eps` are AdamW's."""
     lr: NonNegativeFloat = 1e-6
     betas: Annotated[tuple[Probability, Probability], Field(strict=False)] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
@@ -129,4 +130,15 @@ class ModelConfig(Section):
             raise Conflict(
                 ("tensor_parallel",), f"is {self.tensor_parallel}, which does not divide {given} ({processes})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _four_bits_are_read_by_one_process(self) -> Self:
+        if self.lora is None or self.lora.base_bits is None:
+            return self
+        key = ("lora", "base_bits")
+        if self.init == "random":
+            raise Conflict(key, "needs weights to quantise: `init: load`")
+        if (processes := self.num_process or max(1, self.num_gpu)) > 1:
+            raise Conflict(key, f"needs the whole model in one process (num_process: 1), not in {processes}")
         return self

@@ -24,6 +24,12 @@ class PtxConfig(Section):
     rows_per_step: PositiveInt = 8
     kind: Literal["documents", "conversations"] = "documents"
 
+    @model_validator(mode="after")
+    def _has_data(self) -> Self:
+        if not self.data:
+            raise Conflict(("data",), "is missing: the rows to mix in")
+        return self
+
 
 class RunConfig(Section):
     """A whole run, as one YAML file."""
@@ -59,6 +65,21 @@ class RunConfig(Section):
             for name in group:
                 if name not in known:
                     raise Conflict(("runtime", "colocation", index), f"there is no model '{name}'{near(name, known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _schedules_have_a_length(self) -> Self:
+        for name, model in self.models.items():
+            where, config = ("models", name, "optimizer"), model.optimizer
+            if config.unit == "tokens" and self.runtime.tokens is None:
+                raise Conflict((*where, "unit"), "is `tokens`, so the run needs `runtime.tokens`, its length in tokens")
+            endless = self.data.stream and self.runtime.steps is None
+            if config.unit == "steps" and config.schedule != "constant" and endless:
+                raise Conflict(
+                    (*where, "schedule"),
+                    f"is `{config.schedule}`, and a stream (data.stream) has no known number of steps: set "
+                    "`runtime.steps`, or `unit: tokens` and `runtime.tokens`",
+                )
         return self
 
     @model_validator(mode="after")

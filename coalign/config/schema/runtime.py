@@ -92,6 +92,12 @@ class RuntimeConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _stopping_early_needs_evaluations(self) -> Self:
+        if self.early_stop and not self.eval_every:
+            raise Conflict(("early_stop",), "watches evaluations, and there are none: set runtime.eval_every")
+        return self
+
+    @model_validator(mode="after")
     def _each_model_in_one_group(self) -> Self:
         first: dict[str, int] = {}
         for index, group in enumerate(self.colocation):
