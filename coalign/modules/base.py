@@ -200,13 +200,16 @@ class TrainableModule(Module):
         return merge_stats(stats)
 
     def eval_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
-        """loss/value and loss/<name> over ``batch``; nothing is learned."""
+        """loss/value and loss/<name> over ``batch``, in means that merge exactly; nothing is learned."""
         objective = self._objective(loss)
-        micros, measure, seen = self._prepare(batch, objective, self._totals(batch))
+        totals = self._totals(batch)
+        micros, measure, seen = self._prepare(batch, objective, totals)
         outputs = self.run(micros, needs=objective.needs)
         for micro, out in zip(micros, outputs, strict=True):
             measure(micro, out)
-        return merge_stats(seen)
+        stats = merge_stats(seen)
+        count = objective.count(totals)
+        return stats | {"loss/value": Stat(stats["loss/value"].sum * count, count)}
 
     # ---- one update
 

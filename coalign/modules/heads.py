@@ -72,7 +72,7 @@ class LanguageModel(PackedModel):
         entropy = "entropy" in needs
         logprobs, entropies = linear_logprobs(hidden, head.weight, layout.targets, entropy=entropy, **logits)
         outputs = {"logprobs": logprobs} | ({"entropy": entropies} if entropy else {})
-        if "candidate_logprobs" in needs:
+        if "candidate_logprobs" in needs and layout.candidates is not None:
             outputs["candidate_logprobs"] = candidate_logprobs(hidden, head.weight, layout.candidates, **logits)
         return outputs
 

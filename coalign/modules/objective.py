@@ -40,6 +40,7 @@ class Objective:
         self.loss = partial(loss, **arguments)
         self.needs = needs(loss, arguments)
         self.per = per(loss)
+        self.aggregation = aggregation
         self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
 
     def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: Totals) -> tuple[Tensor, Stats]:
@@ -61,6 +62,12 @@ class Objective:
                 f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
             )
         return (result.value * weights.to(result.value)).sum(), result.stats
+
+    def count(self, totals: Totals) -> float:
+        """Of how many things the loss is the mean: what a step counts for when several are averaged."""
+        if self.per == "token" and self.aggregation != "token_mean":
+            return totals.sequences
+        return {"token": totals.tokens, "sequence": totals.sequences, "group": totals.groups, "batch": 1.0}[self.per]
 
     def _weights(self, x: LossInput, totals: Totals) -> Tensor:
         if self.per == "token":

@@ -175,6 +175,16 @@ def test_eval_learns_nothing(path):
     assert stats["loss/value"].value == pytest.approx(module(path).train_step(rollout())["loss/value"].value)
 
 
+@pytest.mark.parametrize("loss", ["sft", {"fn": "sft", "aggregation": "sequence_mean_token_mean"}, "ipo"])
+def test_an_evaluation_in_unequal_parts_is_that_of_the_whole(path, loss):
+    settings = {"fn": loss} if isinstance(loss, str) else loss
+    trainer, batch = module(path, loss=settings), rollout((4, 5, 6), 2)
+    batch = batch.with_(preference=torch.tensor([1.0, 0.0] * 3), ref_logprobs=torch.zeros(batch.tokens_total))
+    whole = trainer.eval_step(batch)["loss/value"]
+    parts = [trainer.eval_step(batch.slice(*rows))["loss/value"] for rows in ((0, 4), (4, 6))]
+    assert (parts[0] + parts[1]).value == pytest.approx(whole.value, rel=1e-5)
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(path):
     trainer = module(path)
     trainer.train_step(rollout())
