@@ -121,7 +121,8 @@ def score(
         dtype=dtype,
         device=device,
     )
-    judge(config, output, Display())
+    display = Display()
+    display.table("scores", judge(config, output, display))
 
 
 def chat(

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import importlib.util
+from collections.abc import Iterable
 from functools import cache
+from glob import glob
 from pathlib import Path
-from typing import Any
 
 
 def of_path(path: str | Path) -> str:
-    """Of the contents of a file, or of all files in a directory with their names (hidden ones aside)."""
+    """Of the contents of a file, of the files that a pattern fits, or of all files in a directory with their names
+    (hidden ones aside)."""
     path = Path(path)
     if path.is_file():
         return _of_file(path)
+    if not path.is_dir():
+        return _of_all((found, _of_file(Path(found))) for found in sorted(glob(str(path), recursive=True)))
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    names = [file.relative_to(path) for file in files]
+    return _of_all(
+        (str(name), _of_file(path / name)) for name in names if not any(part.startswith(".") for part in name.parts)
+    )
+
+
+def of_code(name: str) -> str:
+    """Of the source file of a function or class by its dotted path (``my.pkg:fn``); what that imports is not seen."""
+    spec = importlib.util.find_spec(name.partition(":")[0])
+    return _of_file(Path(spec.origin)) if spec and spec.origin else ""
+
+
+def _of_all(parts: Iterable[tuple[str, str]]) -> str:
     found = hashlib.sha256()
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        name = file.relative_to(path)
-        if not any(part.startswith(".") for part in name.parts):
-            found.update(f"{name}\0{_of_file(file)}\0".encode())
+    for name, digest in parts:
+        found.update(f"{name}\0{digest}\0".encode())
     return found.hexdigest()[:32]
-
-
-def of_value(value: Any) -> str:
-    """Of anything that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _of_file(path: Path) -> str:

@@ -89,8 +89,8 @@ def run(file: PipelineFile, display: Display) -> int:
 def check(file: PipelineFile, display: Display) -> None:
     """Print what the pipeline would do. Raises ConfigError for whatever would stop it."""
     for stage in plan(file):
-        state = _read(stage.folder / "stage.json")
-        display.show(f"{stage}: {stage.kind} → {stage.output}{' (done)' if state.get('done') else ''}")
+        done = " (done)" if _read(stage.folder / "stage.json").get("done") else ""
+        display.show(f"{stage}: {KINDS[stage.kind].about(stage.settings)}{done}\n    → {stage.output}")
     display.show("\nno problem found")
 
 
@@ -120,10 +120,13 @@ def _ensure(stage: Stage, display: Display) -> int:
 
 
 def _depends(settings: Section) -> Iterator[tuple[str, Any]]:
-    """Every setting that matters, by its dotted key: of a path the contents of what lies there."""
+    """Every setting that matters, by its dotted key: of a path the contents of what lies there, and of a function of
+    one's own its source, too."""
     for key, value in _leaves(settings.model_dump(mode="json", exclude=WITHOUT_EFFECT), ()):
         is_input = value is not None and input_at(key, type(settings)) is not None
         yield dotted(key), fingerprint.of_path(value) if is_input else value
+        if key and key[-1] in ("fn", "algorithm", "module") and ":" in (value or ""):
+            yield f"{dotted(key)} (source)", fingerprint.of_code(value)
 
 
 def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:

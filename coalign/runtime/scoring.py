@@ -44,7 +44,6 @@ def score(config: ScoreConfig, output: Path, display: Display) -> dict[str, floa
         counts = summary(record for unit in partial.units() for record in unit)
         partial.finish()
     tell(judge, display)
-    display.table("scores", counts)
     return counts
 
 

@@ -14,7 +14,9 @@ from coalign.data.messages import Message
 from coalign.data.reader import RowReader
 from coalign.data.sources import Rows, open_rows
 from coalign.runtime.partial import Record
+from coalign.types import Status
 
+CUT = Status.TRUNCATED.name.lower()
 READER = RowReader(DataConfig(), SourceConfig(path=""))
 
 
@@ -43,11 +45,13 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
     `response` and `score`, and if nothing is left.
     """
     counts: Counter[str] = Counter()
-    groups = _groups(config.data, counts)
+    groups = _groups(config, counts)
     aside = output.with_name(output.name + ".writing")
     with open(aside, "w", encoding="utf-8") as out:
         for members in groups.values():
             try:
+                if not members:
+                    raise Dropped("no_response")
                 chosen = KEEP[config.keep](members, config)
             except Dropped as reason:
                 counts[f"dropped/{reason}"] += 1
@@ -103,10 +107,10 @@ KEEP: Mapping[str, Callable[[Sequence[Scored], SelectConfig], list[Record]]] = {
 }
 
 
-def _groups(paths: Sequence[str], counts: Counter[str]) -> dict[str, list[Scored]]:
-    """The scored responses of each prompt."""
+def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[Scored]]:
+    """The responses of each prompt that can be learnt from."""
     groups: dict[str, list[Scored]] = {}
-    for path in paths:
+    for path in config.data:
         rows = open_rows(path)
         for number in range(len(rows)):
             row = rows[number]
@@ -116,10 +120,11 @@ def _groups(paths: Sequence[str], counts: Counter[str]) -> dict[str, list[Scored
             members = groups.setdefault(json.dumps(name), [])
             if row["score"] is None:
                 counts["unscored"] += 1
+            elif config.truncated == "drop" and row.get("status") == CUT:
+                counts["truncated"] += 1
             else:
                 members.append(Scored(row["score"], rows, number))
-    counts["dropped/unscored"] = sum(not members for members in groups.values())
-    return {name: members for name, members in groups.items() if members}
+    return groups
 
 
 def _conversation(member: Scored) -> Record:

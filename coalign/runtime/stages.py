@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeVar
@@ -41,6 +42,9 @@ class Kind(Protocol[Settings]):
     def check(self, settings: Settings) -> None:
         """Raises ValueError for what the schema cannot see."""
 
+    def about(self, settings: Settings) -> str:
+        """What it will do, in a line."""
+
     def run(self, settings: Settings, folder: Path, round: int, display: Display) -> Outcome:
         """Make the output, or what is left of it."""
 
@@ -57,6 +61,9 @@ class Generate:
 
     def check(self, settings: GenerateConfig) -> None:
         _check_rewards(settings)
+
+    def about(self, settings: GenerateConfig) -> str:
+        return f"{settings.samples} responses of {settings.model} to {settings.prompts or 'all'} prompts"
 
     def run(self, settings: GenerateConfig, folder: Path, round: int, display: Display) -> Outcome:
         from coalign.runtime.generating import generate
@@ -75,6 +82,9 @@ class Score:
     def check(self, settings: ScoreConfig) -> None:
         _check_rewards(settings)
 
+    def about(self, settings: ScoreConfig) -> str:
+        return f"by {_judge(settings)}"
+
     def run(self, settings: ScoreConfig, folder: Path, round: int, display: Display) -> Outcome:
         from coalign.runtime.scoring import score
 
@@ -92,12 +102,15 @@ class Select:
     def check(self, settings: SelectConfig) -> None:
         pass
 
+    def about(self, settings: SelectConfig) -> str:
+        return f"keep {settings.keep}"
+
     def run(self, settings: SelectConfig, folder: Path, round: int, display: Display) -> Outcome:
         return select(settings, folder / self.output), 0
 
 
 class Train:
-    """The output is a link to the newest checkpoint's Hugging Face directory."""
+    """The output is a link to the Hugging Face directory of the last checkpoint, or of the best (`runtime.best`)."""
 
     output = "model"
 
@@ -107,15 +120,20 @@ class Train:
     def check(self, settings: RunConfig) -> None:
         prepare(settings)
 
+    def about(self, settings: RunConfig) -> str:
+        return settings.algorithm
+
     def run(self, settings: RunConfig, folder: Path, round: int, display: Display) -> Outcome:
         config = settings.model_copy(update={"output": str(folder / "run")})
         if code := train(config, Display(quiet=display.quiet, out=display.out, err=display.err)):
             return {}, code
-        newest = Checkpoints(folder / "run" / "checkpoints", config.runtime.keep).newest()
+        checkpoints = Checkpoints(folder / "run" / "checkpoints", config.runtime.keep)
+        state = json.loads((checkpoints.newest() / "state.json").read_text())
+        step = state["hooks"]["Save"]["best"][1] if config.runtime.best else state["step"]
         link = folder / self.output
         link.unlink(missing_ok=True)
-        os.symlink(Path(os.path.relpath(newest, folder)) / "hf", link)
-        return {"steps": int(newest.name.removeprefix("step_"))}, 0
+        os.symlink(os.path.relpath(checkpoints.path(step) / "hf", folder), link)
+        return {"step": step}, 0
 
 
 KINDS: dict[str, Kind] = {"generate": Generate(), "score": Score(), "select": Select(), "train": Train()}
@@ -131,6 +149,10 @@ def trains_a_policy(config: RunConfig) -> bool:
 def _check_rewards(settings: JudgeConfig) -> None:
     for i, reward in enumerate(settings.reward):
         bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
+
+
+def _judge(settings: JudgeConfig) -> str:
+    return ", ".join(reward.fn for reward in settings.reward) or str(settings.reward_model)
 
 
 def _reading(data: DataConfig, before: Path | None) -> DataConfig:

@@ -86,6 +86,8 @@ class SelectConfig(Section):
     """Files with scored responses; none: what the stage before has written."""
     threshold: float | None = None
     """The lowest score of a response that is learnt (of a pair: of the chosen one)."""
+    truncated: Literal["drop", "keep"] = "drop"
+    """Responses that reached max_new_tokens: as conversations they would end in the middle of a sentence."""
     min_margin: NonNegativeFloat = 0.0
     """Pairs whose scores differ by less are dropped. Equal scores are no pair in any case."""
 
