@@ -70,13 +70,15 @@ def _merge(tokenizer: PreTrainedTokenizerBase, source: Source, first: int) -> Ex
 
 def _add(tokenizer: PreTrainedTokenizerBase, source: Source, first: int, special: bool) -> Extension:
     """Not normalised: a text contains a token exactly if its characters stand in it, whatever the normaliser does."""
-    known, alphabet = tokenizer.get_vocab(), alphabet_of(json.loads(tokenizer.backend_tokenizer.to_str()))
+    backend, known = tokenizer.backend_tokenizer, tokenizer.get_vocab()
+    alphabet = alphabet_of(json.loads(backend.to_str()))
     texts = [token.decode() for token in source.tokens]
     present = [t for t in texts if t in known or alphabet.spell(t.encode()) in known]
     garbled = [t for t in texts if t not in present and not _survives(tokenizer, t)]
     left_out = {*present, *garbled}
     new = [t for t in texts if t not in left_out]
-    pieces = [tokenizer(t, add_special_tokens=False, verbose=False)["input_ids"] for t in new]
+    # Not by the whole tokenizer: SentencePiece would put a space before each.
+    pieces = [[piece.id for piece in backend.model.tokenize(alphabet.spell(t.encode()))] for t in new]
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=special) for t in new], special_tokens=special)
     if tokenizer.convert_tokens_to_ids(new) != list(range(first, first + len(new))):
         raise ValueError(
