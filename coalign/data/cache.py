@@ -11,8 +11,10 @@ import logging
 import os
 import shutil
 import tempfile
+import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,10 +65,10 @@ class Cached:
 def open_cached(directory: Path, examples: Examples, rows: Rows, phase: Phase | None, identity: str) -> Cached:
     """The source as ``directory`` has it; tokenised and put there first if it has not, or if that was damaged.
 
-    ``identity`` is that of `identify`. Processes may do this at once: the first entry to be complete is the one used.
+    ``identity`` is `identify` with the `contents`. Processes may do this at once: the first entry to be complete is
+    used.
     """
-    contents = checksum(file for path in rows.paths for file in _files(path))
-    entry = directory / f"{rows.paths[0].stem}-{_digest([identity, contents])}"
+    entry = directory / f"{rows.paths[0].stem}-{identity}"
     if entry.exists():
         try:
             return Cached(examples, rows, phase, Stored(entry))
@@ -75,18 +77,18 @@ def open_cached(directory: Path, examples: Examples, rows: Rows, phase: Phase | 
             _remove(entry)
     else:
         log.info("data.cache: %s has no %s of this content, tokenizer and keys; tokenising", directory, examples.name)
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".building-", ignore_cleanup_errors=True) as aside:
-        store(Path(aside), Scan(examples, rows, phase))
-        _put(Path(aside), entry)
+    with _aside(directory) as folder:
+        store(folder, Scan(examples, rows, phase))
+        try:
+            os.rename(folder, entry)
+        except OSError:
+            if not entry.exists():  # else another process was first
+                raise
     return Cached(examples, rows, phase, Stored(entry))
 
 
-def identify(
-    examples: Examples, config: DataConfig, source: SourceConfig, phase: Phase | None, rows: Rows | None = None
-) -> str:
-    """A hash of all that decides what the rows of a file become, but their contents; with ``rows``, of the names and
-    sizes of the files too."""
+def identify(examples: Examples, config: DataConfig, source: SourceConfig, phase: Phase | None, files: Any) -> str:
+    """A hash of all that decides what the rows of a source become; ``files`` says what is known of their contents."""
     return _digest(
         [
             _code(),
@@ -96,41 +98,53 @@ def identify(
             _tokenizer(examples.template.tokenizer),
             config.model_dump(exclude=WHICH),
             source.model_dump(exclude={"path", "weight"}),
-            phase and phase.share,
-            rows and [(file.name, file.stat().st_size) for path in rows.paths for file in _files(path)],
+            phase.share if phase else None,
+            files,
         ]
     )
 
 
+def contents(rows: Rows) -> list[str]:
+    """Of each file, a hash of its bytes."""
+    return [checksum(file) for path in rows.paths for file in _files(path)]
+
+
+def sizes(rows: Rows) -> list[tuple[str, int]]:
+    """Of each file, its name and size in bytes: what is known of it without reading."""
+    return [(file.name, file.stat().st_size) for path in rows.paths for file in _files(path)]
+
+
 def _digest(what: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(what, sort_keys=True))
+    return xxhash.xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode())
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return checksum(_files(Path(folder)))
+        return _digest([checksum(file) for file in _files(Path(folder))])
 
 
 @cache
 def _code() -> str:
-    return checksum(sorted(Path(__file__).parent.glob("*.py")))
+    return _digest([checksum(file) for file in sorted(Path(__file__).parent.glob("*.py"))])
 
 
-def _files(path: Path) -> Iterable[Path]:
+def _files(path: Path) -> Sequence[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
-def _put(folder: Path, entry: Path) -> None:
-    """Give the complete ``folder`` its name, unless another process was first."""
+@contextmanager
+def _aside(directory: Path) -> Iterator[Path]:
+    """A new folder in ``directory``, gone afterwards if it still has that name."""
+    folder = directory / f".{uuid.uuid4().hex}"
+    folder.mkdir(parents=True)
     try:
-        os.rename(folder, entry)
-    except OSError:
-        if not entry.exists():
-            raise
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(entry: Path) -> None:
-    """Out of the way at once: another process may be putting a good one there."""
-    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".removing-") as aside:
-        shutil.move(entry, aside)
+    """Out of the way at once, unless another process has done so."""
+    with _aside(entry.parent) as folder, suppress(FileNotFoundError):
+        os.rename(entry, folder / entry.name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.cache import identify, open_cached
+from coalign.data.cache import contents, identify, open_cached, sizes
 from coalign.data.examples import Example, Examples, to_batch
 from coalign.data.kinds import KINDS
 from coalign.data.order import Order, Shuffled, same_settings
@@ -177,11 +177,11 @@ def _order(examples: Examples, config: DataConfig, source: SourceConfig, key: tu
     phase = Phase(config.phases, config.phase) if config.phase else None
     shuffled = key if config.shuffle else None
     if config.stream:
-        identity = identify(examples, config, source, phase, rows)
+        identity = identify(examples, config, source, phase, sizes(rows))
         return Streamed(examples, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
     if config.cache is None:
         return Shuffled(Scanned(examples, rows, phase), shuffled)
-    identity = identify(examples, config, source, phase)
+    identity = identify(examples, config, source, phase, contents(rows))
     return Shuffled(open_cached(Path(config.cache), examples, rows, phase, identity), shuffled)
 
 

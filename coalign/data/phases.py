@@ -33,6 +33,11 @@ class Phase:
         self._start = sum(weight for phase, weight in whole.items() if phase < name) // common
         self._stop = self._start + whole[name] // common
 
+    @property
+    def share(self) -> list[int]:
+        """Rows of a hand, and which of its places belong to the phase: equal for phases with the same rows."""
+        return [self._hand, self._start, self._stop]
+
     def __contains__(self, number: int) -> bool:
         hand, place = divmod(number, self._hand)
         return self._start <= permute(place, self._hand, SALT, hand) < self._stop

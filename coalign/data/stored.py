@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class Stored:
         """Damaged if a file is missing or has changed."""
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
-            changed = [name for name, told in self.meta["checksums"].items() if checksum([folder / name]) != told]
+            changed = [name for name, told in self.meta["checksums"].items() if checksum(folder / name) != told]
         except (OSError, ValueError, KeyError) as error:
             raise Damaged(f"{folder} cannot be read: {error}") from error
         if changed:
@@ -95,18 +95,17 @@ def store(folder: Path, scan: Scan) -> None:
         "counts": dict(scan.examples.counts),
         "hash": scan.hash,
         "tokens": scan.tokens,
-        "checksums": {name: checksum([folder / name]) for name in ARRAYS},
+        "checksums": {name: checksum(folder / name) for name in ARRAYS},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def checksum(files: Iterable[Path]) -> str:
-    """Of the bytes of the files, one after the other."""
+def checksum(file: Path) -> str:
+    """Of the file's bytes."""
     seen = xxhash.xxh3_128()
-    for file in files:
-        with file.open("rb") as opened:
-            while block := opened.read(BLOCK):
-                seen.update(block)
+    with file.open("rb") as opened:
+        while block := opened.read(BLOCK):
+            seen.update(block)
     return seen.hexdigest()
 
 
