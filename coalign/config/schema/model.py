@@ -133,7 +133,7 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _four_bits_are_read_by_one_process(self) -> Self:
+    def _four_bits_need_weights_in_one_process(self) -> Self:
         if self.lora is None or self.lora.base_bits is None:
             return self
         key = ("lora", "base_bits")
