@@ -1,0 +1,116 @@
+"""Ending a run when an evaluation metric no longer improves."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from coalign.config import ConfigError
+from coalign.config.schema.runtime import EarlyStopConfig
+from coalign.runtime.checkpoint import Checkpoints
+from coalign.runtime.hooks import EarlyStop
+from coalign.runtime.saving import Save
+from coalign.types import Stat
+from tests.runs import metrics, run, settings
+
+
+def stopped_after(values: list[float], **config) -> int | None:
+    """At which of the evaluations (from 1) the hook ends the run."""
+    hook, engine = EarlyStop(EarlyStopConfig(metric="eval/x", **config)), SimpleNamespace(stop=None)
+    for i, value in enumerate(values, 1):
+        hook.after_evaluation(engine, {"eval/x": Stat(value)})
+        if engine.stop:
+            return i
+    return None
+
+
+def test_patience_counts_evaluations_in_a_row():
+    assert stopped_after([3, 2, 2.5, 2.4, 1.9, 2, 2], patience=3) is None
+    assert stopped_after([3, 2, 2.5, 2.4, 2.1, 1], patience=3) == 5
+    assert stopped_after([3, 3], patience=1) == 2
+
+
+def test_mode_max():
+    assert stopped_after([0.1, 0.2, 0.3, 0.2, 0.1], mode="max", patience=2) == 5
+    assert stopped_after([0.1, 0.2, 0.3], mode="min", patience=2) == 3
+
+
+def test_small_changes_are_no_improvement():
+    """Each of the steps is 0.1 down: of the first value the third is 0.2 away, which is enough."""
+    assert stopped_after([1.0, 0.9, 0.8, 0.7, 0.6], patience=2, min_delta=0.15) is None
+    assert stopped_after([1.0, 0.9, 0.8, 0.7, 0.6], patience=2, min_delta=0.25) == 3
+    assert stopped_after([1.0, 0.75, 0.5], patience=1, min_delta=0.25) == 2  # exactly as much is none
+
+
+def test_nan_is_no_improvement():
+    nan = float("nan")
+    assert stopped_after([nan, nan], patience=2) == 2
+    assert stopped_after([nan, 1.0, nan, 0.5], patience=2) is None
+    assert stopped_after([1.0, nan, nan], patience=2) == 3
+
+
+def test_a_metric_that_is_not_reported_is_named_with_those_that_are():
+    hook = EarlyStop(EarlyStopConfig(metric="eval/loss"))
+    with pytest.raises(ValueError) as error:
+        hook.after_evaluation(SimpleNamespace(stop=None), {"eval/loss/value": Stat(1.0), "time/eval": Stat(1.0)})
+    assert "runtime.early_stop.metric: evaluation reports no 'eval/loss'" in str(error.value)
+    assert str(error.value).endswith("it reports eval/loss/value")
+
+
+def test_early_stopping_without_evaluations_is_refused(tmp_path):
+    config = settings(tmp_path, "sft", early_stop={"metric": "eval/loss/value"})
+    with pytest.raises(ConfigError, match=r"runtime.early_stop: watches evaluations.*eval_every"):
+        run(config)
+
+
+def rising(config: dict) -> dict:
+    """A learning rate of zero: no evaluation improves on the first one."""
+    config["models"]["trainer"]["optimizer"] = {"lr": 0.0}
+    return config
+
+
+def test_the_run_ends_with_a_checkpoint_and_stays_ended(tmp_path, caplog):
+    stop = {"metric": "eval/loss/value", "patience": 2}
+    config = rising(settings(tmp_path, "sft", steps=9, eval_every=1, early_stop=stop))
+    assert run(config) == 0
+    assert [line["step"] for line in metrics(config)] == [0, 1, 2]
+    assert "stopping early: eval/loss/value has not improved on" in (Path(config["output"]) / "log.txt").read_text()
+    state = json.loads((Path(config["output"]) / "checkpoints" / "step_2" / "state.json").read_text())
+    assert state["hooks"]["EarlyStop"]["waited"] == 2
+    assert run(config) == 0  # resumed: nothing left to do
+    assert [line["step"] for line in metrics(config)] == [0, 1, 2]
+    run(config, "runtime.early_stop.patience=3")
+    assert [line["step"] for line in metrics(config)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("max", (5.0, 2)), ("min", (1.0, 3))])
+def test_the_best_checkpoint_in_either_direction(tmp_path, mode, expected):
+    save = Save(Checkpoints(tmp_path, keep=1), every=0, best="eval/x", mode=mode)
+    engine = SimpleNamespace(step=0, complete=False, stop=None)
+    save.checkpoints.write = lambda step, fill: None
+    for engine.step, value in enumerate([float("nan"), 5.0, 1.0, 3.0], 1):
+        save.after_step(engine, {"eval/x": Stat(value)}, None)
+    assert save.best == expected
+
+
+def test_the_best_value_survives_a_restart(tmp_path):
+    one = Save(Checkpoints(tmp_path, keep=1), every=0, best="eval/x")
+    one.best = (0.5, 3)
+    other = Save(Checkpoints(tmp_path, keep=1), every=0, best="eval/x")
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other.best == (0.5, 3)
+
+
+def test_a_run_in_two_parts_counts_and_ends_like_one(tmp_path):
+    stop = {"metric": "eval/loss/value", "patience": 5}
+    whole = rising(settings(tmp_path, "sft", steps=4, eval_every=1, early_stop=stop))
+    run(whole)
+    halves = whole | {"output": str(tmp_path / "halves")}
+    run(halves, "runtime.steps=2")
+    run(halves)
+    one, other = (
+        json.loads((Path(c["output"]) / "checkpoints" / "step_4" / "state.json").read_text()) for c in (whole, halves)
+    )
+    assert one["hooks"] == other["hooks"] and one["hooks"]["EarlyStop"]["waited"] == 4
+    assert one["tokens"] == other["tokens"] > 0
