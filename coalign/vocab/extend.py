@@ -44,9 +44,11 @@ class Report:
             "tokens of the tokenizer after": rows.first + new,
             "rows of the model before": rows.before,
             "rows of the model after": rows.after,
-            "spare rows used": min(new, rows.before - rows.first),
+            "spare rows used": max(0, min(new, rows.before - rows.first)),
             "rows without a token (padding)": rows.after - rows.first - new,
         }
+        if rows.before < rows.first:
+            numbers["old tokens that had no row (mean of all rows)"] = rows.first - rows.before
         if self.sample:
             before, after = self.sample
             numbers |= {"sample: tokens before": before, "sample: tokens after": after}
@@ -82,7 +84,7 @@ def extend(
     tokenizer = tokenizers.load(model)
     before = tokenizers.count(tokenizer, sample) if sample else 0
     extension = extend_tokenizer(tokenizer, source, special=special)
-    rows = _plan(model, config.vocab_size, extension, pad_to_multiple)
+    rows = Rows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
     ids = _assign(tokenizer, roles or {})
     aside = output.with_name(output.name + ".writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -97,14 +99,6 @@ def extend(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return Report(extension, rows, (before, tokenizers.count(tokenizer, sample)) if sample else None)
-
-
-def _plan(model: Path, vocab_size: int, extension: Extension, multiple: int) -> Rows:
-    if extension.first > vocab_size:
-        raise ValueError(
-            f"{model}: the tokenizer has ids up to {extension.first - 1}; the model has only {vocab_size} rows"
-        )
-    return Rows.plan(vocab_size, extension.first, extension.pieces, multiple)
 
 
 def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dict[str, int]:

@@ -29,7 +29,7 @@ class Rows:
     """What becomes of the rows of a vocabulary.
 
     first: ids below are old tokens. pieces: old ids of each new token, from ``first`` on. before, after: rows of the
-    tables, of which the last ones may belong to no token.
+    tables: there may be more than tokens, and before there may have been less.
     """
 
     first: int
@@ -39,15 +39,17 @@ class Rows:
 
     @classmethod
     def plan(cls, before: int, first: int, pieces: list[list[int]], multiple: int) -> Rows:
-        """Rows that no token has are used first; a table that must grow is padded to a ``multiple``."""
+        """Rows that no token has are used first; a table that must grow is padded to a ``multiple``. Pieces without a
+        row do not count."""
         needed = first + len(pieces)
-        return cls(first, pieces, before, before if needed <= before else -(-needed // multiple) * multiple)
+        after = before if needed <= before else -(-needed // multiple) * multiple
+        return cls(first, [[i for i in ids if i < before] for ids in pieces], before, after)
 
     def extend(self, old: Tensor) -> Tensor:
         """[before, ...] -> [after, ...] in the same dtype; means are computed in float32.
 
-        Rows of old tokens, and spare ones that stay spare, are kept bit for bit. A token without pieces, and padding
-        beyond ``before``, get the mean over all old tokens.
+        Rows of old tokens, and spare ones that stay spare, are kept bit for bit. A new token without pieces, an old one
+        without a row, and padding beyond ``before`` get the mean over all old tokens.
         """
         new = old.new_empty(self.after, *old.shape[1:])
         new[: self.before] = old

@@ -201,10 +201,18 @@ def test_nothing_is_left_of_an_attempt_that_fails(tokens, tmp_path, monkeypatch)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old"]
 
 
-def test_a_model_smaller_than_its_tokenizer(tokens, tmp_path):
-    old = made.byte_level_model(tmp_path / "old", vocab=320)
-    with pytest.raises(ValueError, match="the tokenizer has ids up to 332; the model has only 320 rows"):
-        extend(old, tokens, tmp_path / "new")
+def test_old_tokens_without_a_row_get_one(tmp_path):
+    """As where transformers adds a special token to a tokenizer whose model was made without."""
+    old = made.byte_level_model(tmp_path / "old", vocab=332)  # no row for <|im_end|>
+    (tmp_path / "list.txt").write_text("a<|im_end|>b\n")
+    report = extend(old, tmp_path / "list.txt", tmp_path / "new", pad_to_multiple=1)
+    assert report.table()["old tokens that had no row (mean of all rows)"] == 1
+    assert report.table()["spare rows used"] == 0
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(d).get_input_embeddings().weight for d in (old, tmp_path / "new")
+    )
+    assert len(after) == 334 and torch.equal(after[:332], before)
+    torch.testing.assert_close(after[332], before.mean(0))
 
 
 def test_a_tokenizer_that_comes_back_changed_is_noticed(tokens, tmp_path, monkeypatch):

@@ -30,6 +30,11 @@ def test_how_many_rows(before, first, new, multiple, after):
     assert Rows.plan(before, first, [[0]] * new, multiple).after == after
 
 
+def test_pieces_without_a_row_do_not_count():
+    rows = Rows.plan(3, 5, [[0, 4], [3, 4]], 1)
+    assert rows.extend(torch.tensor([0.0, 3.0, 6.0])).tolist() == [0, 3, 6, 3, 3, 0, 3]
+
+
 def test_spare_rows_that_stay_spare_are_kept():
     old = torch.arange(10.0)
     new = Rows.plan(10, 6, [[0, 1]], 64).extend(old)
