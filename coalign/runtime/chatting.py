@@ -49,14 +49,17 @@ def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None
         text = line.strip()
         if text == "/quit":
             return
-        if text.startswith("/"):
-            display.note(command(conversation, text))
-        elif text:
-            try:
+        try:
+            if text.startswith("/"):
+                display.note(command(conversation, text))
+            elif text:
                 conversation.answer(text, display.write)
-            except ValueError as problem:  # too long for the model, or refused by the template: the person goes on
-                display.note(f"error: {problem}\n(the message was left out; /reset begins anew)")
-            display.write("\n")
+                display.write("\n")
+        except (
+            ValueError,
+            OSError,
+        ) as problem:  # too long, refused by the template, no such folder: the person goes on
+            display.note(f"error: {problem}")
 
 
 def command(conversation: Conversation, text: str) -> str:

@@ -102,7 +102,7 @@ class ScoreRow:
 def judged(judge: Judge, rows: Sequence[Scored]) -> list[Record]:
     """The rows with the judge's scores."""
     answers = [(i, name, answer) for i, scored in enumerate(rows) for name, answer in scored.answers.items()]
-    records = [dict(scored.row) for scored in rows]
+    records = [scored.row | ({} if scored.answers else {"score": None}) for scored in rows]
     for (i, name, _), verdict in zip(answers, judge([answer for *_, answer in answers]), strict=True):
         records[i] |= entries(verdict, f"{name}_" if name else "")
     return records
@@ -126,7 +126,7 @@ def summary(records: Iterable[Record]) -> dict[str, float]:
         if len(found) == 2 and None not in found:
             pairs += 1
             wins += (found[0] > found[1]) + 0.5 * (found[0] == found[1])
-    counts: dict[str, float] = {"rows": rows, "failed": missing}
+    counts: dict[str, float] = {"rows": rows, "unscored": missing}
     if scores:
         spread = {"std": statistics.pstdev(scores), "min": min(scores), "max": max(scores)}
         counts |= {"mean": statistics.fmean(scores), **spread}
