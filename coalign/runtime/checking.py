@@ -79,7 +79,7 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> N
 
 def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Any:
     table = Table(box=None, pad_edge=False, title="memory, over all processes of a model", title_justify="left")
-    for column in ("model", "size", "weights", "gradients", "AdamW", "activations", "KV", "total"):
+    for column in ("model", "size", "weights", "gradients", "optimizer", "activations", "KV", "total"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, role in cls.roles(config).items():
         if models[name].load is None:

@@ -9,20 +9,26 @@ estimate, to see what fits before it is tried.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 
-from coalign.config.schema import ModelConfig, RunConfig
+from coalign.config.schema import LoraConfig, ModelConfig, RunConfig
 from coalign.types import Rollout, Trainable
 
 BYTES = {"float32": 4, "bfloat16": 2}
+AVERAGE = 4  # bytes of each number of a moving average (ema)
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight: 4 bits, 8 of scale per 64, 32 of theirs per 256
+LAYER = re.compile(r"\.\d+\.")  # in the names of what belongs to a numbered layer
+Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one model over all of its processes."""
+    """Bytes of one model over all of its processes; an average of the weights counts to the optimizer."""
 
     parameters: int
     weights: int
@@ -36,17 +42,17 @@ class Estimate:
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache
 
 
-def parameter_count(directory: Path) -> int:
-    """Parameters in the safetensors files of a directory, from their headers. OSError if there are none."""
+def read_shapes(directory: Path) -> Shapes:
+    """Of the tensors in the safetensors files of a directory, from their headers. OSError if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{directory} holds no *.safetensors files")
-    total = 0
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with open(file, "rb") as data:
             header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
-        total += sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total
+        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return shapes
 
 
 def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
@@ -55,7 +61,8 @@ def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
     shape = json.loads((directory / "config.json").read_text())
     shape = shape.get("text_config", shape)
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    parameters = parameter_count(directory) if model.init == "load" else _count_from(shape)
+    shapes = read_shapes(directory) if model.init == "load" else _shapes_from(shape)
+    parameters = _size(shapes)
     stored, computed = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
     if role is Rollout:
         heads = shape.get("num_key_value_heads", shape["num_attention_heads"])
@@ -69,20 +76,78 @@ def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
         return Estimate(parameters, parameters * stored, activations=4 * tokens * hidden * computed)
     intermediate = shape.get("intermediate_size", 4 * hidden)
     kept = hidden if model.gradient_checkpointing else 17 * hidden + 2 * intermediate
+    weights, trained, width = parameters * stored, shapes, stored
+    if model.lora:  # adapters are float32, beside the weights
+        trained, width = adapter_shapes(shapes, model.lora), 4
+        if model.head != "lm":
+            trained["score.weight"] = (1, hidden)
+        quantised = _size(_matrices_of_layers(shapes)) if model.lora.base_bits else 0
+        weights += int(quantised * (NF4 - stored)) + _size(trained) * width
     return Estimate(
         parameters,
-        parameters * stored,
-        gradients=parameters * stored,
-        optimizer=2 * parameters * stored,
+        weights,
+        gradients=_size(trained) * width,
+        optimizer=optimizer_state(trained, model.optimizer.name, width) + bool(model.ema) * AVERAGE * _size(trained),
         activations=tokens * layers * kept * computed,
     )
 
 
-def _count_from(shape: Mapping[str, int]) -> int:
-    """Parameters of a dense gated decoder, from its configuration."""
+def optimizer_state(shapes: Shapes, name: str, width: int) -> int:
+    """Bytes that the optimizer called ``name`` keeps for tensors of these shapes, of ``width`` bytes a number."""
+    if name == "adamw_8bit":  # small tensors in 32 bits; others with a scale per block of 256, of each moment
+        sizes = [prod(shape) for shape in shapes.values()]
+        return sum(2 * (size + 4 * -(-size // 256)) if size >= 4096 else 8 * size for size in sizes)
+    if name == "adafactor":
+        return width * sum(_factors(shape) for shape in shapes.values())
+    moments = 2 * _size(shapes) - (_size(_matrices_of_layers(shapes)) if name == "muon" else 0)
+    return width * moments
+
+
+def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Of the adapters' matrices: A [rank, in] and B [out, rank] of each linear layer, with DoRA its magnitude [out]."""
+    adapters: dict[str, tuple[int, ...]] = {}
+    for name, (out, inside) in _matrices_of_layers(shapes).items():
+        layer = name.removesuffix(".weight")
+        if any(pattern == "all-linear" or fnmatchcase(layer, pattern) for pattern in lora.target):
+            adapters |= {f"{layer}.lora_A": (lora.rank, inside), f"{layer}.lora_B": (out, lora.rank)}
+            adapters |= {f"{layer}.magnitude": (out,)} if lora.dora else {}
+    return adapters
+
+
+def _matrices_of_layers(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes.items() if len(shape) == 2 and LAYER.search(name)}
+
+
+def _factors(shape: tuple[int, ...]) -> int:
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1] if len(shape) > 1 else prod(shape)
+
+
+def _size(shapes: Shapes) -> int:
+    return sum(prod(shape) for shape in shapes.values())
+
+
+def _shapes_from(shape: Mapping[str, int]) -> Shapes:
+    """Of a dense gated decoder, from its configuration."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     head_size = shape.get("head_dim") or hidden // heads
-    attention = hidden * head_size * (2 * heads + 2 * shape.get("num_key_value_heads", heads))
-    mlp = 3 * hidden * shape.get("intermediate_size", 4 * hidden)
-    embeddings = shape["vocab_size"] * hidden * (1 if shape.get("tie_word_embeddings", True) else 2)
-    return shape["num_hidden_layers"] * (attention + mlp + 2 * hidden) + embeddings + hidden
+    inner, kv = heads * head_size, shape.get("num_key_value_heads", heads) * head_size
+    wide = shape.get("intermediate_size", 4 * hidden)
+    layer = {
+        "self_attn.q_proj": (inner, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, inner),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{i}.{name}.weight": size
+        for i in range(shape["num_hidden_layers"])
+        for name, size in layer.items()
+    }
+    embedding = (shape["vocab_size"], hidden)
+    untied = {} if shape.get("tie_word_embeddings", True) else {"lm_head.weight": embedding}
+    return shapes | {"model.embed_tokens.weight": embedding, "model.norm.weight": (hidden,)} | untied
