@@ -119,7 +119,7 @@ class Examples(ABC):
 
     def fit(self, examples: list[Example]) -> list[Example]:
         """The examples within ``max_tokens``, each with something to learn unless it is a prompt."""
-        return [learnable(self._shortened(example)) for example in examples]
+        return [learnable(self.shortened(example)) for example in examples]
 
     def marked(self, examples: list[Example], number: int) -> list[Example]:
         """The examples of row ``number``, with ``_source`` and ``_row`` in their rows."""
@@ -127,7 +127,8 @@ class Examples(ABC):
             example.row.update(_source=self.name, _row=number)
         return examples
 
-    def _shortened(self, example: Example) -> Example:
+    def shortened(self, example: Example) -> Example:
+        """The example, without its beginning if that is what `on_long` says."""
         length = len(example.tokens)
         if self.max_tokens is None or length <= self.max_tokens:
             return example

@@ -76,8 +76,8 @@ class RowReader:
         return self._asked(up_to_the_assistant(messages), row)
 
     def answered(self, row: dict[str, Any]) -> tuple[list[Message], list[Message]]:
-        """A prompt and the one response to it: under the answer key, or the end of the row's messages."""
-        if self.has(row, self.answer_key):
+        """A prompt and the one response to it: the end of the row's messages, or what stands under the answer key."""
+        if self.has(row, self.answer_key) and not self.has(row, self.config.messages_key):
             prompt, (response,) = self.compared(row, {self.answer_key: row[self.answer_key]})
             return prompt, response
         messages = self._read(row)

@@ -83,16 +83,17 @@ class DataConfig(Section):
     prompt_format: str = "{prompt}"
     """Python format string applied to the prompt (the last user message, if it is a list), with the row's keys."""
     max_prompt_tokens: PositiveInt = 1024
+    """Of a prompt that is answered, or that responses are compared, labelled or judged by; not of a conversation."""
     max_tokens: PositiveInt | None = None
     """Of prompt and response together; documents are cut into pieces of this length."""
     on_empty: Literal["drop", "error"] = "drop"
-    """What to do with a row without a prompt; drops are counted and reported, here and below."""
+    """What to do with a row without a prompt, text or response; drops are counted and reported, here and below."""
     on_missing_key: Literal["drop", "error"] = "error"
     """… with a row that lacks the prompt's or answer's key."""
     on_identical: Literal["drop", "error"] = "drop"
     """… with responses to compare that are all the same, or all ranked the same."""
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
-    """… with a prompt or conversation of too many tokens."""
+    """… with a prompt or conversation of too many tokens. What is to be answered is cut, never the (last) response."""
     shuffle: bool = True
 
     @model_validator(mode="after")
