@@ -70,12 +70,13 @@ def inspect_data(
     config: Config,
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option("--rows", "-r", min=1, help="How many rows to show.")] = 3,
+    tokens: Annotated[bool, typer.Option("--tokens", "-t", help="Also list every token with its id.")] = False,
 ):
-    """Show rows as the trainer will see them: the template's text, the tokens, which of them are trained."""
+    """Show rows as the trainer will see them: the template's text, what is trained of it, preferences and labels."""
     from coalign.runtime.display import Display
     from coalign.runtime.inference import inspect
 
-    inspect(load_run(config, overrides), rows, Display())
+    inspect(load_run(config, overrides), rows, Display(), tokens=tokens)
 
 
 def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):

@@ -30,7 +30,7 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> None:
     display.table("evaluation", flatten(stats))
 
 
-def inspect(config: RunConfig, rows: int, display: Display) -> None:
+def inspect(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
     """Show the first rows of the training data as the trainer will see them."""
     from coalign.data.inspect import describe, groups
     from coalign.runtime.build import load_tokenizer, loader, recipe
@@ -40,4 +40,4 @@ def inspect(config: RunConfig, rows: int, display: Display) -> None:
     display.show(data.report())
     drawn = (group for _ in count() for group in groups(data.next()))
     for group in islice(drawn, rows):
-        display.show(describe(group, tokenizer))
+        display.show(describe(group, tokenizer, tokens=tokens))
