@@ -113,7 +113,7 @@ def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {PREFIX + short[name]: parameter for name, parameter in found.items()}
 
 
-def merged(model: nn.Module, whole: Whole, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
+def merged(model: nn.Module, whole: Whole = lambda tensor: tensor, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of all weights as a model without adapters has them, in the dtype of the frozen weights.
 
     What has no adapter is given as it is, live; what has one is a new tensor, made when its turn comes. ``whole`` makes

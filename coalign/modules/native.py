@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreT
 
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
-from coalign.modules import pretrained
+from coalign.modules import lora, pretrained
 from coalign.modules.base import Module
 from coalign.native.engine import Engine, Progress
 from coalign.native.model import Model
@@ -93,8 +93,9 @@ class NativeModule(Module):
         self.engine.resume()
 
     def _load_by_itself(self) -> None:
-        source = pretrained.load(self.config, seed=self.context.seed).to(self.context.device)
-        self.engine.load_weights(source.state_dict().items(), version=0, adopt=True)
+        source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model)
+        weights = lora.merged(source.to(self.context.device))
+        self.engine.load_weights(weights, version=0, adopt=True)
 
     def _end_tokens(self, architecture: PreTrainedConfig) -> set[int]:
         """The end-of-sequence ids of generation_config.json, config.json and the tokenizer."""

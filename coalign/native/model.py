@@ -52,24 +52,22 @@ class Model:
         return self.module.get_input_embeddings().weight.shape[0]
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
-        """Take all parameters and persistent buffers, by their Hugging Face names (of tied ones, one is enough).
+        """Take parameters and persistent buffers by their Hugging Face names (of tied ones, one is enough): the first
+        time all of them; what is not given later stays.
 
         ``adopt``: use the given tensors as storage where dtype and device allow. Otherwise copy into own storage, which
         is allocated the first time. Raises ValueError for missing, unexpected or misshapen names.
         """
-        missing = {home[0] for home in self._homes.values()}
         unexpected = []
         for name, tensor in weights:
             if name not in self._homes:
                 unexpected.append(name)
                 continue
             self._take(name, tensor.detach(), adopt)
-            missing.discard(self._homes[name][0])
+        missing = sorted({home[0] for home in self._homes.values() if _get(self.module, home[0]).is_meta})
         if missing or unexpected:
             kind = type(self.module).__name__
-            raise ValueError(
-                f"the weights do not fit {kind}: missing {sorted(missing)}, unexpected {sorted(unexpected)}"
-            )
+            raise ValueError(f"the weights do not fit {kind}: missing {missing}, unexpected {sorted(unexpected)}")
 
     def _take(self, name: str, tensor: Tensor, adopt: bool) -> None:
         aliases = self._homes[name]

@@ -12,22 +12,22 @@ from coalign.weights.buckets import pack
 from coalign.weights.transport import Model
 
 
-def through_store(source: Model, target: Model, version: int) -> int:
+def through_store(source: Model, target: Model, version: int, changing: bool) -> int:
     """Move the weights; the bytes moved to each target."""
-    references, moved = source.run(export_buckets).result()[0]
+    references, moved = source.run(export_buckets, changing).result()[0]
     target.run(verify_buckets, references, fatal=False).result()
     target.run(install_buckets, references, version).result()
     return moved
 
 
-def export_buckets(module: Any, store: Any) -> tuple[list[Any], int]:
+def export_buckets(module: Any, store: Any, changing: bool) -> tuple[list[Any], int]:
     """References to the buckets, and their bytes; on every rank but the first nothing is kept."""
     if module.context.rank:
-        for _ in module.export_weights():  # collectives: all ranks gather each tensor
+        for _ in module.export_weights(changing=changing):  # collectives: all ranks gather each tensor
             pass
         return [], 0
     references, moved = [], 0
-    for bucket in pack(module.export_weights()):
+    for bucket in pack(module.export_weights(changing=changing)):
         references.append(store.put(bucket))
         moved += sum(len(packed.data) for packed in bucket)
     return references, moved

@@ -25,6 +25,7 @@ class WeightSync:
         self.source = source
         self.target = target
         self.transport = transport or transport_between(source, target, overlap)
+        self.complete = False  # the target has all weights: from then on frozen ones need not move
 
     def __call__(self, version: int) -> Stats:
         """Move the weights and wait until every replica serves them.
@@ -33,7 +34,8 @@ class WeightSync:
         damaged; the target then still serves its old version.
         """
         begun = time.perf_counter()
-        moved = self.transport(self.source, self.target, version)
+        moved = self.transport(self.source, self.target, version, self.complete)
+        self.complete = True
         return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - begun)}
 
 

@@ -15,5 +15,6 @@ class Model(Protocol):
         """``function(module, store, *arguments)`` on every rank: a Future of the list of results."""
 
 
-Transport = Callable[[Model, Model, int], int]
-"""(source, target, version) -> bytes moved to each target. Returns when every replica serves the version."""
+Transport = Callable[[Model, Model, int, bool], int]
+"""(source, target, version, changing) -> bytes moved to each target. Returns when every replica serves the version.
+``changing``: only the weights that training changes; the target has the others."""

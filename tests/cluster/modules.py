@@ -96,7 +96,9 @@ class GroupModule(Module):
     def forward_step(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {"values": batch["tokens"].float() * self.weight[0]}
 
-    def export_weights(self):
+    def export_weights(self, *, changing: bool = False):
+        if not changing:
+            yield "model.frozen", torch.zeros(4)
         yield "model.weight", self.weight
         yield "model.half", self.weight.to(torch.bfloat16)
 
@@ -109,7 +111,7 @@ class ServingModule(Module):
         self.version = -1
 
     def load_weights(self, weights, *, version: int, adopt: bool = False) -> None:
-        self.weights = {name: tensor if adopt else tensor.clone() for name, tensor in weights}
+        self.weights |= {name: tensor if adopt else tensor.clone() for name, tensor in weights}
         self.version = version
 
     def serving(self) -> tuple[int, dict[str, list[float]]]:

@@ -95,7 +95,7 @@ def test_a_head_that_nobody_has_is_not_invented(base, tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"hidden": 16}, r"of another model: model\.layers\.0\.\S+\.weight is \(64, 32\), lora_A \(4, 16\)"),
+        ({"hidden": 16}, r"of another model: .*model\.layers\.0\.\S+\.weight is \(64, 32\), lora_A \(4, 16\)"),
         ({"layers": 3}, r"of another model: there is no model\.layers\.2\."),
         ({"kv_heads": 4}, r"k_proj\.weight is \(16, 32\), lora_B \(32, 4\)"),
     ],

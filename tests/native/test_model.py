@@ -77,6 +77,15 @@ def test_missing_and_unexpected_names_are_refused():
         empty().load(weights.items(), adopt=True)
 
 
+def test_weights_that_are_not_given_again_stay():
+    weights = dict(helpers.reference(helpers.qwen2()).named_parameters())
+    model = empty()
+    model.load(weights.items(), adopt=True)
+    model.load([("model.norm.weight", torch.full_like(weights["model.norm.weight"], 7.0))], adopt=False)
+    assert (model.module.model.norm.weight == 7.0).all() and not (weights["model.norm.weight"] == 7.0).any()
+    assert model.module.model.embed_tokens.weight.data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
+
+
 def test_a_wrong_shape_is_refused():
     weights = dict(helpers.reference(helpers.qwen2(hidden_size=96)).named_parameters())
     with pytest.raises(ValueError, match=r"has shape \[160, 96\]; the model needs \[160, 48\]"):

@@ -13,7 +13,7 @@ from coalign.weights.buckets import WeightError
 from coalign.weights.object_store import through_store
 from coalign.weights.sync import WeightSync
 
-SERVED = {"model.weight": [3.0] * 4, "model.half": [3.0] * 4}
+SERVED = {"model.frozen": [0.0] * 4, "model.weight": [3.0] * 4, "model.half": [3.0] * 4}
 MODELS = {"trainer": {"module": "GroupModule"}, "policy": {"module": "ServingModule"}}
 
 
@@ -43,7 +43,28 @@ def test_the_target_serves_the_new_weights(make, prompts):
         trainer.train_step(prompts)
     stats = sync(7)
     assert policy.serving().result() == (7, SERVED)
-    assert stats["sync/bytes"] == Total(0 if cluster.store.in_process else 24)
+    assert stats["sync/bytes"] == Total(0 if cluster.store.in_process else 16 + 16 + 8)
+
+
+def test_what_training_does_not_change_moves_once(make, prompts):
+    cluster = make(MODELS)
+    trainer, policy = cluster.models["trainer"], cluster.models["policy"]
+    sync = WeightSync(trainer, policy, overlap=True)
+    assert sync(0)["sync/bytes"] == Total(16 + 16 + 8)
+    for _ in range(2):
+        trainer.train_step(prompts).result()
+    assert sync(1)["sync/bytes"] == Total(16 + 8)
+    assert policy.serving().result() == (1, SERVED)
+
+
+def test_after_a_failure_everything_is_moved_again(make, prompts):
+    cluster = make(MODELS)
+    trainer, policy = cluster.models["trainer"], cluster.models["policy"]
+    sync = WeightSync(trainer, Tampering(policy), transport=through_store)
+    with pytest.raises(WorkerError, match="arrived damaged"):
+        sync(0)
+    sync.target = policy
+    assert sync(0)["sync/bytes"] == Total(16 + 16 + 8)
 
 
 def test_in_one_process_the_live_tensors_are_adopted(make, prompts):
