@@ -18,7 +18,7 @@ from coalign.data.cache import contents, identify, open_cached, sizes
 from coalign.data.examples import Example, Examples, to_batch
 from coalign.data.kinds import KINDS
 from coalign.data.order import Order, Shuffled, same_settings
-from coalign.data.packing import lay_out, tokens_of
+from coalign.data.packing import Packing, tokens_of
 from coalign.data.phases import Phase
 from coalign.data.scan import Scanned
 from coalign.data.shuffle import uniform
@@ -39,8 +39,8 @@ class Loader:
     ``weights`` are the relative probabilities of the sources at each draw; a source with weight 0 is never drawn. A
     batch has ``batch_size`` rows or, with ``batch_tokens``, that many tokens on average: rows are drawn until they hold
     them, and what the last row is over counts for the next batch. So N tokens make N / batch_tokens batches whatever
-    the lengths of the rows. A batch has at least one row, however long. ``parts`` says into how many parts a batch will
-    be cut, and lays its rows out for that (see `lay_out`); None leaves them as they were drawn.
+    the lengths of the rows. A batch has at least one row, however long. ``packing`` orders its
+    rows; None leaves them as they were drawn.
 
     ``group`` of a row is its number among the rows drawn (from 0, unique in the run). ``state_dict`` is a cursor of a
     few numbers. ``len(loader)`` is the number of batches of an epoch: in which as many rows are drawn as the sources
@@ -55,13 +55,13 @@ class Loader:
         seed: int,
         batch_size: int,
         batch_tokens: int | None = None,
-        parts: int | None = None,
+        packing: Packing | None = None,
     ) -> None:
         """At least one weight must be positive."""
         self.orders = list(orders)
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.drawn = 0
-        self._seed, self._parts = seed, parts
+        self._seed, self._packing = seed, packing
         *_, total = shares = list(accumulate(weights))
         self._until = [share / total for share in shares]
         self._drawable = [order for order, weight in zip(orders, weights, strict=True) if weight]
@@ -93,8 +93,8 @@ class Loader:
         """The next draws."""
         first = self.drawn
         drawn = self._rows_of_a_batch()
-        if self._parts is not None:
-            drawn = lay_out(drawn, self._parts)
+        if self._packing is not None:
+            drawn = self._packing.order(drawn)
         return to_batch(drawn, range(first, self.drawn))
 
     def all(self, limit: int | None = None) -> Iterator[Batch]:
@@ -150,7 +150,7 @@ def build_loader(
     batch_size: int,
     seed: int,
     batch_tokens: int | None = None,
-    parts: int | None = None,
+    packing: Packing | None = None,
 ) -> Loader:
     """The loader of ``config.train`` or ``config.eval``; ``kind`` is a key of KINDS. The rest is the Loader's.
 
@@ -169,7 +169,7 @@ def build_loader(
     weights = [s.weight for s in sources]
     if config.mixing == "size":
         weights = [weight * _known(order.name, order.rows) for weight, order in zip(weights, orders, strict=True)]
-    return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens, parts=parts)
+    return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens, packing=packing)
 
 
 def _order(examples: Examples, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> Order:

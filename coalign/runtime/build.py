@@ -11,6 +11,7 @@ from coalign.config import check_names, located
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.loader import Loader, build_loader
+from coalign.data.packing import Packing
 from coalign.runtime.buffer import Buffer
 from coalign.runtime.engine import Engine
 from coalign.runtime.environment import Environment
@@ -102,7 +103,7 @@ def loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) -> 
         split=split,
         batch_size=config.runtime.prompts_per_step,
         batch_tokens=config.runtime.tokens_per_step,
-        parts=parts(config, cls) if split == "train" and cls.source != "prompts" else None,
+        packing=packing(config, cls) if split == "train" and cls.source != "prompts" else None,
         seed=config.seed,
     )
 
@@ -129,14 +130,14 @@ def length(config: RunConfig, data: Loader) -> int:
     return runtime.steps or data.steps(runtime.epochs)
 
 
-def parts(config: RunConfig, cls: type[Engine]) -> int:
-    """Into how many parts the main trainable model cuts a batch: by its data-parallel processes, then by updates."""
+def packing(config: RunConfig, cls: type[Engine]) -> Packing | None:
+    """For the main trainable model, which cuts a batch by its data-parallel processes, and then by its updates."""
     names = [name for name, role in cls.roles(config).items() if role is Trainable and name in config.models]
     if not names:
-        return 1
+        return None
     model = config.models[names[0]]
     processes = (model.num_process or max(1, model.num_gpu)) // model.tensor_parallel
-    return processes * model.updates_per_batch
+    return Packing(processes * model.updates_per_batch, model.max_tokens_per_micro)
 
 
 def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[str, Context]) -> None:

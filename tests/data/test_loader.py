@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
+from coalign.data.examples import Example
 from coalign.data.loader import build_loader
+from coalign.data.packing import Packing
+from coalign.modules.layout import pack
 from tests.tiny import tiny_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -24,10 +27,30 @@ def numbered(path, n, start=0):
     return write(path, [{"prompt": f"p{i}", "answer": f"a{i}", "n": i} for i in range(start, start + n)])
 
 
-def loader(*paths, weights=None, kind="prompts", split="train", batch_size=4, seed=0, **config):
-    sources = [SourceConfig(path=p, weight=w) for p, w in zip(paths, weights or [1.0] * len(paths), strict=True)]
-    config = DataConfig(**{split: sources}, **config)
-    return build_loader(config, TOKENIZER, kind=kind, split=split, batch_size=batch_size, seed=seed)
+def loader(
+    *paths,
+    weights=None,
+    kind="prompts",
+    split="train",
+    batch_size=4,
+    seed=0,
+    batch_tokens=None,
+    packing=None,
+    max_samples=None,
+    **config,
+):
+    weights = weights or [1.0] * len(paths)
+    sources = [SourceConfig(path=p, weight=w, max_samples=max_samples) for p, w in zip(paths, weights, strict=True)]
+    return build_loader(
+        DataConfig(**{split: sources}, **config),
+        TOKENIZER,
+        kind=kind,
+        split=split,
+        batch_size=batch_size,
+        seed=seed,
+        batch_tokens=batch_tokens,
+        packing=packing,
+    )
 
 
 def drawn(loader, batches):
@@ -141,11 +164,11 @@ def test_long_rows_are_cut_on_the_left(tmp_path):
     assert made.report() == "a.jsonl: 2 rows: 2 used, 1 of these cut to 70 tokens"
     batch = made.next()
     assert batch.lengths[0] == 70 and text(batch).endswith("789<|im_end|>\n<|im_start|>assistant\n")
-    made = loader(path, kind="conversations", on_long="truncate_left", max_tokens=5, shuffle=False, batch_size=2)
-    assert made.next().lengths.tolist() == [5, 5] and text(made.next()) == "yes<|im_end|>\n"
+    made = loader(path, kind="conversations", on_long="truncate_left", max_tokens=6, shuffle=False, batch_size=2)
+    assert made.next().lengths.tolist() == [6, 6] and text(made.next()) == "\nyes<|im_end|>\n"
     assert [r["loss_mask"].tolist() for r in made.next().rows()] == [
-        [False, True, True, True, False],  # nothing precedes the y any more
-        [False, False, True, True, False],
+        [False, True, True, True, True, False],
+        [False, False, False, True, True, False],
     ]
 
 
@@ -201,6 +224,16 @@ def test_mixing_follows_the_weights_and_each_source_its_own_epochs(tmp_path):
             assert len(set(of_source[i : i + size])) == size
 
 
+def test_mixing_by_size_multiplies_weights_with_usable_rows(tmp_path):
+    empty = [{"prompt": ""}] * 50
+    small = write(tmp_path / "a.jsonl", [*empty, *({"prompt": "p", "n": i} for i in range(10))])
+    large = numbered(tmp_path / "b.jsonl", 45, 100)
+    seen = Counter(n // 100 for n in drawn(loader(small, large, weights=[2.0, 1.0], mixing="size", batch_size=8), 250))
+    assert abs(seen[0] / 2000 - 20 / 65) < 0.03  # three standard deviations
+    seen = Counter(n // 100 for n in drawn(loader(small, large, mixing="size", max_samples=55, batch_size=8), 250))
+    assert abs(seen[0] / 2000 - 5 / 50) < 0.02
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_resuming_anywhere_continues_the_run(tmp_path, shuffle):
     paths = numbered(tmp_path / "a.jsonl", 11), numbered(tmp_path / "b.jsonl", 5, 100)
@@ -235,6 +268,100 @@ def test_a_cursor_is_refused_for_other_data(tmp_path):
     answers = write(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "answer": "other", "n": i} for i in range(11)])
     with pytest.raises(ValueError, match="other content"):
         loader(answers).load_state_dict(state)
+
+
+def texts(path, lengths):
+    """Rows of so many tokens with the byte tokenizer and no template."""
+    return write(path, [{"prompt": "x" * length, "n": length} for length in lengths])
+
+
+def test_a_batch_holds_its_budget_of_tokens_on_average(tmp_path):
+    path = texts(tmp_path / "a.jsonl", [80, 60, 40, 35])
+    made = loader(path, batch_tokens=100, shuffle=False, chat_template="none")
+    # A batch ends where the sum of all tokens so far reaches 100, 200, 300 …
+    assert drawn(made, 1) == [80, 60]  # 140
+    assert drawn(made, 1) == [40, 35]  # 215
+    assert drawn(made, 1) == [80, 60]  # 355
+    assert drawn(made, 1) == [40, 35]  # 430
+    assert drawn(made, 1) == [80]  # 510
+    assert made.state_dict()["over"] == 10
+    assert made.next()["group"].tolist() == [9, 10]
+
+
+def test_a_row_longer_than_the_budget_is_a_batch_and_is_made_up_for(tmp_path):
+    path = texts(tmp_path / "a.jsonl", [250, 40, 40, 40, 40, 40])
+    made = loader(path, batch_tokens=100, shuffle=False, chat_template="none")
+    assert [drawn(made, 1) for _ in range(5)] == [[250], [40], [40], [40, 40], [40, 250]]
+
+
+@pytest.mark.parametrize("budget", [70, 333, 5000])
+def test_steps_of_a_token_budget_end_neither_early_nor_late(tmp_path, budget):
+    lengths = [37 * i % 60 + 1 for i in range(40)]
+    made = loader(texts(tmp_path / "a.jsonl", lengths), batch_tokens=budget, chat_template="none")
+    steps = made.steps(3)
+    assert steps == -(-3 * sum(lengths) // budget)
+    *rest, last = [drawn(made, 1) for _ in range(steps)]
+    assert sum(map(len, rest)) < 3 * 40 <= sum(map(len, rest)) + len(last)
+
+
+@pytest.mark.parametrize("packing", [None, Packing(2)])
+def test_resuming_a_token_budget_anywhere(tmp_path, packing):
+    paths = texts(tmp_path / "a.jsonl", range(7, 90, 8)), texts(tmp_path / "b.jsonl", range(150, 200, 10))
+    make = lambda: loader(*paths, weights=[2.0, 1.0], batch_tokens=150, packing=packing, chat_template="none")  # noqa: E731
+    running, made = make(), make()
+    whole = [drawn(made, 1) for _ in range(25)]
+    for position in range(20):
+        resumed = make()
+        resumed.load_state_dict(json.loads(json.dumps(running.state_dict())))
+        assert [drawn(resumed, 1) for _ in range(3)] == whole[position : position + 3]
+        running.next()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_packed_rows_make_parts_alike_and_micro_batches_full(tmp_path, parts):
+    lengths = [8 + int(400 * (71 * i % 97 / 97) ** 3) for i in range(192)]  # few are long
+    rows = [{"prompt": "p", "answer": "a" * n, "n": i} for i, n in enumerate(lengths)]
+    path = write(tmp_path / "a.jsonl", rows)
+    settings = {"kind": "conversations", "batch_size": 48, "chat_template": "none"}
+    plain, packed = loader(path, **settings), loader(path, packing=Packing(parts, 900), **settings)
+    waste = Counter()
+    for _ in range(16):
+        before, after = plain.next(), packed.next()
+        assert before["group"].tolist() == after["group"].tolist()
+        assert sorted(r["n"] for r in before["rows"]) == sorted(r["n"] for r in after["rows"])
+        for name, batch in (("before", before), ("after", after)):
+            split = batch.split(parts, keep="group")
+            tokens = [part.tokens_total for part in split]
+            attention = [int((part.lengths**2).sum()) for part in split]
+            waste[name, "tokens"] += parts * max(tokens) / sum(tokens) - 1
+            waste[name, "attention"] += parts * max(attention) / sum(attention) - 1
+            # Ranks go in step, so each has as many micro-batches as the one with the most.
+            waste[name, "micros"] += parts * max(len(part.micro(900)) for part in split)
+            waste[name, "calls"] += sum(len(pack(part).blocks) for part in split)
+    assert waste["after", "calls"] < 0.8 * waste["before", "calls"]
+    assert waste["after", "micros"] < waste["before", "micros"]
+    if parts > 1:
+        assert waste["after", "tokens"] < 0.3 * waste["before", "tokens"]
+        assert waste["after", "attention"] < 0.3 * waste["before", "attention"]
+
+
+def test_packing_keeps_the_sequences_of_a_row_together(tmp_path):
+    rows = [{"prompt": "p", "chosen": "a" * (13 * i % 50 + 2), "rejected": "b", "n": i} for i in range(12)]
+    batch = loader(write(tmp_path / "a.jsonl", rows), kind="preferences", batch_size=12, packing=Packing(3, 60)).next()
+    assert batch["group"].tolist() == [g for g in range(12) for _ in range(2)]
+    assert batch["index"].tolist() == [0, 1] * 12
+    numbers = [row["n"] for row in batch["rows"]]
+    assert numbers[::2] == numbers[1::2] and sorted(numbers[::2]) == list(range(12))
+
+
+def test_packing_by_hand():
+    def packed(lengths, *packing):
+        rows = Packing(*packing).order([[Example([0] * n, {})] for n in lengths])
+        return [len(example.tokens) for row in rows for example in row]
+
+    assert packed([2, 9, 4, 7, 6, 2], 2) == [9, 4, 2, 7, 6, 2]  # 15 and 15
+    assert packed([4, 4, 6, 6], 1, 10) == [6, 4, 6, 4]  # long to short would need three micro-batches
+    assert packed([1, 3], 1) == [3, 1]
 
 
 def test_all_goes_through_in_order_and_leaves_the_cursor(tmp_path):
