@@ -1,9 +1,12 @@
 """Rows of every kind of file, and what is said when one is broken."""
 
 import json
+import tempfile
 
+import pyarrow as pa
 import pytest
 
+from coalign.config import ConfigError, load
 from coalign.data.sources import BadRow, open_rows
 
 ROWS = [{"q": "ä €", "n": 1, "messages": [{"role": "user", "content": "x"}]}, {"q": "b", "n": 2, "messages": []}]
@@ -50,6 +53,91 @@ def test_every_format_gives_the_same_rows(file):
     with pytest.raises(IndexError):
         few[1]
     assert len(open_rows(file, max_samples=9)) == 2
+
+
+def test_reading_in_turn_gives_the_same_rows_from_any_place(file):
+    for most in (None, 1, 9):
+        rows = open_rows(file, max_samples=most)
+        found = list(rows.read())
+        assert [entry.row() for entry, _ in found] == ROWS[:most]
+        assert [entry.number for entry, _ in found] == [0, 1][:most]
+        assert [entry.where() for entry, _ in found] == [rows.where(i) for i in range(len(rows))]
+        for i, (_, place) in enumerate(found):
+            rest = open_rows(file, max_samples=most).read(place)
+            assert [(entry.number, entry.row()) for entry, _ in rest] == list(enumerate(ROWS[:most]))[i + 1 :]
+
+
+def shards(tmp_path):
+    """Seven rows in three files of two kinds; the second has none."""
+    write(tmp_path / "part-0.jsonl", "".join(json.dumps({"n": n}) + "\n" for n in range(3)))
+    write(tmp_path / "part-1.jsonl", "\n")
+    write(tmp_path / "part-2.json", json.dumps([{"n": n} for n in range(3, 7)]))
+    return tmp_path / "part-*"
+
+
+@pytest.mark.parametrize("most", [None, 2, 3, 5, 99])
+def test_a_pattern_names_several_files_in_the_order_of_their_names(tmp_path, most):
+    rows = open_rows(shards(tmp_path), max_samples=most)
+    numbers = list(range(7))[:most]
+    assert [rows[i]["n"] for i in range(len(rows))] == numbers
+    places = [place for _, place in rows.read()]
+    assert [entry.row()["n"] for entry, _ in rows.read()] == numbers
+    for i, place in enumerate(places):
+        assert [entry.row()["n"] for entry, _ in rows.read(place)] == numbers[i + 1 :]
+    with pytest.raises(IndexError, match=f"has {len(numbers)} rows, so no row {len(numbers)}"):
+        rows[len(rows)]
+    assert rows.where(1) == f"{tmp_path}/part-0.jsonl:2"
+    if most is None:
+        assert rows.where(4) == f"{tmp_path}/part-2.json row 1"
+
+
+def test_a_pattern_that_fits_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no data file matches .*\*\.jsonl"):
+        open_rows(tmp_path / "*.jsonl")
+    write(tmp_path / "a[1].jsonl", '{"n": 1}')
+    assert open_rows(tmp_path / "a[1].jsonl")[0] == {"n": 1}  # a name, though it looks like a pattern
+
+
+def test_a_configuration_may_name_a_pattern_beside_its_file(tmp_path):
+    shards(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text("algorithm: sft\ndata: {train: part-*}\n")
+    assert load(config).data.train[0].path == str(tmp_path / "part-*")
+    config.write_text("algorithm: sft\ndata: {train: party-*}\n")
+    with pytest.raises(ConfigError, match=r"there is no file 'party-\*'"):
+        load(config)
+
+
+def parquet(path, rows, group):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+    return path
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 5, 11, 12])
+def test_parquet_is_read_from_the_middle_of_a_row_group(tmp_path, start):
+    rows = open_rows(parquet(tmp_path / "a.parquet", [{"n": n} for n in range(12)], 5), max_samples=11)
+    found = [(entry.number, entry.row()["n"]) for entry, _ in rows.read((0, start, start))]
+    assert found == [(n, n) for n in range(start, 11)]
+
+
+def test_parquet_is_read_group_by_group_and_unpacked_only_for_access_by_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    text = "".join(map(str, range(1000)))
+    data = [{"n": n, "text": f"{n} {text}"} for n in range(4000)]
+    path = parquet(tmp_path / "a.parquet", data, 100)
+    before = pa.total_allocated_bytes()
+    rows = open_rows(path)
+    for n, (entry, _) in enumerate(rows.read()):
+        assert entry.row()["n"] == n
+        assert pa.total_allocated_bytes() - before < 4e6  # of 12 MB
+    assert not list((tmp_path / "temporary").iterdir())
+    assert [rows[n] for n in (3999, 0, 2500)] == [data[n] for n in (3999, 0, 2500)]
+    assert pa.total_allocated_bytes() - before < 4e6
+    assert not list((tmp_path / "temporary").iterdir())  # what is mapped needs no name
 
 
 def test_jsonl_says_the_line_counting_blank_ones(tmp_path):
