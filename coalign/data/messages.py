@@ -56,11 +56,11 @@ def transcript(text: str, key: str) -> list[Message]:
 
 
 def up_to_the_assistant(messages: list[Message]) -> list[Message]:
-    """The messages up to the assistant's last one, which must say something (BadRow, empty)."""
+    """The messages up to the assistant's last one. BadRow (empty) if there is none, or if it says nothing."""
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
-    if messages and not says_something(messages[-1:]):
-        raise BadRow("the assistant's last message is empty", "empty")
+    if not says_something(messages[-1:]):
+        raise BadRow("the assistant's last message is empty" if messages else "no message of the assistant", "empty")
     return messages
 
 

@@ -72,7 +72,7 @@ class RowReader:
         """What the model has to learn, up to the assistant's last message."""
         messages = self._read(row)
         if not self.has(row, self.config.messages_key) and messages and messages[-1]["role"] != "assistant":
-            messages = [*messages, {"role": "assistant", "content": self._answer(row)}]
+            messages = [*messages, *as_response(self.value(row, self.answer_key), self.answer_key)]
         return self._asked(up_to_the_assistant(messages), row)
 
     def answered(self, row: dict[str, Any]) -> tuple[list[Message], list[Message]]:
@@ -128,14 +128,6 @@ class RowReader:
         if not prompt.strip():
             raise BadRow(f"'{self.prompt_key}' is empty", "empty")
         return [{"role": "user", "content": prompt}]
-
-    def _answer(self, row: dict[str, Any]) -> str:
-        answer = self.value(row, self.answer_key)
-        if not isinstance(answer, str):
-            raise BadRow(f"'{self.answer_key}' is {type(answer).__name__}; expected a string")
-        if not answer.strip():
-            raise BadRow(f"'{self.answer_key}' is empty", "empty")
-        return answer
 
     def _asked(self, messages: list[Message], row: dict[str, Any]) -> list[Message]:
         """The messages with the run's system message, if they have none, and the last question as formatted."""

@@ -29,3 +29,10 @@ def test_a_bos_alone_is_something_before_the_answer():
 def test_a_conversation_without_an_answer_is_empty(row):
     examples = reader("conversations")
     assert use(examples, row) == [] and examples.report() == "0 used, 1 empty"
+
+
+@pytest.mark.parametrize("answer", ["b", assistant("b"), [assistant("b")], [assistant("b"), user("never answered")]])
+@pytest.mark.parametrize("prompt", ["a", [user("a")]])
+def test_a_prompt_and_its_completion_in_every_shape(prompt, answer):
+    expected = texts(batch("conversations", {"prompt": "a", "answer": "b"}))
+    assert texts(batch("conversations", {"prompt": prompt, "completion": answer}, answer_key="completion")) == expected

@@ -120,10 +120,11 @@ def test_rows_with_nothing_to_choose_are_counted_or_refused():
         {"prompt": "p", "responses": ["a", "a"], "scores": [1.0, 2.0]},
         {"prompt": " ", "chosen": "a", "rejected": "b"},
         {**PAIR, "rejected": user("not the assistant")},
+        {"chosen": [user("p")], "rejected": [user("p"), assistant("a")]},
     ]
     examples = reader("preferences")
     assert len(use(examples, *rows)) == 1
-    assert examples.report() == "1 used, 5 empty, 3 with nothing to choose between"
+    assert examples.report() == "1 used, 6 empty, 3 with nothing to choose between"
     for row, key, message in [
         (rows[1], "on_identical", "a.jsonl:1: chosen, rejected are identical"),
         (rows[5], "on_identical", r"a.jsonl:1: 'scores' are all 1\.0"),
