@@ -58,6 +58,8 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     engine.phase = display.phase
     with _stop_on_signal(engine) as caught:
         engine.learn()
+    if config.data.stream:  # only now is it known what became of the rows
+        log.info("%s", engine.environment.loader.report())
     plot_run(folder.path)
     display.finish(folder.path)
     return 128 + caught[0] if caught else 0
