@@ -31,7 +31,10 @@ class ByteLevel:
         return "".join(self._letters[b] for b in token)
 
     def read(self, spelling: str) -> bytes:
-        return bytes(self._bytes[letter] for letter in spelling)
+        """What is not spelled in these letters stands for itself, as in the decoder of the tokenizers library."""
+        if all(letter in self._bytes for letter in spelling):
+            return bytes(self._bytes[letter] for letter in spelling)
+        return spelling.encode()
 
 
 class Characters:

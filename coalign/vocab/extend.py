@@ -102,12 +102,13 @@ def extend(
 
 
 def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dict[str, int]:
-    """Give tokens their roles; returns role -> id."""
-    known = tokenizer.get_vocab()
+    """Give tokens their roles, which makes them special; returns role -> id. A piece of words cannot have one: as a
+    special token it would be cut out of every word."""
+    known = tokenizer.get_added_vocab()
     for role, token in roles.items():
         if token not in known:
-            raise ValueError(f"--{role}: {token!r} is neither a token of the model nor a new one")
-        setattr(tokenizer, f"{role}_token", token)
+            raise ValueError(f"--{role}: {token!r} is no added token, neither of the model's tokenizer nor a new one")
+        tokenizer.add_special_tokens({f"{role}_token": token})
     return {role: known[token] for role, token in roles.items()}
 
 

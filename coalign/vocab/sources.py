@@ -42,7 +42,7 @@ def read(path: Path) -> Source:
 def _lines(path: Path) -> Source:
     """Spaces at the ends of a line belong to the token."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as problem:
         raise ValueError(f"--tokens: {path} is not UTF-8 text ({problem.reason}, byte {problem.start})") from problem
     lines = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]

@@ -17,6 +17,8 @@ from coalign.vocab.alphabet import alphabet_of
 from coalign.vocab.merges import merge
 from coalign.vocab.sources import Source
 
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+
 
 @dataclass(frozen=True)
 class Extension:
@@ -34,7 +36,11 @@ class Extension:
 
 
 def load(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory. Raises ValueError for one that the tokenizers library cannot run."""
+    """The tokenizer of a model directory. Raises ValueError for none, and for one that the tokenizers library cannot
+    run."""
+    # transformers makes an empty tokenizer of some classes where there is no vocabulary.
+    if not any(file for pattern in VOCABULARIES for file in directory.glob(pattern)):
+        raise ValueError(f"{directory} has no tokenizer (none of {', '.join(VOCABULARIES)})")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     if not tokenizer.is_fast:
         raise ValueError(

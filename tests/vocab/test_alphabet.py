@@ -21,6 +21,11 @@ def test_byte_level_spells_any_bytes(token):
     assert ByteLevel().read(ByteLevel().spell(token)) == token
 
 
+@given(st.text(min_size=1))
+def test_byte_level_reads_what_the_library_decodes(spelling):
+    assert ByteLevel().read(spelling).decode(errors="replace") == decoders.ByteLevel().decode([spelling])
+
+
 def test_characters_spell_whole_characters_only():
     assert SENTENCEPIECE.spell(b" foo bar") == "▁foo▁bar"
     assert SENTENCEPIECE.read("▁中国") == " 中国".encode()

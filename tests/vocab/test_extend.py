@@ -15,6 +15,7 @@ from coalign.modules.fsdp import FSDPModule
 from coalign.modules.native import NativeModule
 from coalign.types import Context
 from coalign.vocab import extend
+from tests.tiny import tiny_model_dir
 from tests.vocab import made
 
 OLD_TEXT = "the total of 12 apples"
@@ -149,23 +150,26 @@ def test_a_token_that_the_old_tokenizer_knows_nothing_of(tmp_path):
 # ---- roles
 
 
-def test_roles(tokens, tmp_path):
+@pytest.mark.parametrize("special", [False, True])
+def test_roles(tokens, tmp_path, special):
     old = made.byte_level_model(tmp_path / "old")
     generation = json.loads((old / "generation_config.json").read_text())
     end = generation["eos_token_id"]
-    extend(old, tokens, tmp_path / "new", special=True, roles={"eos": "<|tool|>", "pad": "<|im_start|>"})
+    extend(old, tokens, tmp_path / "new", special=special, roles={"eos": "<|tool|>", "pad": "<|im_start|>"})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
     ids = {"eos_token_id": tokenizer.convert_tokens_to_ids("<|tool|>"), "pad_token_id": 331}
     assert {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id} == ids
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert {k: config[k] for k in ids} == ids
+    assert tokenizer.decode(tokenizer("a<|tool|>b")["input_ids"], skip_special_tokens=True) == "ab"
     new = json.loads((tmp_path / "new" / "generation_config.json").read_text())
     assert new == generation | {"eos_token_id": [ids["eos_token_id"], end], "pad_token_id": 331}
 
 
-def test_a_role_for_a_token_that_is_not_there(tokens, tmp_path):
-    with pytest.raises(ValueError, match=r"--eos: '<\|end\|>' is neither a token of the model nor a new one"):
-        extend(made.byte_level_model(tmp_path / "old"), tokens, tmp_path / "new", roles={"eos": "<|end|>"})
+@pytest.mark.parametrize("token", ["<|end|>", "t"])
+def test_a_role_for_what_is_no_added_token(tokens, tmp_path, token):
+    with pytest.raises(ValueError, match=f"--eos: {token!r} is no added token".replace("|", r"\|")):
+        extend(made.byte_level_model(tmp_path / "old"), tokens, tmp_path / "new", roles={"eos": token})
     assert not (tmp_path / "new").exists()
 
 
@@ -215,6 +219,14 @@ def test_old_tokens_without_a_row_get_one(tmp_path):
     torch.testing.assert_close(after[332], before.mean(0))
 
 
+def test_a_model_without_a_tokenizer(tokens, tmp_path):
+    """Of which transformers would make an empty one."""
+    old = tiny_model_dir(tmp_path / "old", family="llama")
+    (old / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer .none of tokenizer\.json,"):
+        extend(old, tokens, tmp_path / "new")
+
+
 def test_a_tokenizer_that_comes_back_changed_is_noticed(tokens, tmp_path, monkeypatch):
     old = made.byte_level_model(tmp_path / "old")
     real = AutoTokenizer.from_pretrained
@@ -258,7 +270,7 @@ def test_the_command(tokens, tmp_path):
     [
         (["nowhere"], "not a Hugging Face model directory"),
         (["{old}", "--sample", "nothing.txt"], "--sample: nothing.txt is not a file"),
-        (["{old}", "--eos", "nobody"], "neither a token of the model nor a new one"),
+        (["{old}", "--eos", "nobody"], "is no added token"),
     ],
 )
 def test_errors_of_the_command(tokens, tmp_path, arguments, message):

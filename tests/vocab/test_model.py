@@ -152,3 +152,6 @@ def test_directories_that_are_refused(tmp_path):
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="has no weights in safetensors files"):
         read_config(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "gemma3", "architectures": ["Gemma3Model"]}))
+    with pytest.raises(ValueError, match="gemma3 holds its language model inside of another one"):
+        read_config(path)

@@ -12,7 +12,7 @@ from tests.vocab import made
 
 def test_a_list_keeps_spaces_and_counts_the_rest(tmp_path):
     path = tmp_path / "tokens.txt"
-    path.write_bytes("alpha\r\n\n beta \n\t\nalpha\n中国".encode())
+    path.write_bytes("\ufeffalpha\r\n\n beta \n\t\nalpha\n中国".encode())
     source = read(path)
     assert [t.decode() for t in source.tokens] == ["alpha", " beta ", "中国"]
     assert source.skipped == {"blank": ["", "\t"], "repeated": ["alpha"]}
