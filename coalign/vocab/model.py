@@ -1,8 +1,8 @@
 """Rows for new tokens in the tables of a model, straight from one safetensors file to the next.
 
 A new row is the mean of the rows of the token's old pieces. In the head its logit is then the mean of theirs, and as
-exp is convex, the probability that it takes is at most the mean of the probabilities of its pieces: the distribution
-over the old tokens keeps its proportions, exactly, and gives up little.
+exp is convex, its probability is at most the mean of theirs. The old tokens keep their logits, so their proportions to
+each other; what the new ones take together grows with their number, until training tells them apart.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coalign.vocab.alphabet import SENTENCEPIECE, alphabet_of
 from coalign.vocab.sentencepiece_model import pieces
 
-WORDS_OF_A_VOCABULARY = ("BPE", "Unigram")
+KINDS = ("BPE", "Unigram")
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,8 @@ def _tokenizers(path: Path) -> Source:
         raise ValueError(
             f"--tokens: {path} is not a tokenizer.json of the tokenizers library ({problem!r})"
         ) from problem
-    if kind not in WORDS_OF_A_VOCABULARY:
-        raise ValueError(
-            f"--tokens: {path} is a {kind} vocabulary; one of {', '.join(WORDS_OF_A_VOCABULARY)} is needed"
-        )
+    if kind not in KINDS:
+        raise ValueError(f"--tokens: {path} is a {kind} vocabulary; one of {', '.join(KINDS)} is needed")
     ranked = sorted(vocabulary, key=vocabulary.get) if kind == "BPE" else [piece for piece, _ in vocabulary]
     control = {added["content"] for added in description["added_tokens"]} | {model.get("unk_token")}
     if kind == "Unigram" and model["unk_id"] is not None:
@@ -83,9 +82,10 @@ def _tokenizers(path: Path) -> Source:
 def _source(path: Path, tokens: list[bytes], *, vocabulary: bool, skipped: dict[str, list[str]]) -> Source:
     """With what is named twice taken once."""
     once = list(dict.fromkeys(tokens))
-    seen: set[bytes] = set()
-    repeated = [t.decode(errors="replace") for t in tokens if t in seen or seen.add(t)]
-    return Source(path, once, vocabulary, skipped | {"repeated": repeated})
+    repeated = Counter(tokens) - Counter(once)
+    return Source(
+        path, once, vocabulary, skipped | {"repeated": [t.decode(errors="replace") for t in repeated.elements()]}
+    )
 
 
 def _why(skipped: dict[str, list[str]]) -> str:

@@ -78,11 +78,12 @@ def _add(tokenizer: PreTrainedTokenizerBase, source: Source, first: int, special
     """Not normalised: a text contains a token exactly if its characters stand in it, whatever the normaliser does."""
     backend, known = tokenizer.backend_tokenizer, tokenizer.get_vocab()
     alphabet = alphabet_of(json.loads(backend.to_str()))
-    texts = [token.decode() for token in source.tokens]
-    present = [t for t in texts if t in known or alphabet.spell(t.encode()) in known]
-    garbled = [t for t in texts if t not in present and not _survives(tokenizer, t)]
-    left_out = {*present, *garbled}
-    new = [t for t in texts if t not in left_out]
+    new, present, garbled = [], [], []
+    for text in (token.decode() for token in source.tokens):
+        if text in known or alphabet.spell(text.encode()) in known:
+            present.append(text)
+        else:
+            (new if _survives(tokenizer, text) else garbled).append(text)
     # Not by the whole tokenizer: SentencePiece would put a space before each.
     pieces = [[piece.id for piece in backend.model.tokenize(alphabet.spell(t.encode()))] for t in new]
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=special) for t in new], special_tokens=special)
