@@ -174,3 +174,27 @@ def test_truncation_keeps_to_the_likely_tokens():
     for a, b in zip(*(helpers.flat(helpers.engine(MODEL).generate(asked, s)) for s in (top, greedy)), strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         torch.testing.assert_close(a.logprobs, b.logprobs)
+
+
+def test_every_token_is_told_as_it_is_chosen():
+    asked, told = helpers.requests(3, samples=2), {}
+    answers = helpers.engine(MODEL).generate(
+        asked, helpers.SAMPLING, on_token=lambda group, index, token: told.setdefault((group, index), []).append(token)
+    )
+    for request, responses in zip(asked, answers, strict=True):
+        for index, response in enumerate(responses):
+            assert told[request.group, index] == response.tokens.tolist()
+
+
+def test_a_listener_that_raises_ends_the_call():
+    engine, heard = helpers.engine(MODEL), []
+
+    def stop(group, index, token):
+        heard.append(token)
+        if len(heard) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(helpers.requests(2), helpers.SAMPLING, on_token=stop)
+    assert len(heard) == 5
+    assert len(engine.generate(helpers.requests(2), helpers.SAMPLING)) == 2
