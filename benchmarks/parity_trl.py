@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("TQDM_DISABLE", "1")
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from common import GSM8K, make_model, prompts
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.config.schema import ModelConfig
@@ -60,7 +57,7 @@ class Setting:
     reference: str
     teacher: str
     reward: str
-    rows: dict[str, list[Row]] = field(default_factory=dict)
+    rows: dict[str, list[Row]]  # free; equal: winners of one length; bare: and prompts of one token
 
 
 @dataclass(frozen=True)
@@ -301,6 +298,7 @@ CASES = [
         for theirs, ours in (("forward_kl", "forward_kl"), ("js_divergence", "js"), ("alpha_divergence", "alpha"))
     ),
     Case("LD-DPO", dpo, {"ld_alpha": 0.3}, {"fn": "dpo", "ld_alpha": 0.3}),
+    Case("WPO", dpo, {"use_weighting": True}, {"fn": "dpo", "weighted": True}),
     Case(
         "RPO (DPO + NLL)",
         dpo,
@@ -381,22 +379,34 @@ def texts(n: int, solutions: Path | None) -> list[tuple[str, str, str]]:
     return found[:n]
 
 
+def learn(source: str, target: str, batch: Batch, *, steps: int, lr: float) -> None:
+    """Some steps of SFT, from the model in one directory to another."""
+    model = module(source, {"fn": "sft"}, optimizer={"lr": lr})
+    for _ in range(steps):
+        model.train_step(batch)
+    model.save_hf(target)
+
+
 def prepare(work: Path, count: int, length: int, solutions: Path | None) -> Setting:
     reference, policy, teacher, score = (str(work / name) for name in ("reference", "policy", "teacher", "reward"))
     make_model(Path(reference), hidden=64, layers=2, heads=4, kv_heads=2, intermediate=128, vocab=1024)
     tokenizer = AutoTokenizer.from_pretrained(reference)
-    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"][:length]  # noqa: E731
+
+    def encode(text: str, cut: int = 0) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"][: length - cut]
+
+    # Responses of different lengths, the better one now longer, now shorter.
     free = [
-        Row(encode(q), [*encode(" " + w), tokenizer.eos_token_id], [*encode(" " + l), tokenizer.eos_token_id], 0.1 * i)
-        for i, (q, w, l) in enumerate(texts(count, solutions))
+        Row(encode(question), encode(better, 5 * (i % 3)), encode(worse, 3 * (i % 4)), 0.1 * i)
+        for i, (question, better, worse) in enumerate(texts(count, solutions))
     ]
-    equal = [Row(r.prompt, r.chosen[:24], r.rejected[:20]) for r in free]
-    bare = [Row(r.prompt[:1], r.chosen[:24], r.rejected[:20]) for r in free]
-    # A policy that has learned a little, so that it differs from its reference and z0 is above 0.
-    trained = module(reference, {"fn": "sft"}, optimizer={"lr": 3e-4})
-    for _ in range(3):
-        trained.train_step(packed([(r.prompt, r.chosen) for r in free]))
-    trained.save_hf(policy)
+    equal = [Row(r.prompt, r.chosen[: length // 2], r.rejected) for r in free]
+    bare = [Row(r.prompt[:1], r.chosen[: length // 2], r.rejected) for r in free]
+    # A reference that has learned to write, as in life: sums of log-probs stay small, and TRL's float32 sums accurate.
+    # The policy has learned on, so that it differs from its reference and z0 is above 0.
+    responses = packed([(r.prompt, response) for r in free for response in (r.chosen, r.rejected)])
+    learn(reference, reference, responses, steps=40, lr=3e-3)
+    learn(reference, policy, responses, steps=4, lr=1e-3)
     torch.manual_seed(1)
     noisy = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
     with torch.no_grad():
@@ -410,6 +420,14 @@ def prepare(work: Path, count: int, length: int, solutions: Path | None) -> Sett
     return Setting(policy, reference, teacher, score, {"free": free, "equal": equal, "bare": bare})
 
 
+def quiet() -> None:
+    """TRL and datasets tell of every trainer that is made."""
+    os.environ |= {"TQDM_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    disable_progress_bars()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=6)
@@ -417,6 +435,7 @@ def main() -> None:
     parser.add_argument("--solutions", type=Path, help="JSONL of judged solutions; default: answers of GSM8K")
     parser.add_argument("--only", default="", help="compare the losses whose name contains this")
     options = parser.parse_args()
+    quiet()
     print(f"data: {options.solutions or (GSM8K if GSM8K.exists() else 'synthetic')}, {options.pairs} pairs")
     print(f"{'loss':24} {'TRL':>12} {'Coalign':>12} {'loss diff':>10} {'grad diff':>10}  differs by definition")
     worst = 0.0

@@ -162,6 +162,7 @@ class LossInput:
     old_values: Tensor | None = None
     scores: Tensor | None = None  # [N], sequence-level head output with gradient
     candidate_logprobs: Tensor | None = None  # [T, K], of the column `candidates`; only if the loss asked for it
+    collision: Tensor | None = None  # log Σ p² of the full next-token distribution, no gradient; only if asked for
     group: Tensor | None = None  # i64[N], which group each sequence belongs to, 0..groups-1, never decreasing
     groups: int = 0  # G; the sequences of a group are compared with each other (chosen and rejected)
     columns: Mapping[str, Any] = field(default_factory=dict)  # every column of the micro-batch ([T] likewise), by name

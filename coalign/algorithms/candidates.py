@@ -1,7 +1,7 @@
-"""Log-probs of a few tokens per position, of the whole vocabulary's distribution, straight from hidden states.
+"""What losses ask of the next-token distribution beyond the token that came, straight from hidden states.
 
-For losses that compare distributions at some tokens: a teacher's likeliest (distillation), + and - (process rewards).
-The logits of a block of positions exist only while it is computed, forward and once more backward.
+Log-probs of a few tokens: a teacher's likeliest (distillation), + and - (process rewards); and how peaked it is. The
+logits of a block of positions exist only while it is computed, forward and once more backward.
 """
 
 from __future__ import annotations
@@ -63,6 +63,25 @@ def top_logprobs(
         ids.append(top.indices)
         logprobs.append(top.values - logits.logsumexp(1, keepdim=True))
     return torch.cat(ids), torch.cat(logprobs)
+
+
+@torch.no_grad()
+def log_collision(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """f32[M]: log Σ p² over the vocabulary after hidden [M, H], the log-prob that two draws agree."""
+    parts = []
+    for part in hidden.split(_rows(hidden, weight)):
+        logits = _logits(part, weight, bias, temperature, scale, softcap)
+        normaliser = logits.logsumexp(1)
+        parts.append(logits.mul_(2).logsumexp(1) - 2 * normaliser)
+    return torch.cat(parts)
 
 
 def _rows(hidden: Tensor, weight: Tensor) -> int:

@@ -17,7 +17,8 @@ from coalign.types import Loss, LossInput
 def needs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of LossInput fields that ``loss`` reads with this configuration and that are not there unasked.
 
-    ``entropy`` and ``candidate_logprobs`` are then computed by the model; ``ref`` makes the recipe run a reference.
+    ``entropy``, ``candidate_logprobs`` and ``collision`` are then computed by the model; ``ref`` makes the recipe run a
+    reference.
     ``loss.needs``, where there is one, is called with the loss's keyword arguments, its own defaults filled in.
     """
     if not hasattr(loss, "needs"):

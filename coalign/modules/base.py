@@ -81,7 +81,7 @@ class TrainableModule(Module):
         needs: Sequence[str] = (),
     ) -> list[Outputs]:
         """Forward over each micro-batch, without dropout or gradient; with ``loss``, in training mode, and add the
-        gradient of each loss. ``needs`` names outputs beyond the head's own (entropy, candidate_logprobs). A
+        gradient of each loss. ``needs`` names outputs beyond the head's own (entropy, candidate_logprobs, collision). A
         collective: every rank passes the same number of micro-batches."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coalign.algorithms.candidates import candidate_logprobs, top_logprobs
+from coalign.algorithms.candidates import candidate_logprobs, log_collision, top_logprobs
 from coalign.algorithms.logprobs import linear_logprobs
 from coalign.data.batch import Batch
 from coalign.modules.layout import Layout, pack
@@ -54,7 +54,8 @@ class LanguageModel(PackedModel):
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         """logprobs f32[T], and of ``needs``: entropy f32[T], of the whole next-token distribution; candidate_logprobs
-        f32[T, K], of layout.candidates; top: the teacher's columns candidates i64[T, K] and teacher_logprobs f32[T, K].
+        f32[T, K], of layout.candidates; collision f32[T], log Σ p² without gradient; top: the teacher's columns
+        candidates i64[T, K] and teacher_logprobs f32[T, K].
         """
         hidden = self.hidden(layout)[layout.predictors]
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm left it in float32
@@ -74,6 +75,8 @@ class LanguageModel(PackedModel):
         outputs = {"logprobs": logprobs} | ({"entropy": entropies} if entropy else {})
         if "candidate_logprobs" in needs and layout.candidates is not None:
             outputs["candidate_logprobs"] = candidate_logprobs(hidden, head.weight, layout.candidates, **logits)
+        if "collision" in needs:
+            outputs["collision"] = log_collision(hidden, head.weight, **logits)
         return outputs
 
     @torch.no_grad()

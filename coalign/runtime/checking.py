@@ -60,8 +60,8 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> N
     sizes = {"logprobs": int(trained.sum()), "values": int(trained.sum()), "scores": len(call.batch)}
     outputs = {output: torch.zeros(sizes[output], requires_grad=True) for output in OUTPUTS[model.head]}
     objective = Objective(**loss.model_dump())
-    if "entropy" in objective.needs:
-        outputs["entropy"] = torch.zeros(sizes["logprobs"])
+    for name in {"entropy", "collision"} & set(objective.needs):
+        outputs[name] = torch.zeros(sizes["logprobs"])
     if "candidate_logprobs" in objective.needs and "candidates" in call.batch:
         outputs["candidate_logprobs"] = torch.zeros(call.batch["candidates"][trained].shape)
     have: LossInput = loss_input(call.batch, outputs)

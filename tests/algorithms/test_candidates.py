@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from coalign.algorithms import candidates
-from coalign.algorithms.candidates import candidate_logprobs, top_logprobs
+from coalign.algorithms.candidates import candidate_logprobs, log_collision, top_logprobs
 
 HEAD = {"temperature": 0.7, "scale": 1.3, "softcap": 5.0}
 
@@ -49,6 +49,16 @@ def test_the_likeliest_tokens_best_first(case, monkeypatch):
     expected = dense(hidden, weight, bias, **HEAD).topk(5)
     assert ids.tolist() == expected.indices.tolist()
     torch.testing.assert_close(logprobs.double(), expected.values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", [{}, HEAD], ids=["plain", "softcap"])
+def test_the_chance_that_two_draws_agree(case, head, monkeypatch):
+    monkeypatch.setitem(candidates.BLOCK, "cpu", 60)
+    hidden, weight, bias, _ = case
+    expected = dense(hidden, weight, bias, **head).exp().square().sum(1).log()
+    got = log_collision(hidden.requires_grad_(), weight, bias=bias, **head)
+    torch.testing.assert_close(got.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert not got.requires_grad
 
 
 def test_no_more_candidates_than_tokens(case):

@@ -119,6 +119,16 @@ class TestValuesWorkedByHand:
         expected = -log_sigmoid(2 * (4 - 2 * math.sqrt(2)) - 0.1)
         assert simpo(x, alpha=0.5, gamma=0.1).value.item() == pytest.approx(expected)
 
+    def test_weights_of_the_policys_own_likelihood(self):
+        # log Σ π² of -1 everywhere: mean log π + 1 is -0.5 for both responses.
+        x = replace(PAIR, collision=torch.full((5,), -1.0))
+        logprobs = PAIR.logprobs.clone().requires_grad_()
+        value = dpo(replace(x, logprobs=logprobs), beta=0.5, weighted=True, nll_coef=0.1).value
+        assert value.item() == pytest.approx(-log_sigmoid(Z) * math.exp(-1) + 0.1 * NLL)
+        value.backward()  # the weights are not learned from: β (σ(z) - 1) e^-1 per token of the winner
+        expected = -0.5 * math.exp(log_sigmoid(-Z) - 1) - 0.1 / 2
+        assert logprobs.grad[0].item() == pytest.approx(expected)
+
     def test_statistics(self):
         stats = dpo(PAIR, beta=0.5, nll_coef=0.1).stats
         assert {name: stat.value for name, stat in stats.items()} == pytest.approx(
@@ -305,6 +315,7 @@ class TestWhatTheyAskFor:
         for name in WITH_REFERENCE:
             loss = getattr(losses, name)
             assert (per(loss), needs(loss, {})) == ("group", ("ref",))
+        assert needs(dpo, {"weighted": True}) == ("ref", "collision")
         for name in BATCH:
             assert (per(getattr(losses, name)), needs(getattr(losses, name), {})) == ("batch", ("ref",))
         for name in WITHOUT_REFERENCE:
@@ -317,6 +328,10 @@ class TestWhatTheyAskFor:
             ipo(replace(PAIR, columns={"margin": T([1.0, 0.0])}))
         with pytest.raises(ValueError, match=r"column `margin` because loss\.margin_coef is set"):
             dpo(replace(PAIR, columns={"preference": T([1.0, 0.0])}), margin_coef=1.0)
+
+    def test_weights_need_the_distribution(self):
+        with pytest.raises(ValueError, match=r"needs `collision` because loss\.weighted is set"):
+            dpo(PAIR, weighted=True)
 
     @pytest.mark.parametrize("loss", [dpo, cpo, simpo, aot, aot_unpaired])
     def test_label_smoothing_is_below_one_half(self, loss):

@@ -24,7 +24,8 @@ from coalign.algorithms.losses.comparison import (
     token_log_ratios,
 )
 from coalign.algorithms.pairs import Pairs, pairs_of
-from coalign.algorithms.traits import column
+from coalign.algorithms.segments import segment_sum
+from coalign.algorithms.traits import column, read
 from coalign.types import LossInput, LossOutput
 
 MAX_EXPONENT = 80.0  # e^80: beyond any log-ratio of use, and its square does not overflow float64
@@ -41,6 +42,7 @@ def dpo(
     alpha: float = 0.5,
     ld_alpha: float = 1.0,
     margin_coef: float = 0.0,
+    weighted: bool = False,
     nll_coef: float = 0.0,
 ) -> LossOutput:
     """-log σ(z) (2305.18290), and what differs from it in one place.
@@ -52,6 +54,8 @@ def dpo(
       `forward_kl` at 0 and `reverse_kl` at 1.
     - ``ld_alpha``: weight of the tokens beyond the shorter response's length (LD-DPO, 2409.06411).
     - ``margin_coef``: z less that much of the difference in the column `margin` (ODPO, 2402.10571).
+    - ``weighted``: a pair counts as much as the policy would have written both responses: the product of exp(mean over
+      tokens of log π - log Σ π²) (WPO, 2406.11827).
     """
     check_smoothing(label_smoothing)
     pairs, ratios = pairs_of(x), log_ratios(x)
@@ -63,6 +67,8 @@ def dpo(
     if margin_coef:
         z = z - margin_coef * pairs.difference(column(x, "margin", "margin_coef"))
     losses = _robust(z, label_smoothing) if robust else logistic(z, label_smoothing)
+    if weighted:
+        losses = losses * math.prod(pairs.split(_on_policy(x)))
     return compared(x, pairs, losses, beta * ratios, nll_coef)
 
 
@@ -144,6 +150,7 @@ def discopop(x: LossInput, *, beta: float = 0.1, tau: float = 0.05, nll_coef: fl
 for _loss in (dpo, ipo, hinge, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop):
     _loss.per = "group"
     _loss.needs = lambda **_: ("ref",)
+dpo.needs = lambda *, weighted, **_: ("ref", "collision") if weighted else ("ref",)
 
 
 def _robust(z: Tensor, label_smoothing: float) -> Tensor:
@@ -156,6 +163,13 @@ def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor
         return math.log(2) + F.logsigmoid(ratio)
     order = {"reverse_kl": 1.0, "forward_kl": 0.0, "alpha": alpha}[divergence] - 1
     return ratio if order == 0 else torch.expm1((order * ratio).clamp(max=MAX_EXPONENT)) / order
+
+
+@torch.no_grad()
+def _on_policy(x: LossInput) -> Tensor:
+    """f64[N]: how likely the policy is to write each response, per token, against how sure it is of what it writes."""
+    aligned = read(x, "logprobs").double() - read(x, "collision", "weighted")
+    return (segment_sum(aligned, x.segment, x.sequences) / lengths(x)).exp()
 
 
 def _desensitised(x: LossInput, pairs: Pairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
