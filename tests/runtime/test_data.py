@@ -1,0 +1,81 @@
+"""Runs on streams, token budgets, phases and cached sources: what they end with, and where."""
+
+import math
+
+import pytest
+
+from coalign.data.examples import Examples
+from coalign.runtime.recording import Record
+from tests.runs import metrics, run, settings, weights_hash
+
+STREAM = {"stream": True, "stream_window": 10}
+PHASES = {"phases": {"sft": 2, "rm": 1}, "phase": "sft"}
+
+
+def configured(directory, data, algorithm="sft", output="run", **runtime):
+    config = settings(directory, algorithm, eval_at_start=False, **runtime)
+    return config | {"data": config["data"] | data, "output": str(directory / output)}
+
+
+def stop_after(step, patch):
+    record = Record.after_step
+
+    def after_step(self, engine, stats, batch):
+        record(self, engine, stats, batch)
+        engine.stop = "test" if engine.step == step else None
+
+    patch.setattr(Record, "after_step", after_step)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "data"),
+    [("sft", STREAM | PHASES), pytest.param("dpo", {}, marks=pytest.mark.slow)],
+    ids=["sft-stream-phase", "dpo-scan"],
+)
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path, data, algorithm):
+    options = {"algorithm": algorithm, "tokens_per_step": 70, "steps": 3}
+    whole, resumed = (configured(tmp_path, data, output=name, **options) for name in ("whole", "resumed"))
+    run(whole)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(1, patch)
+        run(resumed)
+    assert len(metrics(resumed)) == 1
+    run(resumed)
+    assert weights_hash(resumed, 3) == weights_hash(whole, 3)
+    for key in ("loss/value", "data/epoch"):
+        assert [line[key] for line in metrics(resumed)] == [line[key] for line in metrics(whole)]
+
+
+def test_a_cached_run_ends_with_the_same_weights_and_tokenises_once(tmp_path, monkeypatch):
+    plain = configured(tmp_path, {}, output="plain")
+    run(plain)
+    for name in ("first", "second"):
+        cached = configured(tmp_path, {"cache": str(tmp_path / "cache"), "eval": []}, output=name)
+        run(cached)
+        assert weights_hash(cached, 4) == weights_hash(plain, 4)
+        monkeypatch.setattr(Examples, "use", lambda *_: pytest.fail("went through the rows again"))
+
+
+def test_the_length_of_a_run_in_tokens(tmp_path):
+    config = configured(tmp_path, {}, tokens_per_step=100, steps=None, epochs=2)
+    run(config)
+    lines = metrics(config)
+    tokens = sum(line["tokens/prompt"] * line["samples/count"] + line["tokens/trained"] for line in lines)
+    assert len(lines) == lines[-1]["step"] and lines[-1]["data/epoch"] >= 2 > lines[-2]["data/epoch"]
+    assert 100 * (len(lines) - 1) < tokens < 100 * len(lines) + 30
+
+
+def test_a_stream_ends_with_its_tokens_and_must_have_an_end(tmp_path, caplog):
+    config = configured(tmp_path, STREAM, steps=None, tokens=100)
+    config["models"]["trainer"]["optimizer"]["unit"] = "tokens"
+    with caplog.at_level("INFO"):
+        run(config)
+    trained = [line["tokens/trained"] for line in metrics(config)]
+    assert sum(trained[:-1]) < 100 <= sum(trained)
+    rows = 4 * len(trained)
+    assert f"a stream, {rows} rows so far: {rows} used" in caplog.text
+    assert metrics(config)[-1]["data/epoch"] == math.floor((rows - 1) / 24)
+    config = configured(tmp_path, STREAM, steps=None, output="endless")
+    config["models"]["trainer"]["optimizer"]["schedule"] = "constant"
+    with pytest.raises(ValueError, match=r"sft\.jsonl is a stream .*: set runtime\.steps or runtime\.tokens"):
+        run(config)
