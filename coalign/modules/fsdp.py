@@ -224,6 +224,6 @@ def shard(model: PackedModel, mesh: DeviceMesh, compute_dtype: torch.dtype | Non
 
 
 def decoder_layers(model: PackedModel) -> list[nn.Module]:
-    """The blocks that transformers calls indivisible."""
+    """The blocks that transformers calls indivisible. Sharding makes them instances of a subclass of another name."""
     blocks = set(model.model._no_split_modules or ())
-    return [m for m in model.modules() if type(m).__name__ in blocks]
+    return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]

@@ -101,6 +101,13 @@ def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
     torch.testing.assert_close(train(ours, build_for(ours, name="muon")), train(theirs, *reference))
 
 
+def test_muon_finds_the_layers_of_a_model(path):
+    trainer = module(path, optimizer={"name": "muon"})
+    state = trainer.optimizer.state
+    chosen = {name for name, p in trainer.model.named_parameters() if "momentum_buffer" in state[p]}
+    assert len(chosen) == 2 * 7 and all(".layers." in name and "proj.weight" in name for name in chosen)
+
+
 def test_muons_step_is_nearly_orthogonal_and_of_adamws_size():
     layer = nn.Linear(16, 8, bias=False)
     before = layer.weight.detach().clone()
