@@ -91,7 +91,7 @@ def _without_settings(data: dict[str, Any]) -> dict[str, Any]:
 
 def _numbered(override: str, stages: Any) -> str:
     """``stages.train.runtime.steps=5`` with the stage's number and kind for its name."""
-    match = re.match(r"stages\.([A-Za-z]\w*)\.(.*)", override, re.DOTALL)
+    match = re.match(r"stages\.([A-Za-z]\w*)([.=].*)", override, re.DOTALL)
     if not match or not isinstance(stages, list):
         return override
     kinds = [next((k for k in STAGES if k in stage), "") if isinstance(stage, dict) else "" for stage in stages]
@@ -100,4 +100,4 @@ def _numbered(override: str, stages: Any) -> str:
         problem = f"there is no stage '{match[1]}'{near(match[1], names)}"
         raise ConfigError([Problem(("stages",), problem, Place(f"override '{override}'"))])
     index = names.index(match[1])
-    return f"stages[{index}].{kinds[index]}.{match[2]}"
+    return f"stages[{index}].{kinds[index]}{match[2]}"

@@ -19,6 +19,10 @@ from coalign.runtime.partial import Partial, Record, Unkept
 from coalign.runtime.scoring import entries, summary, tell
 from coalign.types import Context, Status
 
+# Sequences that are generated, and kept, together, for each one that is decoded at once: with fewer, more of the time
+# goes into waiting for the longest; with more, a killed call loses more.
+AHEAD = 4
+
 
 def generate(config: GenerateConfig, output: Path | None, display: Display, *, round: int = 1) -> dict[str, float]:
     """Write the responses of ``config.model`` to ``output``, or show them (None); the counts of what came out.
@@ -31,7 +35,7 @@ def generate(config: GenerateConfig, output: Path | None, display: Display, *, r
     module = _model(config)
     loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
     count = config.prompts or loader.rows
-    size = max(1, config.native.max_sequences // config.samples)  # prompts that are answered, and kept, together
+    size = max(1, AHEAD * config.native.max_sequences // config.samples)
     bar = display.progress("generating", count * config.samples)
     begun, fresh = time.perf_counter(), 0
     with (

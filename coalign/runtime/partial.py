@@ -107,7 +107,7 @@ class Partial:
             return
         if before:
             changed = sorted(key for key in {*before, *fingerprint} if before.get(key) != fingerprint.get(key))
-            log.warning("%s was begun with another %s: starting again", self.path, " and ".join(changed))
+            log.warning("%s: %s changed since it was begun, so it begins anew", self.path, " and ".join(changed))
         self._file.truncate(0)
         self._write(fingerprint)
 

@@ -89,6 +89,7 @@ def run(file: PipelineFile, display: Display) -> int:
 def check(file: PipelineFile, display: Display) -> None:
     """Print what the pipeline would do. Raises ConfigError for whatever would stop it."""
     for stage in plan(file):
+        KINDS[stage.kind].try_out(stage.settings)
         done = " (done)" if _read(stage.folder / "stage.json").get("done") else ""
         display.show(f"{stage}: {KINDS[stage.kind].about(stage.settings)}{done}\n    → {stage.output}")
     display.show("\nno problem found")
@@ -103,7 +104,7 @@ def _ensure(stage: Stage, display: Display) -> int:
         display.note(f"{stage} is done anew: {', '.join(changed)} changed")
         shutil.rmtree(stage.folder)
         before = {}
-    if before.get("done"):
+    if before.get("done") and stage.output.exists():
         display.show(f"{stage}: done before ({_told(before['counts'])})")
         return 0
     seconds = before.get("seconds", 0.0)

@@ -120,10 +120,11 @@ def summary(records: Iterable[Record]) -> dict[str, float]:
     rows, scores, wins, pairs, missing = 0, [], 0.0, 0, 0
     for record in records:
         rows += 1
-        found = [record[key] for key in ("score", "chosen_score", "rejected_score") if key in record]
+        pair = "chosen_score" in record
+        found = [record[key] for key in (("chosen_score", "rejected_score") if pair else ("score",))]
         scores += [value for value in found if value is not None]
         missing += sum(value is None for value in found)
-        if len(found) == 2 and None not in found:
+        if pair and None not in found:
             pairs += 1
             wins += (found[0] > found[1]) + 0.5 * (found[0] == found[1])
     counts: dict[str, float] = {"rows": rows, "unscored": missing}

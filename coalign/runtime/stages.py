@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from coalign.config.errors import Conflict
 from coalign.config.functions import bind, resolve
@@ -20,6 +21,7 @@ from coalign.config.schema import (
     SourceConfig,
 )
 from coalign.runtime.build import prepare, recipe
+from coalign.runtime.checking import trace
 from coalign.runtime.checkpoint import Checkpoints
 from coalign.runtime.display import Display
 from coalign.runtime.run import train
@@ -30,26 +32,32 @@ Settings = TypeVar("Settings", bound=Section)
 Outcome = tuple[dict[str, float], int]  # counts, exit code
 
 
-class Kind(Protocol[Settings]):
+class Kind(ABC, Generic[Settings]):
     """``output`` is the name of what it makes, in its folder."""
 
     output: ClassVar[str]
 
     def complete(self, settings: Settings, before: Path | None, model: str | None) -> Settings:
-        """The settings with what they leave to the pipeline: the output of the stage ``before``, the current model.
+        """The settings with what they leave to the pipeline: the output of the stage ``before``, the current ``model``.
         Raises Conflict for what neither gives."""
+        return settings
 
     def check(self, settings: Settings) -> None:
         """Raises ValueError for what the schema cannot see."""
 
+    def try_out(self, settings: Settings) -> None:
+        """Likewise for what takes some seconds to see (`coalign check`)."""
+
+    @abstractmethod
     def about(self, settings: Settings) -> str:
         """What it will do, in a line."""
 
+    @abstractmethod
     def run(self, settings: Settings, folder: Path, round: int, display: Display) -> Outcome:
         """Make the output, or what is left of it."""
 
 
-class Generate:
+class Generate(Kind[GenerateConfig]):
     output = "responses.jsonl"
 
     def complete(self, settings: GenerateConfig, before: Path | None, model: str | None) -> GenerateConfig:
@@ -71,7 +79,7 @@ class Generate:
         return generate(settings, folder / self.output, display, round=round), 0
 
 
-class Score:
+class Score(Kind[ScoreConfig]):
     output = "scored.jsonl"
 
     def complete(self, settings: ScoreConfig, before: Path | None, model: str | None) -> ScoreConfig:
@@ -91,16 +99,13 @@ class Score:
         return score(settings, folder / self.output, display), 0
 
 
-class Select:
+class Select(Kind[SelectConfig]):
     output = "selected.jsonl"
 
     def complete(self, settings: SelectConfig, before: Path | None, model: str | None) -> SelectConfig:
         if settings.data:
             return settings
         return settings.model_copy(update={"data": [_path(before, ("data",))]})
-
-    def check(self, settings: SelectConfig) -> None:
-        pass
 
     def about(self, settings: SelectConfig) -> str:
         return f"keep {settings.keep}"
@@ -109,16 +114,16 @@ class Select:
         return select(settings, folder / self.output), 0
 
 
-class Train:
+class Train(Kind[RunConfig]):
     """The output is a link to the Hugging Face directory of the last checkpoint, or of the best (`runtime.best`)."""
 
     output = "model"
 
-    def complete(self, settings: RunConfig, before: Path | None, model: str | None) -> RunConfig:
-        return settings
-
     def check(self, settings: RunConfig) -> None:
         prepare(settings)
+
+    def try_out(self, settings: RunConfig) -> None:
+        trace(*prepare(settings), settings)
 
     def about(self, settings: RunConfig) -> str:
         return settings.algorithm

@@ -33,7 +33,7 @@ stages:
       prompts: 4
       samples: 4
       sampling: {{max_new_tokens: 8}}
-      native: {{max_sequences: 8}}
+      native: {{max_sequences: 2}}
   - score: {{reward: "tests.runs:digits"}}
   - select: {{keep: best, truncated: keep}}
   - train:
