@@ -60,6 +60,14 @@ class Checkpoints:
         _flush(self.directory)
         return final
 
+    def point(self, step: int) -> None:
+        """Let `model`, beside the folder of checkpoints, be the Hugging Face directory of this step's."""
+        link = self.directory.parent / "model"
+        aside = link.with_name(".model.writing")
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(os.path.relpath(self.path(step) / "hf", link.parent))
+        os.replace(aside, link)
+
     def prune(self, best: int | None) -> None:
         """Delete all but the newest ``keep`` and the ``best`` step."""
         for step in self.steps()[: -self.keep]:

@@ -125,7 +125,9 @@ class Save(Hook):
             )
             engine.late = {"checkpoint/failed": Total(1.0)}
         else:
-            self.checkpoints.prune(self.best[1] if self.best else None)
+            best = self.best[1] if self.best else None
+            self.checkpoints.point(engine.step if best is None else best)
+            self.checkpoints.prune(best)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}

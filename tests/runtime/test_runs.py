@@ -144,6 +144,16 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     best = rewards.index(max(rewards)) + 1
     kept = {p.name for p in (Path(config["output"]) / "checkpoints").iterdir()}
     assert kept == {"step_4", f"step_{best}"}
+    model = Path(config["output"]) / "model"
+    assert model.resolve() == (Path(config["output"]) / "checkpoints" / f"step_{best}" / "hf").resolve()
+
+
+def test_the_model_of_a_run_is_that_of_its_newest_checkpoint(tmp_path):
+    config = settings(tmp_path, "sft", steps=3, save_every=1)
+    run(config)
+    model = Path(config["output"]) / "model"
+    assert model.is_symlink() and model.resolve().parent.name == "step_3"
+    assert (model / "model.safetensors").is_file()
 
 
 def test_one_sample_has_no_group_baseline(tmp_path):
