@@ -17,6 +17,8 @@ from coalign.data.sources import BadRow, Entry
 from coalign.data.templates import Template
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
+MARKS = ("_source", "_row")  # keys of a row that say where it is from: the source's name, the row's number
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -122,9 +124,9 @@ class Examples(ABC):
         return [learnable(self.shortened(example)) for example in examples]
 
     def marked(self, examples: list[Example], number: int) -> list[Example]:
-        """The examples of row ``number``, with ``_source`` and ``_row`` in their rows."""
+        """The examples of row ``number``, with MARKS in their rows."""
         for example in examples:
-            example.row.update(_source=self.name, _row=number)
+            example.row.update(zip(MARKS, (self.name, number), strict=True))
         return examples
 
     def shortened(self, example: Example) -> Example:

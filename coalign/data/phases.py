@@ -14,16 +14,17 @@ SALT = 0x5EED  # not the run's seed: the runs of a pipeline must agree
 class Phase:
     """The row numbers that belong to one of several phases.
 
-    The weights become whole numbers in lowest terms ({sft: 2, rm: 4, rl: 4} is 1:2:2), and the rows are dealt in hands
-    of 1 + 2 + 2: from each hand one row goes to the first phase, two to the second, two to the third; which ones
-    follows from a hash of the hand's number. So the shares are exact to within one hand, and nobody needs to know how
-    many rows there are.
+    The shares (to a thousandth) become whole numbers in lowest terms ({sft: 2, rm: 4, rl: 4} is 1:2:2), and the rows
+    are dealt in hands of 1 + 2 + 2: from each hand one row goes to the first phase, two to the second, two to the
+    third; which ones follows from a hash of the hand's number. So the shares are exact to within one hand, and nobody
+    needs to know how many rows there are.
     """
 
     def __init__(self, weights: Mapping[str, float], name: str) -> None:
         """``name`` is one of ``weights``. ValueError if its share is nothing."""
         self.name = name
-        exact = {phase: Fraction(weights[phase]).limit_denominator(1000) for phase in sorted(weights)}
+        total = sum(map(Fraction, weights.values())) or 1
+        exact = {phase: (Fraction(weight) / total).limit_denominator(1000) for phase, weight in weights.items()}
         scale = lcm(*(weight.denominator for weight in exact.values()))
         whole = {phase: int(weight * scale) for phase, weight in exact.items()}
         if not whole[name]:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from coalign.data.examples import Example, Examples
+from coalign.data.examples import MARKS, Example, Examples
 from coalign.data.phases import Phase
 from coalign.data.sources import Rows
 
@@ -69,9 +69,8 @@ class Scan:
         for example in found:
             self.tokens += len(example.tokens)
             self._seen.update(array("i", example.tokens).tobytes())
-            text = json.dumps(
-                [example.row, example.columns], sort_keys=True, default=lambda value: type(value).__name__
-            )
+            row = {key: value for key, value in example.row.items() if key not in MARKS}
+            text = json.dumps([row, example.columns], sort_keys=True, default=lambda value: type(value).__name__)
             self._seen.update(text.encode())
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from coalign.data.examples import Example
+from coalign.data.examples import MARKS, Example
 from coalign.data.scan import Scan
 
 ARRAYS = {"rows": np.int64, "sequences": np.int64, "tokens": np.int32, "loss_mask": np.bool_, "rest": np.uint8}
@@ -110,8 +110,7 @@ def checksum(file: Path) -> str:
 
 
 def _rest(example: Example, row: Mapping[str, Any]) -> bytes:
-    marks = ("_source", "_row")
-    added = {k: v for k, v in example.row.items() if k not in marks and (k not in row or row[k] != v)}
+    added = {k: v for k, v in example.row.items() if k not in MARKS and (k not in row or row[k] != v)}
     return json.dumps({"row": added, "columns": example.columns}).encode()
 
 

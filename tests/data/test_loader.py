@@ -265,6 +265,7 @@ def test_a_cursor_is_refused_for_other_data(tmp_path):
     }.items():
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
+    loader(numbered(tmp_path / "renamed.jsonl", 11)).load_state_dict(state)
     answers = write(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "answer": "other", "n": i} for i in range(11)])
     with pytest.raises(ValueError, match="other content"):
         loader(answers).load_state_dict(state)

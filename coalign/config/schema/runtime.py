@@ -48,7 +48,8 @@ class RuntimeConfig(Section):
     prompts_per_step: PositiveInt = 8
     """Rows of one step: prompts (RL), conversations (SFT), comparisons (DPO, reward models)."""
     tokens_per_step: PositiveInt | None = None
-    """Tokens of one step instead: rows are drawn until they hold this many."""
+    """Tokens of one step instead: rows are drawn until they hold this many. What the last one is over counts for the
+    next step, so this is the mean."""
     samples_per_prompt: PositiveInt = 1
     max_staleness: NonNegativeInt = 0
     """How many weight versions a batch may lag behind the trainer; 0 is synchronous."""
