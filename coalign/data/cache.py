@@ -68,7 +68,7 @@ def open_cached(directory: Path, examples: Examples, rows: Rows, phase: Phase | 
     ``identity`` is `identify` with the `contents`. Processes may do this at once: the first entry to be complete is
     used.
     """
-    entry = directory / f"{rows.paths[0].stem}-{identity}"
+    entry = directory / f"{rows.paths[0].stem}-{_digest([identity, _code()])}"
     if entry.exists():
         try:
             return Cached(examples, rows, phase, Stored(entry))
@@ -91,13 +91,12 @@ def identify(examples: Examples, config: DataConfig, source: SourceConfig, phase
     """A hash of all that decides what the rows of a source become; ``files`` says what is known of their contents."""
     return _digest(
         [
-            _code(),
             type(examples).__qualname__,
             type(examples.template).__qualname__,
             examples.template.jinja,
             _tokenizer(examples.template.tokenizer),
-            config.model_dump(exclude=WHICH),
-            source.model_dump(exclude={"path", "weight"}),
+            config.model_dump(exclude=WHICH, exclude_defaults=True),
+            source.model_dump(exclude={"path", "weight"}, exclude_defaults=True),
             phase.share if phase else None,
             files,
         ]
@@ -126,6 +125,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @cache
 def _code() -> str:
+    """Of this package, which may come to read the same rows differently."""
     return _digest([checksum(file) for file in sorted(Path(__file__).parent.glob("*.py"))])
 
 

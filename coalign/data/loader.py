@@ -39,8 +39,8 @@ class Loader:
     ``weights`` are the relative probabilities of the sources at each draw; a source with weight 0 is never drawn. A
     batch has ``batch_size`` rows or, with ``batch_tokens``, that many tokens on average: rows are drawn until they hold
     them, and what the last row is over counts for the next batch. So N tokens make N / batch_tokens batches whatever
-    the lengths of the rows. A batch has at least one row, however long. ``packing`` orders its
-    rows; None leaves them as they were drawn.
+    the lengths of the rows. A batch has at least one row, however long. ``packing`` orders the rows of a batch; None
+    leaves them as they were drawn.
 
     ``group`` of a row is its number among the rows drawn (from 0, unique in the run). ``state_dict`` is a cursor of a
     few numbers. ``len(loader)`` is the number of batches of an epoch: in which as many rows are drawn as the sources
@@ -189,6 +189,6 @@ def _known(name: str, number: int | None) -> int:
     if number is None:
         raise ValueError(
             f"{name} is a stream (data.stream), so nobody knows how many rows it has: set runtime.steps or "
-            "runtime.tokens, and mix sources by weight (data.mixing)"
+            "runtime.tokens, mix sources by weight (data.mixing), and precompute nothing for its rows"
         )
     return number

@@ -51,11 +51,11 @@ class Streamed:
         while True:
             if self._taken == len(self._window):
                 self._advance()
-            number = self._taken
+            place = self._taken
             if self._key is not None:
-                number = permute(number, len(self._window), *self._key, self._epoch, self._number)
+                place = permute(place, len(self._window), *self._key, self._epoch, self._number)
             self._taken += 1
-            if (found := self._examples.use(self._window[number])) is not None:
+            if (found := self._examples.use(self._window[place])) is not None:
                 self._used += 1
                 return found
 
@@ -101,7 +101,7 @@ class Streamed:
         return {"stream": True, "shuffle": self._key is not None, "stream_window": self._most}
 
     def _go_to(self, epoch: int, number: int, start: Place) -> None:
-        self._epoch, self._number, self._start = epoch, number, start
+        self._epoch, self._number, self._start = epoch, number, start  # of the window
         self._reading = self._mine(start)
         self._fill()
 
