@@ -164,8 +164,8 @@ def _nested(row: dict[str, Any], name: str) -> Any | None:
 
 def _shared(conversations: list[list[Message]]) -> int:
     """How many messages all begin with; the last one of each is never counted."""
-    rows = zip(*[c[:-1] for c in conversations], strict=False)
-    return next((i for i, row in enumerate(rows) if any(m != row[0] for m in row)), min(map(len, conversations)) - 1)
+    most = min(map(len, conversations)) - 1
+    return next((i for i in range(most) if any(c[i] != conversations[0][i] for c in conversations)), most)
 
 
 def _keys(row: dict[str, Any]) -> str:

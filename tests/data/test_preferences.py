@@ -177,6 +177,8 @@ def test_a_long_prompt_is_cut_alike_for_all_responses():
     assert [whole for whole, _ in texts(made)] == ["6789abc<|im_end|>", "6789d<|im_end|>"]
     both = batch("preferences", LONG, **PLAIN, on_long="truncate_left", max_prompt_tokens=4, max_tokens=7)
     assert both["prompt_length"].tolist() == [3, 3]
+    wide = batch("preferences", LONG, **PLAIN, on_long="truncate_left", max_prompt_tokens=4, max_tokens=12)
+    assert wide["prompt_length"].tolist() == [4, 4]
 
 
 def test_a_cut_prompt_keeps_its_bos():

@@ -229,7 +229,7 @@ def test_a_tokenizer_lacking_something(tmp_path):
 
 
 HERMES = (  # Qwen 2.5's way with tools
-    "{% if tools %}{{ '<|im_start|>system\n<tools>\n' }}"
+    "{% if tools is not none %}{{ '<|im_start|>system\n<tools>\n' }}"
     "{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '</tools><|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}"
     "{% if message.role == 'tool' %}"
