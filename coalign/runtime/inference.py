@@ -37,7 +37,7 @@ def inspect(config: RunConfig, rows: int, display: Display, *, tokens: bool = Fa
 
     tokenizer = load_tokenizer(config)
     data = loader(config, recipe(config.algorithm), tokenizer, "train")
-    display.show(data.report())
-    drawn = (group for _ in count() for group in groups(data.next()))
-    for group in islice(drawn, rows):
+    drawn = list(islice((group for _ in count() for group in groups(data.next())), rows))
+    display.show(data.report())  # a stream knows only of rows that were drawn
+    for group in drawn:
         display.show(describe(group, tokenizer, tokens=tokens))
