@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -22,7 +20,6 @@ from coalign.config.schema import (
 )
 from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import trace
-from coalign.runtime.checkpoint import Checkpoints
 from coalign.runtime.display import Display
 from coalign.runtime.run import train
 from coalign.runtime.selecting import select
@@ -115,7 +112,7 @@ class Select(Kind[SelectConfig]):
 
 
 class Train(Kind[RunConfig]):
-    """The output is a link to the Hugging Face directory of the last checkpoint, or of the best (`runtime.best`)."""
+    """The stage's folder is the run's; the output is its link to the newest checkpoint's model, or the best one's."""
 
     output = "model"
 
@@ -129,16 +126,11 @@ class Train(Kind[RunConfig]):
         return settings.algorithm
 
     def run(self, settings: RunConfig, folder: Path, round: int, display: Display) -> Outcome:
-        config = settings.model_copy(update={"output": str(folder / "run")})
+        config = settings.model_copy(update={"output": str(folder)})
         if code := train(config, Display(quiet=display.quiet, out=display.out, err=display.err)):
             return {}, code
-        checkpoints = Checkpoints(folder / "run" / "checkpoints", config.runtime.keep)
-        state = json.loads((checkpoints.newest() / "state.json").read_text())
-        step = state["hooks"]["Save"]["best"][1] if config.runtime.best else state["step"]
-        link = folder / self.output
-        link.unlink(missing_ok=True)
-        os.symlink(os.path.relpath(checkpoints.path(step) / "hf", folder), link)
-        return {"step": step}, 0
+        checkpoint = (folder / self.output).resolve().parent
+        return {"step": int(checkpoint.name.removeprefix("step_"))}, 0
 
 
 KINDS: dict[str, Kind] = {"generate": Generate(), "score": Score(), "select": Select(), "train": Train()}

@@ -94,8 +94,8 @@ def test_what_the_stages_hand_on(home, whole):
     assert {r["group"]: r["score"] for r in chosen} == best
     trained = [whole / f"round_{k}" / "04_train" for k in (1, 2)]
     assert len({weights(folder) for folder in trained}) == 2
-    settings = (trained[1] / "run" / "config.yaml").read_text()
-    assert f"load: {trained[0] / 'model'}" in settings and f"output: {trained[1] / 'run'}" in settings
+    settings = (trained[1] / "config.yaml").read_text()
+    assert f"load: {trained[0] / 'model'}" in settings and f"output: {trained[1]}" in settings
     AutoModelForCausalLM.from_pretrained(trained[1] / "model")
     AutoTokenizer.from_pretrained(trained[1] / "model")
     state = json.loads((trained[0] / "stage.json").read_text())
@@ -184,8 +184,8 @@ def test_sigkill_again_and_again(home, whole):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for awaited in (
         "round_1/01_generate/responses.jsonl.partial",
-        "round_1/04_train/run/checkpoints/step_1/manifest.json",
-        "round_2/04_train/run/checkpoints/step_2/manifest.json",
+        "round_1/04_train/checkpoints/step_1/manifest.json",
+        "round_2/04_train/checkpoints/step_2/manifest.json",
     ):
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
         while process.poll() is None and not (home / "sigkill" / awaited).exists():

@@ -110,7 +110,7 @@ class StageConfig(Section):
     score: dict[str, Any] | None = None
     select: dict[str, Any] | None = None
     train: str | dict[str, Any] | None = None
-    """A run's YAML (its `output` becomes a folder of the stage), or the path of one; `include` puts files beneath."""
+    """A run's YAML (its `output` becomes the folder of the stage), or the path of one; `include` puts files beneath."""
 
     @property
     def kind(self) -> str:
