@@ -90,7 +90,9 @@ class PlainText:
     ) -> tuple[list[int], list[bool]]:
         prompt = self.prompt(messages[:-1], tools)
         answer = self.tokenizer(text_of(messages[-1]), add_special_tokens=False, verbose=False)["input_ids"]
-        answer = [*answer, self.tokenizer.eos_token_id]
+        eos = self.tokenizer.eos_token_id
+        if answer[-1:] != [eos]:  # the text may bring its own
+            answer = [*answer, eos]
         return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 

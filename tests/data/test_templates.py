@@ -206,9 +206,11 @@ def test_plain_text(adds):
         template.conversation(TWO)
 
 
-def test_plain_text_that_brings_its_own_bos_has_one():
+def test_plain_text_that_brings_its_own_bos_or_eos_has_one():
     template = PlainText(words(add_bos=True))
     assert template.prompt([{"role": "user", "content": "<s>1+1?"}])[:2].count(1) == 1
+    answered = [*ASK, {"role": "assistant", "content": "2</s>"}]
+    assert template.conversation(answered) == template.conversation(ONE)
 
 
 def test_a_tokenizer_lacking_something(tmp_path):
