@@ -239,12 +239,12 @@ class TrainableModule(Module):
         return merge_stats([step, *seen])
 
     def _mix_in(self, batch: Batch, coef: float) -> Stats:
-        """Add the gradient of ``coef`` times the mean negative log-likelihood per token."""
+        """Add the gradient of ``coef`` times the mean negative log-likelihood per token, at temperature 1."""
         totals = self._totals(batch)
         if totals.tokens == 0:
             return {}
         micros, measure, seen = self._prepare(batch, Objective("sft"), totals)
-        self.run(micros, lambda micro, outputs: coef * measure(micro, outputs))
+        self.run(micros, lambda micro, outputs: coef * measure(micro, outputs), needs=("plain",))
         return {"loss/ptx": merge_stats(seen).get("loss/nll", Stat(0.0, 0.0))}
 
     def _totals(self, batch: Batch) -> Totals:

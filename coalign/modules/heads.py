@@ -55,7 +55,7 @@ class LanguageModel(PackedModel):
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         """logprobs f32[T], and of ``needs``: entropy f32[T], of the whole next-token distribution; candidate_logprobs
         f32[T, K], of layout.candidates; collision f32[T], log Σ p² without gradient; top: the teacher's columns
-        candidates i64[T, K] and teacher_logprobs f32[T, K].
+        candidates i64[T, K] and teacher_logprobs f32[T, K]. With `plain` all of them are of temperature 1.
         """
         hidden = self.hidden(layout)[layout.predictors]
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm left it in float32
@@ -63,7 +63,7 @@ class LanguageModel(PackedModel):
         head = self.model.get_output_embeddings()
         logits = {
             "bias": head.bias,
-            "temperature": self.temperature,
+            "temperature": 1.0 if "plain" in needs else self.temperature,
             "scale": self.logit_scale,
             "softcap": self.softcap,
         }

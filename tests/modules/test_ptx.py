@@ -73,6 +73,13 @@ def test_a_coefficient_of_zero_changes_nothing(path):
     assert same(weights(one), weights(other)) and stats["loss/ptx"].value > 0
 
 
+def test_the_sampling_temperature_is_not_that_of_the_data(path):
+    """A policy that samples at temperature 0.5 still learns the likelihood of other data as it is."""
+    _, plain = gradient(path, documents(), loss="sft")
+    _, cold = gradient(path, rollout(), ptx=documents(), config={"sampling": {"temperature": 0.5}})
+    assert cold["loss/ptx"].value == pytest.approx(plain["loss/value"].value, rel=1e-6)
+
+
 def test_a_model_without_a_language_model_head_is_refused(path):
     value = module(path, head="value", head_init="zero", loss={"fn": "value"})
     with pytest.raises(ValueError, match="'trainer' has no language-model head"):

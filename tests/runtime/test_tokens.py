@@ -28,6 +28,7 @@ def test_the_run_and_its_schedule_end_with_the_tokens(tmp_path):
         expected = 3e-3 * (1.0 - min(1.0, (place - 4) / (40 - 1 - 4)))
         assert place >= 4 and line["loss/lr"] == pytest.approx(expected)
     assert so_far >= 40 and line["loss/lr"] == 0.0
+    assert "eval/loss/value" in line  # the end of the run is evaluated
     state = Path(config["output"]) / "checkpoints" / f"step_{line['step']}" / "state.json"
     assert json.loads(state.read_text())["tokens"] == so_far
 

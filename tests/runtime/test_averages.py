@@ -1,0 +1,32 @@
+"""Runs that keep an average of their weights."""
+
+import hashlib
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tests.runs import run, settings
+
+
+def test_it_is_exported_beside_the_weights_and_survives_a_restart(tmp_path):
+    whole = settings(tmp_path, "sft", steps=4, save_every=2, eval_at_start=False)
+    whole["models"]["trainer"] |= {"ema": {"decay": 0.5}, "optimizer": {"lr": 3e-3, "schedule": "constant"}}
+    run(whole)
+    halves = whole | {"output": str(tmp_path / "halves")}
+    run(halves, "runtime.steps=2")
+    run(halves)
+    one, other = (Path(config["output"]) / "checkpoints" / "step_4" for config in (whole, halves))
+    files = [folder / "hf_ema" / "model.safetensors" for folder in (one, other)]
+    assert len({hashlib.sha256(file.read_bytes()).hexdigest() for file in files}) == 1
+    start, own, average = (load_file(d / "model.safetensors") for d in (tmp_path / "model", one / "hf", one / "hf_ema"))
+    for name, tensor in average.items():  # between where it began and where it came to
+        assert (tensor - own[name]).norm() < (start[name] - own[name]).norm()
+
+
+def test_each_model_that_learns_may_have_its_own(tmp_path):
+    config = settings(tmp_path, "ppo", steps=1, eval_at_start=False)
+    config["data"].pop("eval")
+    config["models"]["value"] = {"ema": {"decay": 0.9}}
+    run(config)
+    folders = {p.name for p in (Path(config["output"]) / "checkpoints" / "step_1").iterdir() if p.is_dir()}
+    assert folders == {"models", "hf", "hf_value", "hf_value_ema"}
