@@ -186,7 +186,8 @@ class ChatTemplate:
         if not text.startswith(beginning):
             raise BadRow(
                 f"the chat template renders messages 0 to {stop - 1} differently when more follow, so the assistant's "
-                "tokens cannot be told from the rest; put {% generation %} blocks into data.chat_template"
+                "tokens cannot be told from the rest; put {% generation %} blocks into data.chat_template, or learn "
+                "only the last turn (data.train_on: last)"
             )
         return len(beginning)
 

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from coalign.modules.layout import pack
 from tests.data.reading import TOKENIZER, assistant, batch, chatml, reader, texts, use, user
+from tests.data.test_templates import GENERATION
 from tests.tiny import CHATML, tiny_tokenizer
 
 PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "five"}
@@ -227,3 +230,17 @@ def test_the_prompt_format_and_tools_reach_all_responses():
     tool = {"type": "function", "function": {"name": "add"}}
     made = batch("preferences", {**PAIR, "tools": [tool]}, tokenizer=tokenizer)
     assert all(whole.startswith("1 tools\n<|im_start|>") for whole, _ in texts(made))
+
+
+said = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=8).filter(str.strip)
+
+
+@given(said, st.lists(said, min_size=2, max_size=4, unique=True), st.sampled_from([CHATML, GENERATION]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_whatever_is_said_the_prompt_is_shared_and_exactly_the_responses_are_trained(prompt, responses, jinja):
+    made = batch("preferences", {"prompt": prompt, "responses": responses}, chat_template=jinja)
+    asked = chatml(user(prompt), answering=True)
+    assert texts(made) == [(f"{asked}{r}<|im_end|>", f"{r}<|im_end|>") for r in responses]
+    n = int(made["prompt_length"][0])
+    assert made["prompt_length"].tolist() == [n] * len(responses)
+    assert {tuple(row["tokens"][:n].tolist()) for row in made.rows()} == {tuple(TOKENIZER.encode(asked))}

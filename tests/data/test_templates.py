@@ -176,6 +176,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert seen(template.tokenizer, tokens, mask).endswith("assistant\n⟦<think>\n\n</think>\n\n2<|im_end|>⟧\n")
     with pytest.raises(BadRow, match=r"messages 0 to 1 differently .* \{% generation %\}"):
         template.conversation(TWO)
+    assert seen(template.tokenizer, *template.conversation(TWO, since=3)).endswith("end.<|im_end|>⟧\n")
     with pytest.raises(BadRow, match="begins with the assistant"):
         template.conversation(ONE[1:])
 
