@@ -1,4 +1,4 @@
-"""What of the scored responses is learnt from: conversations for SFT, pairs for DPO."""
+"""What of the scored responses is learnt from: conversations for SFT, pairs for DPO, labelled responses for KTO."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
     """Write what is to be learnt to ``output``; the counts: prompts, rows (written), and what was dropped why.
 
     Responses of one prompt have the same `group`, or else the same prompt. A conversation is {messages, score}; a pair
-    is {prompt (messages), chosen, rejected, margin, chosen_score, rejected_score}. Raises ValueError for rows without
+    is {prompt (messages), chosen, rejected, margin, chosen_score, rejected_score}; a single response {prompt, answer,
+    label}. Raises ValueError for rows without
     `response` and `score`, and if nothing is left.
     """
     counts: Counter[str] = Counter()
@@ -74,11 +75,25 @@ def best(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
 
 
 def threshold(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
-    """Every response that reaches the threshold, each text once."""
-    good = {member.row["response"]: member for member in reversed(members) if member.score >= config.threshold}
+    """Every response that reaches the threshold."""
+    good = [member for member in members if member.score >= config.threshold]
     if not good:
         raise Dropped("below_threshold")
-    return [_conversation(member) for member in reversed(good.values())]
+    return everything(good, config)
+
+
+def everything(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+    """Every response, each text once."""
+    return [_conversation(member) for member in _distinct(members)]
+
+
+def labelled(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+    """Every response, each text once, with whether it reaches the threshold."""
+    rows = [(member, member.row) for member in _distinct(members)]
+    return [
+        {"prompt": _prompt(row), "answer": row["response"], "label": member.score >= config.threshold, **_rest(row)}
+        for member, row in rows
+    ]
 
 
 def best_worst(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
@@ -103,7 +118,9 @@ def best_worst(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
 KEEP: Mapping[str, Callable[[Sequence[Scored], SelectConfig], list[Record]]] = {
     "best": best,
     "threshold": threshold,
+    "all": everything,
     "best_worst": best_worst,
+    "labelled": labelled,
 }
 
 
@@ -125,6 +142,14 @@ def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[Scored
             else:
                 members.append(Scored(row["score"], rows, number))
     return groups
+
+
+def _distinct(members: Sequence[Scored]) -> list[Scored]:
+    """The first response of each text."""
+    first: dict[str, Scored] = {}
+    for member in members:
+        first.setdefault(member.row["response"], member)
+    return list(first.values())
 
 
 def _conversation(member: Scored) -> Record:

@@ -263,7 +263,7 @@ def test_a_reward_model_does_not_become_the_current_model(home):
         (
             "keep: best,",
             "keep: bset,",
-            "line 13: stages[2].select.keep: is 'bset'; expected best | threshold | best_worst",
+            "line 13: stages[2].select.keep: is 'bset'; expected best | threshold | all | best_worst | labelled",
         ),
         ("- select:", "- selct:", "line 13: stages[2].selct: unknown key; did you mean 'select'?"),
         (

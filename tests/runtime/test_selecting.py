@@ -62,6 +62,22 @@ def test_every_response_that_is_good_enough_once(path, tmp_path):
     assert rows[2] == conversation(4, "a", 3.0)
 
 
+def test_every_response_once(path, tmp_path):
+    rows, _ = selected(path, tmp_path, keep="all")
+    assert [(r["group"], r["messages"][-1]["content"]) for r in rows] == [
+        *[(0, x) for x in "abcd"],
+        *[(1, x) for x in "ab"],
+        (2, "a"),
+        *[(4, x) for x in "bc"],
+    ]
+
+
+def test_every_response_with_a_label(path, tmp_path):
+    rows, _ = selected(path, tmp_path, keep="labelled", threshold=1.0)
+    assert rows[0] == {"prompt": [{"role": "user", "content": "q0"}], "answer": "a", "label": False, "group": 0}
+    assert [row["label"] for row in rows] == [False, True, True, False, False, False, False, True, False]
+
+
 def test_the_best_against_the_worst(path, tmp_path):
     rows, counts = selected(path, tmp_path, keep="best_worst")
     scores = {"margin": 2.0, "chosen_score": 1.0, "rejected_score": -1.0}
@@ -107,5 +123,9 @@ def test_what_is_wrong_is_said(path, tmp_path):
         selected(write(tmp_path / "u.jsonl", {"prompt": "q", "response": "r"}), tmp_path, keep="best")
     with pytest.raises(ValueError, match="keep `threshold` needs it"):
         SelectConfig(keep="threshold")
+    with pytest.raises(ValueError, match="keep `labelled` needs it"):
+        SelectConfig(keep="labelled")
+    with pytest.raises(ValueError, match="has no effect with keep `all`"):
+        SelectConfig(keep="all", threshold=1.0)
     with pytest.raises(ValueError, match="has no effect with keep `best`"):
         SelectConfig(keep="best", min_margin=1.0)

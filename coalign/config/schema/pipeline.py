@@ -79,9 +79,10 @@ class ScoreConfig(JudgeConfig):
 class SelectConfig(Section):
     """What of the scored responses is learnt from. Responses without a score are dropped, and counted."""
 
-    keep: Literal["best", "threshold", "best_worst"]
-    """`best`: of each prompt's responses the one with the highest score; `threshold`: every one that reaches the
-    threshold (both as conversations, for SFT); `best_worst`: the highest against the lowest (as pairs, for DPO)."""
+    keep: Literal["best", "threshold", "all", "best_worst", "labelled"]
+    """As conversations, for SFT: `best`, of each prompt's responses the one with the highest score; `threshold`, every
+    one that reaches the threshold; `all`. As pairs, for DPO: `best_worst`, the highest against the lowest. For KTO:
+    `labelled`, every one, with whether it reaches the threshold."""
     data: Annotated[Several[str], Field(examples=["scored.jsonl"])] = []
     """Files with scored responses; none: what the stage before has written."""
     threshold: float | None = None
@@ -93,8 +94,10 @@ class SelectConfig(Section):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> Self:
-        if self.keep == "threshold" and self.threshold is None:
-            raise Conflict(("threshold",), "missing: keep `threshold` needs it")
+        if self.keep in ("threshold", "labelled") and self.threshold is None:
+            raise Conflict(("threshold",), f"missing: keep `{self.keep}` needs it")
+        if self.keep == "all" and self.threshold is not None:
+            raise Conflict(("threshold",), "has no effect with keep `all`; use `threshold`")
         if self.keep != "best_worst" and self.min_margin:
             raise Conflict(("min_margin",), f"has no effect with keep `{self.keep}`; use `best_worst`")
         return self
