@@ -182,6 +182,8 @@ class ChatTemplate:
 
     def _beginning(self, text: str, messages: Messages, tools: Tools | None, stop: int) -> int:
         """How many characters of the conversation's text are of its first ``stop`` messages."""
+        if stop == len(messages):
+            return len(text)
         beginning = self.render(messages[:stop], tools)
         if not text.startswith(beginning):
             raise BadRow(
