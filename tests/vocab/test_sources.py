@@ -40,11 +40,18 @@ def test_the_order_is_that_of_the_ids_and_special_tokens_stay_out(tmp_path):
     tokenizer.add_tokens([AddedToken("c", special=False)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     edited = json.loads((tmp_path / "tokenizer.json").read_text())
-    edited["model"]["unk_token"] = "<unk>"
+    edited["model"] |= {"unk_token": "<unk>", "vocab": dict(reversed(edited["model"]["vocab"].items()))}
     (tmp_path / "tokenizer.json").write_text(json.dumps(edited))
     source = read(tmp_path / "tokenizer.json")
     assert source.tokens == [b"b", b"a", b"ba"]
     assert source.skipped["control"] == ["<unk>", "c"]
+
+
+def test_byte_pieces_are_no_tokens(tmp_path):
+    vocab = {"a": 0} | {f"<0x{b:02X}>": b + 1 for b in range(256)}
+    Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True)).save(str(tmp_path / "tokenizer.json"))
+    source = read(tmp_path / "tokenizer.json")
+    assert source.tokens == [b"a"] and len(source.skipped["control"]) == 256
 
 
 def test_a_unigram_vocabulary(tmp_path):

@@ -59,6 +59,17 @@ def test_the_pieces_are_those_of_the_old_tokenizer(directory, tmp_path):
     assert tokenizer.decode(tokenizer(" a <|tool|>apples.")["input_ids"]).endswith(" a <|tool|>apples.")
 
 
+def test_the_normaliser_does_not_see_a_listed_token(tmp_path):
+    directory = made.byte_level_model(tmp_path / "model")
+    description = json.loads((directory / "tokenizer.json").read_text())
+    description["normalizer"] = {"type": "Lowercase"}
+    (directory / "tokenizer.json").write_text(json.dumps(description))
+    tokenizer, _ = extended(directory, tmp_path, ["TOTAL of"])
+    old = load(directory)
+    assert "TOTAL of" in tokenizer.tokenize("the TOTAL of it")
+    assert tokenizer("the total of it")["input_ids"] == old("the total of it")["input_ids"]
+
+
 def test_special_tokens_are_left_out_of_decoded_texts(directory, tmp_path):
     for special, shown in ((False, "a<|tool|>b"), (True, "ab")):
         tokenizer, _ = extended(directory, tmp_path, ["<|tool|>"], special=special)
