@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from coalign.config import check_names, located
+from coalign.config.errors import near
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.data.kinds import KINDS
 from coalign.data.loader import Loader, build_loader
 from coalign.data.packing import Packing
 from coalign.runtime.buffer import Buffer
@@ -32,6 +34,8 @@ def recipe(algorithm: str) -> type[Engine]:
 def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
     """The recipe and the models it needs, checked. ValueError names the key that is wrong, and its place."""
     cls = recipe(config.algorithm)
+    if cls.source not in KINDS:
+        raise ValueError(f"{cls.__name__}.source: '{cls.source}' is no kind of data{near(cls.source, KINDS)}")
     models = dict(config.models)
     if config.reward:
         models["reward"] = ModelConfig(module="reward", head="reward")

@@ -27,7 +27,7 @@ class Engine:
 
     ``models`` names every model of the recipe and the role it plays (Rollout, Scorer, Trainable); each is an attribute
     (``self.policy``) whose methods return Futures. ``sync`` lists (source, target) pairs: after each step the target
-    gets the source's weights. ``source`` says what the data set's rows become: ``prompts`` or ``conversations``.
+    gets the source's weights. ``source`` says what the data set's rows become (a key of coalign.data.kinds).
     ``defaults`` is configuration in the shape of the YAML, beneath the person's own.
     """
 
