@@ -8,9 +8,10 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from coalign.config.schema import GenerateConfig, ModelConfig
+from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader, build_loader
+from coalign.data.reader import RowReader
 from coalign.modules.native import NativeModule
 from coalign.runtime import fingerprint
 from coalign.runtime.display import Display
@@ -47,7 +48,7 @@ def generate(config: GenerateConfig, output: Path | None, display: Display, *, r
         for prompts in _draws(loader, (round - 1) * count, count, size, partial.done):
             records = _respond(module, prompts, config.samples, advance)
             fresh += sum(record["tokens"] for record in records)
-            partial.add(_chosen(_scored(records, judge), config) if judge else records)
+            partial.add(_chosen(_scored(records, judge, config), config) if judge else records)
         counts = _counts(partial, config)
         partial.finish()
     seconds = time.perf_counter() - begun
@@ -120,9 +121,18 @@ def _record(row: dict[str, Any], tokenizer: Any) -> Record:
     }
 
 
-def _scored(records: list[Record], judge: Judge) -> list[Record]:
+def _scored(records: list[Record], judge: Judge, config: GenerateConfig) -> list[Record]:
+    reader = RowReader(config.data, SourceConfig(path=""))
     answers = [
-        Answer(r["messages"], [{"role": "assistant", "content": r["response"]}], r, r["group"], r["index"], r["tokens"])
+        Answer(
+            r["messages"],
+            [{"role": "assistant", "content": r["response"]}],
+            row=r,
+            group=r["group"],
+            index=r["index"],
+            tokens=r["tokens"],
+            tools=reader.tools(r),
+        )
         for r in records
     ]
     return [record | entries(verdict) for record, verdict in zip(records, judge(answers), strict=True)]

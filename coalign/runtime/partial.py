@@ -70,6 +70,8 @@ class Partial:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
+        if error[0] is not None and self.done:
+            log.warning("%s keeps what is finished: the same call goes on from there", self.path)
 
     def add(self, unit: Sequence[Record]) -> None:
         """Keep the records of a finished unit."""
