@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.examples import Example
 from coalign.data.loader import build_loader
 from coalign.data.packing import Packing
-from coalign.modules.layout import pack
 from tests.tiny import tiny_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -316,53 +314,6 @@ def test_resuming_a_token_budget_anywhere(tmp_path, packing):
         resumed.load_state_dict(json.loads(json.dumps(running.state_dict())))
         assert [drawn(resumed, 1) for _ in range(3)] == whole[position : position + 3]
         running.next()
-
-
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_packed_rows_make_parts_alike_and_micro_batches_full(tmp_path, parts):
-    lengths = [8 + int(400 * (71 * i % 97 / 97) ** 3) for i in range(192)]  # few are long
-    rows = [{"prompt": "p", "answer": "a" * n, "n": i} for i, n in enumerate(lengths)]
-    path = write(tmp_path / "a.jsonl", rows)
-    settings = {"kind": "conversations", "batch_size": 48, "chat_template": "none"}
-    plain, packed = loader(path, **settings), loader(path, packing=Packing(parts, 900), **settings)
-    waste = Counter()
-    for _ in range(16):
-        before, after = plain.next(), packed.next()
-        assert before["group"].tolist() == after["group"].tolist()
-        assert sorted(r["n"] for r in before["rows"]) == sorted(r["n"] for r in after["rows"])
-        for name, batch in (("before", before), ("after", after)):
-            split = batch.split(parts, keep="group")
-            tokens = [part.tokens_total for part in split]
-            attention = [int((part.lengths**2).sum()) for part in split]
-            waste[name, "tokens"] += parts * max(tokens) / sum(tokens) - 1
-            waste[name, "attention"] += parts * max(attention) / sum(attention) - 1
-            # Ranks go in step, so each has as many micro-batches as the one with the most.
-            waste[name, "micros"] += parts * max(len(part.micro(900)) for part in split)
-            waste[name, "calls"] += sum(len(pack(part).blocks) for part in split)
-    assert waste["after", "calls"] < 0.8 * waste["before", "calls"]
-    assert waste["after", "micros"] < waste["before", "micros"]
-    if parts > 1:
-        assert waste["after", "tokens"] < 0.3 * waste["before", "tokens"]
-        assert waste["after", "attention"] < 0.3 * waste["before", "attention"]
-
-
-def test_packing_keeps_the_sequences_of_a_row_together(tmp_path):
-    rows = [{"prompt": "p", "chosen": "a" * (13 * i % 50 + 2), "rejected": "b", "n": i} for i in range(12)]
-    batch = loader(write(tmp_path / "a.jsonl", rows), kind="preferences", batch_size=12, packing=Packing(3, 60)).next()
-    assert batch["group"].tolist() == [g for g in range(12) for _ in range(2)]
-    assert batch["index"].tolist() == [0, 1] * 12
-    numbers = [row["n"] for row in batch["rows"]]
-    assert numbers[::2] == numbers[1::2] and sorted(numbers[::2]) == list(range(12))
-
-
-def test_packing_by_hand():
-    def packed(lengths, *packing):
-        rows = Packing(*packing).order([[Example([0] * n, {})] for n in lengths])
-        return [len(example.tokens) for row in rows for example in row]
-
-    assert packed([2, 9, 4, 7, 6, 2], 2) == [9, 4, 2, 7, 6, 2]  # 15 and 15
-    assert packed([4, 4, 6, 6], 1, 10) == [6, 4, 6, 4]  # long to short would need three micro-batches
-    assert packed([1, 3], 1) == [3, 1]
 
 
 def test_all_goes_through_in_order_and_leaves_the_cursor(tmp_path):

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.formats import JsonLines, Parquet
@@ -88,6 +90,42 @@ def test_resuming_anywhere_continues_the_run(tmp_path, form):
         assert drawn(resumed, 10) == whole[position : position + 10]
         running.next()
     assert len(json.dumps(running.state_dict())) < 700
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from(["row", "row", "blank line", "empty", "missing"]), min_size=1, max_size=30),
+    st.integers(1, 12),
+    st.sampled_from([{}, {"phases": {"a": 1, "b": 2}, "phase": "b"}]),
+    st.integers(0, 40),
+)
+def test_a_stream_draws_what_a_scan_finds(tmp_path_factory, lines, window, phases, stop):
+    said = {"blank line": "", "empty": '{"prompt": ""}', "missing": '{"n": 1}'}
+    path = tmp_path_factory.mktemp("stream") / "a.jsonl"
+    path.write_text("\n".join(said.get(line, f'{{"prompt": "p", "n": {n}}}') for n, line in enumerate(lines)))
+    config = {"on_missing_key": "drop", **phases}
+    try:
+        scanned = build_loader(
+            DataConfig(train=[SourceConfig(path=str(path))], **config),
+            TOKENIZER,
+            kind="prompts",
+            split="train",
+            batch_size=1,
+            seed=0,
+        )
+    except ValueError:  # nothing can be used
+        with pytest.raises(ValueError, match=r"no usable rows|holds no rows"):
+            loader(str(path), window=window, **config).next()
+        return
+    numbers = [row["n"] for batch in scanned.all() for row in batch["rows"]]
+    made = loader(str(path), window=window, **config)
+    epochs = [sorted(drawn(made, len(numbers))) for _ in range(3)]
+    assert epochs == [numbers] * 3
+    made = loader(str(path), window=window, **config)
+    drawn(made, stop)
+    resumed = loader(str(path), window=window, **config)
+    resumed.load_state_dict(made.state_dict())
+    assert drawn(resumed, 20) == drawn(made, 20) and resumed.report() == made.report()
 
 
 def test_bad_rows_fall_under_the_policies_as_they_come(tmp_path):
