@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ def load(config: ModelConfig, *, seed: int, name: str = "*") -> PreTrainedModel:
             model = auto.from_config(hf, **options)
         missing: set[str] = set()
     else:
-        model, info = auto.from_pretrained(config.load, config=hf, output_loading_info=True, **options, **quantization)
+        # Weights of another shape are refused below, by name.
+        loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = auto.from_pretrained(config.load, config=hf, **loading, **options, **quantization)
+        _refuse_other_shapes(config.load, info["mismatched_keys"])
         missing = set(info["missing_keys"])
         if quantization:
             _keep_quantized(model)
@@ -80,6 +84,13 @@ def load(config: ModelConfig, *, seed: int, name: str = "*") -> PreTrainedModel:
         some, all_ = model.num_parameters(only_trainable=True), model.num_parameters()
         log.info("models.%s trains %s of %s parameters (%.2f %%)", name, f"{some:,}", f"{all_:,}", 100 * some / all_)
     return model
+
+
+def _refuse_other_shapes(directory: str, found: Iterable[tuple[str, torch.Size, torch.Size]]) -> None:
+    """As of a vocabulary that was extended in config.json only, or a classifier of several labels."""
+    wrong = [f"{name} is {list(there)} there and {list(here)} in the model" for name, there, here in sorted(found)]
+    if wrong:
+        raise ValueError(f"{directory}: the weights do not fit: {'; '.join(wrong)}")
 
 
 def skeleton(config: ModelConfig, *, name: str = "*") -> PreTrainedModel:

@@ -415,6 +415,16 @@ def test_a_directory_without_a_model_is_named(tmp_path):
         module(str(tmp_path))
 
 
+def test_a_checkpoint_with_weights_of_another_shape_is_refused(tmp_path):
+    import json
+
+    tiny_model_dir(tmp_path, vocab=300)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 400}))
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is \[300, 32\] there and \[400, 32\] in the model"):
+        module(str(tmp_path))
+
+
 def test_a_checkpoint_with_missing_weights_is_refused(path, tmp_path):
     from safetensors.torch import load_file, save_file
 
