@@ -12,14 +12,12 @@ from coalign.config.schema import OptimizerConfig
 def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Moments of tensors of 4096 and more entries in 8 bits, in blocks of 256; of smaller ones in float32.
 
-    Raises ImportError where bitsandbytes is not installed, and ValueError for sharded parameters, which it cannot read.
+    Parameters must be whole: it cannot read sharded ones. Raises ImportError where bitsandbytes is not installed.
     """
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError as problem:
         raise ImportError("optimizer.name: `adamw_8bit` needs bitsandbytes (pip install coalign[qlora])") from problem
-    if any(hasattr(p, "full_tensor") for group in groups for p in group["params"]):
-        raise ValueError("optimizer.name: `adamw_8bit` trains on one process (num_process: 1); sharded: `adamw`")
     optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     for i, group in enumerate(optimizer.param_groups):
         for j, parameter in enumerate(group["params"]):

@@ -35,6 +35,7 @@ HEAVY = {
     "deepspeed": "modules/deepspeed.py",
     "math_verify": "rewards/symbolic.py",
     "datasets": "data/sources.py",
+    "bitsandbytes": "modules/bnb.py",
     "peft": "modules/lora.py",
     "sentencepiece": "vocab/sentencepiece_model.py",
 }

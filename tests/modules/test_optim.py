@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from coalign.config.schema import OptimizerConfig
+from coalign.config.schema import ModelConfig, OptimizerConfig
 from coalign.modules.optim import build, clip
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import module, same, weights
@@ -147,6 +147,12 @@ def test_eight_bits_without_bitsandbytes(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ImportError, match=r"`adamw_8bit` needs bitsandbytes \(pip install"):
         build_for(pair()[0], name="adamw_8bit")
+
+
+def test_eight_bits_over_several_processes():
+    ModelConfig(optimizer={"name": "adamw_8bit"}, num_process=2, frozen=True)
+    with pytest.raises(ValueError, match="`adamw_8bit` cannot read parameters that 2 processes share"):
+        ModelConfig(optimizer={"name": "adamw_8bit"}, num_gpu=2)
 
 
 def test_eight_bits_stay_close_to_adamw(path):

@@ -142,3 +142,13 @@ class ModelConfig(Section):
         if (processes := self.num_process or max(1, self.num_gpu)) > 1:
             raise Conflict(key, f"needs the whole model in one process (num_process: 1), not in {processes}")
         return self
+
+    @model_validator(mode="after")
+    def _eight_bits_need_whole_parameters(self) -> Self:
+        processes = self.num_process or max(1, self.num_gpu)
+        if self.optimizer.name == "adamw_8bit" and processes > 1 and not self.frozen:
+            raise Conflict(
+                ("optimizer", "name"),
+                f"`adamw_8bit` cannot read parameters that {processes} processes share; use `adamw`, or num_process: 1",
+            )
+        return self
