@@ -151,10 +151,10 @@ def prepare(work: Path, count: int, length: int, solutions: Path | None) -> Sett
     equal = [Row(r.prompt, r.chosen[: length // 2], r.rejected) for r in free]
     bare = [Row(r.prompt[:1], r.chosen[: length // 2], r.rejected) for r in free]
     # A reference that has learned to write, as in life: sums of log-probs stay small, and TRL's float32 sums accurate.
-    # The policy has learned on, so that it differs from its reference and z0 is above 0.
+    # The policy has learned on from the winners, so that it differs from its reference and z0 is above 0.
     responses = packed([(r.prompt, response) for r in free for response in (r.chosen, r.rejected)])
     learn(reference, reference, responses, steps=40, lr=3e-3)
-    learn(reference, policy, responses, steps=4, lr=1e-3)
+    learn(reference, policy, packed([(r.prompt, r.chosen) for r in free]), steps=6, lr=1e-3)
     torch.manual_seed(1)
     noisy = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
     with torch.no_grad():
