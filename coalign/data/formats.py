@@ -10,9 +10,10 @@ import mmap
 import os
 import tempfile
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +30,10 @@ class BadRow(ValueError):
 
 
 class File(Protocol):
-    """The rows of one file, numbered from 0. BadRow for one that is not an object with keys."""
+    """The rows of one file, numbered from 0. BadRow for one that is not an object with keys.
+
+    A file that is opened with ``max_samples`` needs no access by number to more than the first so many.
+    """
 
     path: Path
 
@@ -137,19 +141,14 @@ class Parquet:
         return f"{self.path} row {index}"
 
     def read(self, start: int) -> Iterator[Found]:
-        groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.metadata.num_row_groups)]
-        first = skipped = 0  # row group, and the rows before it
-        while first < len(groups) and skipped + groups[first] <= start:
-            skipped += groups[first]
-            first += 1
-        index = skipped
-        for batch in self._file.iter_batches(batch_size=1024, row_groups=range(first, len(groups))):
-            wanted = batch.slice(max(0, start - index), max(0, self._length - max(start, index)))
-            for number, row in enumerate(wanted.to_pylist(), max(start, index)):
+        groups = range(self._file.metadata.num_row_groups)
+        ends = list(accumulate(self._file.metadata.row_group(i).num_rows for i in groups))
+        begin = bisect_right(ends, start)
+        index = ends[begin - 1] if begin else 0
+        for batch in self._file.iter_batches(batch_size=1024, row_groups=groups[begin:]):
+            for number, row in enumerate(batch[max(0, start - index) :].to_pylist(), max(start, index)):
                 yield partial(_object, row), partial(self.where, number), number + 1
             index += len(batch)
-            if index >= self._length:
-                return
 
     @cached_property
     def _unpacked(self) -> Any:
