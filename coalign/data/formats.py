@@ -158,8 +158,12 @@ class Parquet:
         os.close(descriptor)
         try:
             with ipc.new_stream(name, self._file.schema_arrow) as out:
+                written = 0
                 for batch in self._file.iter_batches():
                     out.write_batch(batch)
+                    written += len(batch)
+                    if written >= self._length:
+                        break
             return ipc.open_stream(memory_map(name)).read_all()
         finally:
             os.unlink(name)  # what is mapped stays until nobody maps it
