@@ -20,6 +20,7 @@ from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator
 from coalign.runtime.reference import BaseWeights, shared_bases
 from coalign.runtime.trainer import Trainer
+from coalign.runtime.vocabulary import check_tokens_fit
 from coalign.types import Context, Trainable
 from coalign.weights.sync import WeightSync
 
@@ -79,7 +80,10 @@ def load_tokenizer(config: RunConfig) -> Any:
     if not Path(directory).is_dir():
         raise ValueError(f"models: `load: {directory}` is not a directory (a Hugging Face model directory is expected)")
     trust = any(model.trust_remote_code for model in config.models.values())
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+    for name, model in config.models.items():
+        check_tokens_fit(f"models.{name}.load", model, highest=max(tokenizer.get_vocab().values(), default=-1))
+    return tokenizer
 
 
 def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Context:

@@ -1,4 +1,4 @@
-"""Whether two models speak of the same tokens: what a comparison of their distributions rests on."""
+"""Whether models and tokenizers speak of the same tokens, seen from their files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str
         f"({len(there)} and {len(here)} tokens, {len(differing)} entries differ, first {token!r} = {number}); "
         "log-probs of tokens can only be compared over one vocabulary"
     )
+
+
+def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
+    """ValueError if the tokenizer's ``highest`` id has no row in the embedding of ``model``, or there are no ids at all.
+
+    ``key`` is what the error names."""
+    file = Path(model.load or ".") / "config.json"
+    if not file.is_file():
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    rows = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
+    if highest < 0:
+        raise ValueError(f"{key}: the run's tokenizer has no tokens at all; its vocabulary file seems to be missing")
+    if rows is not None and highest >= rows:
+        raise ValueError(
+            f"{key}: the run's tokenizer has ids up to {highest}, but {file} says vocab_size {rows}; "
+            "`coalign extend-vocab` adds rows for new tokens"
+        )
 
 
 def _tokens(model: ModelConfig) -> dict[str, int] | None:

@@ -1,8 +1,8 @@
 import pytest
 
 from coalign.config.schema import ModelConfig
-from coalign.runtime.vocabulary import check_same_vocabulary
-from tests.tiny import tiny_tokenizer
+from coalign.runtime.vocabulary import check_same_vocabulary, check_tokens_fit
+from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 NAMES = ("trainer", "teacher")
 
@@ -25,3 +25,14 @@ def test_another_vocabulary_is_refused_with_the_first_difference(tmp_path):
         ValueError, match=r"models\.teacher\.load: .* \(260 and 259 tokens, 1 entries differ, first '<plus>' = 259\)"
     ):
         check_same_vocabulary(*models, NAMES)
+
+
+def test_a_token_without_a_row_is_refused(tmp_path):
+    model = ModelConfig(load=str(tiny_model_dir(tmp_path, vocab=300)))
+    check_tokens_fit("models.trainer.load", model, highest=299)
+    with pytest.raises(
+        ValueError, match=r"models\.trainer\.load: .* ids up to 300, but .*config\.json says vocab_size 300"
+    ):
+        check_tokens_fit("models.trainer.load", model, highest=300)
+    with pytest.raises(ValueError, match=r"no tokens at all"):
+        check_tokens_fit("models.trainer.load", model, highest=-1)
