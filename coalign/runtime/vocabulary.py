@@ -23,9 +23,8 @@ def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str
 
 
 def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
-    """ValueError if the tokenizer's ``highest`` id has no row in the embedding of ``model``, or there are no ids at all.
-
-    ``key`` is what the error names."""
+    """ValueError, naming ``key``, if the tokenizer's ``highest`` id has no row in the embedding of ``model``; -1: there
+    are no ids at all."""
     file = Path(model.load or ".") / "config.json"
     if not file.is_file():
         return
