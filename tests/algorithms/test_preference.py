@@ -301,6 +301,19 @@ class TestMicroBatches:
         expected = Objective(name).loss(responses_of(batch, logprobs, ref[mask])).value
         assert expected.shape == (4,) and expected[2] == 0
 
+    @pytest.mark.parametrize("name", BATCH)
+    def test_a_loss_of_the_whole_batch_is_not_divided(self, name):
+        batch = Batch(
+            T([2, 2, 2, 2]),
+            {"tokens": torch.zeros(8, dtype=torch.int32), "ref_logprobs": torch.zeros(8)},
+            {"group": T([0, 0, 1, 1]), "preference": T([1.0, 0.0, 0.0, 1.0])},
+        )
+        logprobs = T([-1.0, -2.0, -3.0, -0.5])
+        share, _ = Objective(name, beta=1.0)(batch, {"logprobs": logprobs}, Totals(4, 4, 2))
+        # Log-ratios: winners -1, -0.5; losers -2, -3. `aot`: 1 and 2.5 against 0; unpaired: -1, -0.5 against -3, -2.
+        z = (1, 2.5) if name == "aot" else (2, 1.5)
+        assert share.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 2)
+
 
 def responses_of(batch, logprobs, ref):
     sizes = (batch.lengths - 1).tolist()
