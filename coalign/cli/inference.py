@@ -45,6 +45,9 @@ def generate(
     reward_model: Annotated[
         Path | None, typer.Option(help="Score by this model: a Hugging Face directory with a reward head.")
     ] = None,
+    reward_template: Annotated[
+        str, typer.Option(help="The reward model's chat template: `auto`, `none`, or a Jinja file.")
+    ] = "auto",
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,
@@ -82,6 +85,7 @@ def generate(
             keep="best" if best else "all",
             reward=_rewards(reward),
             reward_model=str(reward_model) if reward_model else None,
+            reward_template=reward_template,
             sampling=_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop),
             seed=seed,
             dtype=dtype,

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near
-from coalign.config.layers import Layer, with_includes, written_out
+from coalign.config.layers import Layer, assign, from_file, with_includes, written_out
 from coalign.config.loading import Defaults, Outside, given, load_run, refuse, validated
-from coalign.config.reading import parse
 from coalign.config.schema import STAGES, PipelineConfig, Section
 
 
@@ -37,10 +36,8 @@ class PipelineFile:
         outside = Outside(self.source.parent, names, made)
         with self.located(index):
             if kind == "train":
-                data = {"include": os.path.abspath(self._beside(data))} if isinstance(data, str) else dict(data)
-                return load_run(with_includes(self.source, data, places), outside, defaults)
-            schema = STAGES[kind]
-            return validated(Layer(written_out(data, (), schema), places, schema=schema), outside)
+                return load_run(with_includes(self.source, dict(data), places), outside, defaults)
+            return validated(Layer(data, places, schema=STAGES[kind]), outside)
 
     @contextmanager
     def located(self, index: int) -> Iterator[None]:
@@ -54,48 +51,63 @@ class PipelineFile:
         except Conflict as error:
             raise ConfigError([self.layer.places.on(Problem(key + error.key, error.message))]) from None
 
-    def _beside(self, name: str) -> Path:
-        """A file from the current directory, or else from that of the pipeline."""
-        return Path(name) if Path(name).exists() else self.source.parent / name
-
 
 def load_pipeline(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> PipelineFile:
     """Read a pipeline and validate what is not a stage's own. ``overrides`` name stages by number or by name
     (``stages.train.runtime.steps=5``). Raises ConfigError."""
     layer, folder = given(source, (), PipelineConfig)
     refuse(layer)
-    layer, _ = given(source, [_numbered(text, layer.data.get("stages")) for text in overrides], PipelineConfig)
+    _write_out(layer, folder)
+    for override in overrides:
+        assign(layer, _numbered(override, _stages(layer)))
     refuse(layer)
-    header = replace(layer, data=_without_settings(layer.data), problems=[])
+    _write_out(layer, folder)
+    header = replace(layer, data=_without_settings(layer), problems=[])
     return PipelineFile(validated(header, Outside(folder)), layer, Path(source))
 
 
 def is_pipeline(path: str | os.PathLike[str]) -> bool:
-    """Whether a YAML file that can be read is one of a pipeline."""
-    data, _ = parse(Path(path).read_text(encoding="utf-8"), str(path))
-    return isinstance(data, dict) and "stages" in data
+    """Whether a YAML file is one of a pipeline; a file that cannot be read is not."""
+    return "stages" in from_file(Path(path)).data
 
 
-def _without_settings(data: dict[str, Any]) -> dict[str, Any]:
-    stages = data.get("stages")
-    if not isinstance(stages, list):
-        return data
+def _stages(layer: Layer) -> list[dict[str, Any]]:
+    """The stages that can be read; validation refuses the others."""
+    stages = layer.data.get("stages")
+    return [stage if isinstance(stage, dict) else {} for stage in stages] if isinstance(stages, list) else []
+
+
+def _write_out(layer: Layer, folder: Path) -> None:
+    """Write out the short forms of stages (`score: math`, `train: sft.yaml`), so that overrides can reach inside."""
+    for stage in _stages(layer):
+        for kind, schema in STAGES.items():
+            if kind == "train" and isinstance(stage.get(kind), str):
+                path = Path(stage[kind])
+                stage[kind] = {"include": os.path.abspath(path if path.exists() else folder / path)}
+            elif kind in stage:
+                stage[kind] = written_out(stage[kind], (), schema)
+
+
+def _without_settings(layer: Layer) -> dict[str, Any]:
+    """The data with nothing of the stages but their names and kinds."""
+    if not isinstance(layer.data.get("stages"), list):
+        return layer.data
     bare = [
-        {name: {} if name in STAGES and isinstance(item, dict | str) else item for name, item in stage.items()}
+        {name: {} if name in STAGES and isinstance(item, dict) else item for name, item in stage.items()}
         if isinstance(stage, dict)
         else stage
-        for stage in stages
+        for stage in layer.data["stages"]
     ]
-    return {**data, "stages": bare}
+    return {**layer.data, "stages": bare}
 
 
-def _numbered(override: str, stages: Any) -> str:
+def _numbered(override: str, stages: Sequence[dict[str, Any]]) -> str:
     """``stages.train.runtime.steps=5`` with the stage's number and kind for its name."""
     match = re.match(r"stages\.([A-Za-z]\w*)([.=].*)", override, re.DOTALL)
-    if not match or not isinstance(stages, list):
+    if not match:
         return override
-    kinds = [next((k for k in STAGES if k in stage), "") if isinstance(stage, dict) else "" for stage in stages]
-    names = [(isinstance(s, dict) and s.get("name")) or kind for s, kind in zip(stages, kinds, strict=True)]
+    kinds = [next((kind for kind in STAGES if kind in stage), "") for stage in stages]
+    names = [stage.get("name") or kind for stage, kind in zip(stages, kinds, strict=True)]
     if match[1] not in names:
         problem = f"there is no stage '{match[1]}'{near(match[1], names)}"
         raise ConfigError([Problem(("stages",), problem, Place(f"override '{override}'"))])

@@ -144,6 +144,8 @@ class TextStream:
 
 def typed(prompt: str) -> Iterator[str]:
     """Lines that a person types after ``prompt``, until Ctrl-D. Ctrl-C takes back the line."""
+    import readline  # noqa: F401 (gives `input` its editing and its history)
+
     while True:
         try:
             yield input(prompt)

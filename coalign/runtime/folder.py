@@ -21,7 +21,7 @@ from coalign.types import Metric
 log = logging.getLogger(__name__)
 
 
-class FolderInUse(RuntimeError):
+class FolderInUse(OSError):
     """Another process is writing to this run folder."""
 
 

@@ -80,16 +80,16 @@ class ScoreRow:
         return Scored(row, {name: Answer(*pair, row, tools=tools, **rest) for name, pair in said.items()})
 
     def _answers(self, row: Record) -> dict[str, tuple[list[Message], list[Message]]]:
-        """(prompt, response) by name: chosen and rejected, or one without a name."""
+        """(prompt, response) by name: one without a name, or chosen and rejected."""
         data, key = self.config.data, self.config.response_key
-        if self.reader.has(row, data.chosen_key):
-            said = {name: self.reader.value(row, name) for name in (data.chosen_key, data.rejected_key)}
-            prompt, responses = self.reader.compared(row, said)
-            return {name: (prompt, r) for name, r in zip(("chosen", "rejected"), responses, strict=True)}
         if self.reader.has(row, key):
             said = row[key]
             answer = [{"role": "assistant", "content": said}] if isinstance(said, str) else as_response(said, key)
             return {"": (self.reader.prompt(row), answer)}
+        if self.reader.has(row, data.chosen_key):
+            said = {name: self.reader.value(row, name) for name in (data.chosen_key, data.rejected_key)}
+            prompt, responses = self.reader.compared(row, said)
+            return {name: (prompt, r) for name, r in zip(("chosen", "rejected"), responses, strict=True)}
         if not self.reader.has(row, data.messages_key):
             raise BadRow(
                 f"nothing to score: the row has neither '{key}' nor '{data.messages_key}' nor '{data.chosen_key}'; "

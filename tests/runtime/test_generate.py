@@ -13,7 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
 
+from coalign.cli import app
 from coalign.config.schema import DataConfig, GenerateConfig, NativeConfig, SamplingConfig, SourceConfig
 from coalign.modules.native import NativeModule
 from coalign.rewards.calls import RewardError
@@ -208,6 +210,18 @@ def test_each_round_draws_other_prompts(home, tmp_path):
         assert [r["group"] for r in rows(out)] == [2 * round - 2, 2 * round - 1]
         drawn += [r["_row"] for r in rows(out)]
     assert sorted(drawn) == list(range(ROWS)) and drawn != sorted(drawn)
+
+
+def test_on_the_command_line(home, tmp_path):
+    out = tmp_path / "out.jsonl"
+    options = ["--chat-template", "none", "--max-new-tokens", "6", "-n", str(SAMPLES)]
+    command = ["generate", str(home / "model"), "-i", str(home / "sums.jsonl"), "-o", str(out), *options]
+    assert CliRunner().invoke(app, [*command, "--best", "--reward", "tests.runs:digits"]).exit_code == 0
+    generate(settings(home, reward=["tests.runs:digits"], keep="best"), tmp_path / "best.jsonl", quiet())
+    assert out.read_bytes() == (tmp_path / "best.jsonl").read_bytes()
+    shown = CliRunner().invoke(app, ["generate", str(home / "model"), "-p", "0+3=", *options])
+    assert shown.exit_code == 0 and rows(out)[0]["response"].strip() in shown.stdout
+    assert "give either --prompt" in str(CliRunner().invoke(app, ["generate", str(home / "model")]).exception)
 
 
 def test_what_is_wrong_is_said(home, tmp_path):

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from coalign.cli import app
 from coalign.config import ConfigError
 from coalign.config.pipelines import is_pipeline, load_pipeline
 from coalign.runtime import pipeline
@@ -202,7 +204,7 @@ SMALL = [
     "stages.generate.prompts=4",
     "stages.generate.samples=4",
     "stages.generate.sampling.max_new_tokens=8",
-    "stages.score.reward=tests.runs:digits",
+    "stages.score=tests.runs:digits",
     "stages.select.truncated=keep",
     "stages.train.runtime={steps: 2, prompts_per_step: 2, threads: 1, tensorboard: false, cluster: local}",
     "stages.train.data.chat_template=none",
@@ -239,6 +241,12 @@ def test_a_run_of_its_own_as_a_stage(home):
     assert (first.settings.seed, other.settings.seed, other.name) == (5, 6, "fine")
     assert [s.settings.models["trainer"].optimizer.warmup for s in (first, second)] == [1, 2]
     assert second.settings.models["trainer"].load == str(first.output)
+
+
+def test_short_forms(home):
+    stages = pipeline.plan(load_pipeline(write(home, "short"), ["stages.score=math", "stages.select=best_worst"]))
+    assert [reward.fn for reward in stages[1].settings.reward] == ["math"]
+    assert stages[2].settings.keep == "best_worst" and stages[2].settings.data == [str(stages[1].output)]
 
 
 def test_a_reward_model_does_not_become_the_current_model(home):
@@ -299,6 +307,10 @@ def test_more_bad_input(home):
     path = write(home, "bad")
     with pytest.raises(ConfigError, match=r"there is no stage 'tran'; did you mean 'train'\?"):
         load_pipeline(path, ["stages.tran.seed=1"])
+    with pytest.raises(ConfigError, match=r"stages\[3\]\.train: is 5; expected a mapping of keys to values"):
+        load_pipeline(path, ["stages.train=5"])
+    with pytest.raises(ConfigError, match=r"stages\[0\]\.generate: is 'best'; expected a mapping of keys to values"):
+        load_pipeline(path, ["stages.generate=best"])
     with pytest.raises(
         ConfigError, match=r"override 'stages\[3\]\.train\.sed=1': stages\[3\]\.train\.sed: unknown key"
     ):
@@ -318,6 +330,9 @@ def test_more_bad_input(home):
 def test_check_knows_a_pipeline_from_a_run(home):
     assert is_pipeline(write(home, "whole"))
     assert not is_pipeline(ROOT / "examples" / "gsm8k_sft.yaml")
+    assert not is_pipeline(home / "nothing.yaml")  # reading it as a run says what is wrong
+    shown = CliRunner().invoke(app, ["check", str(home / "whole.yaml"), "rounds=1"])
+    assert shown.exit_code == 0 and "round 1 select: keep best" in shown.stdout and "round 2" not in shown.stdout
 
 
 def test_a_training_run_that_is_stopped_ends_the_pipeline_with_its_code(home, whole, monkeypatch):

@@ -6,7 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
 
+from coalign.cli import app
 from coalign.config.schema import DataConfig, ScoreConfig, SourceConfig
 from coalign.modules.fsdp import FSDPModule
 from coalign.rewards.calls import RewardError
@@ -82,14 +84,20 @@ def test_a_reward_model_over_every_kind_of_row(judge, tmp_path):
         {"prompt": "1+1=", "messages": [ASKED], "response": SAID["content"], "group": 7},
         {"prompt": "1+1=", "chosen": SAID["content"], "rejected": worse["content"]},
         {"chosen": [ASKED, SAID], "rejected": [ASKED, worse]},
+        {
+            "prompt": "1+1=",
+            "chosen": "a",
+            "rejected": "b",
+            "response": SAID["content"],
+        },  # generated from a pair's prompt
     )
     rows, _ = scored(path, tmp_path, reward_model=str(judge))
     right, wrong = expected(judge, [ASKED, SAID]), expected(judge, [ASKED, worse])
     assert abs(right - wrong) > 0.01
     near = lambda value: pytest.approx(value, abs=1e-5)  # noqa: E731
-    assert [row["score"] for row in (rows[0], rows[2], rows[3])] == near([right] * 3)
+    assert [rows[i]["score"] for i in (0, 2, 3, 6)] == near([right] * 4)
     assert rows[1]["score"] == near(expected(judge, [system, ASKED, SAID])) and rows[1]["extra"] == 5
-    for pair in rows[4:]:
+    for pair in rows[4:6]:
         assert (pair["chosen_score"], pair["rejected_score"]) == near((right, wrong))
 
 
@@ -150,6 +158,19 @@ def test_beyond_the_reward_models_context(judge, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert rows[0]["score"] is None and rows[1]["score"] is not None
     assert "1 long; first: group 0, index 0 has 2" in err.export_text()
+
+
+def test_on_the_command_line(judge, tmp_path):
+    path, out = write(tmp_path / "r.jsonl", {"prompt": "q", "chosen": "long", "rejected": "s"}), tmp_path / "out.jsonl"
+    options = ["-i", str(path), "-o", str(out)]
+    result = CliRunner().invoke(app, ["score", str(judge), *options])
+    assert result.exit_code == 0 and "pair_accuracy" in result.stdout
+    assert CliRunner().invoke(app, ["score", *options, "--reward", LENGTH[0]["fn"]]).exit_code == 0
+    assert json.loads(out.read_text())["chosen_score"] == 4.0
+    reward = "{fn: regex, pattern: l.*, weight: 2.0}"
+    assert CliRunner().invoke(app, ["score", *options, "--reward", reward]).exit_code == 0
+    assert json.loads(out.read_text())["chosen_score"] == 2.0
+    assert "give either MODEL" in str(CliRunner().invoke(app, ["score", *options]).exception)
 
 
 class Killed(BaseException):

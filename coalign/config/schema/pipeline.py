@@ -65,6 +65,8 @@ class ScoreConfig(JudgeConfig):
     """Scores for responses in a file, one row after the other: {prompt or messages, response}, {messages} that end with
     an answer, or {prompt, chosen, rejected}."""
 
+    shorthand = "reward"
+
     data: DataConfig = DataConfig()
     """`train` is the file (none: what the stage before has written); the keys say what its rows hold."""
     response_key: str = "response"
@@ -78,6 +80,8 @@ class ScoreConfig(JudgeConfig):
 
 class SelectConfig(Section):
     """What of the scored responses is learnt from. Responses without a score are dropped, and counted."""
+
+    shorthand = "keep"
 
     keep: Literal["best", "threshold", "all", "best_worst", "labelled"]
     """As conversations, for SFT: `best`, of each prompt's responses the one with the highest score; `threshold`, every
@@ -112,7 +116,7 @@ class StageConfig(Section):
     """See GenerateConfig; likewise below."""
     score: dict[str, Any] | None = None
     select: dict[str, Any] | None = None
-    train: str | dict[str, Any] | None = None
+    train: dict[str, Any] | None = None
     """A run's YAML (its `output` becomes the folder of the stage), or the path of one; `include` puts files beneath."""
 
     @property
