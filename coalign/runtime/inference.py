@@ -10,7 +10,9 @@ from coalign.runtime.display import Display
 
 
 def evaluate(config: RunConfig, model: Path | None, display: Display) -> None:
-    """Print the metrics of a run's evaluation set; ``model`` replaces the directory that the evaluated model loads."""
+    """Print the metrics of a run's evaluation set, with ``model`` in place of the directory that the model learns from.
+
+    The reference and other frozen models stay those of the run."""
     from coalign.cluster.start import start
     from coalign.runtime.build import build, recipe
     from coalign.runtime.folder import flatten
@@ -19,8 +21,9 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> None:
     if not config.data.eval:
         raise ValueError("data.eval: there is nothing to evaluate on; name a file")
     if model is not None:
-        models = {n: m.model_copy(update={"load": str(model), "init": "load"}) for n, m in config.models.items()}
-        config = config.model_copy(update={"models": models})
+        given = {"load": str(model), "init": "load", "head_init": "load", "lora": None}
+        main = config.models[names[0]].model_copy(update=given)
+        config = config.model_copy(update={"models": {**config.models, names[0]: main}})
     cluster = start(config)
     try:
         engine = build(config, cluster, only=names)
