@@ -48,8 +48,12 @@ def bare(kind: Any) -> Any:
 
 
 def input_at(key: Key, root: type[Section] = RunConfig) -> Input | None:
-    """What must exist where the text at ``key`` points; None for a text that is no path of an input."""
-    return next((mark for mark in _marks(type_at(key, root)) if isinstance(mark, Input)), None)
+    """What must exist where the text at ``key`` points; None for a text that is no path of an input. A list's only item
+    may stand without brackets."""
+    kind = type_at(key, root)
+    if get_origin(bare(kind)) is list:
+        kind = get_args(bare(kind))[0]
+    return next((mark for mark in _marks(kind) if isinstance(mark, Input)), None)
 
 
 def _inside(kind: Any, part: str | int) -> Any:

@@ -132,8 +132,12 @@ def test_a_changed_reward_function_is_another_setting(home, monkeypatch, tmp_pat
     path = write(home, "source", rounds=1)
     run(path, "stages.score.reward=rewards_of_mine:reward")
     source.write_text("def reward(sample):\n    return -1.0 * len(sample.response)\n")
+    monkeypatch.delitem(sys.modules, "rewards_of_mine")  # as in another process
     _, shown = run(path, "stages.score.reward=rewards_of_mine:reward")
     assert "round 1 score is done anew: reward[0].fn (source) changed" in shown
+    assert "round 1 select is done anew: data[0] changed" in shown
+    assert "round 1 train is done anew: data.train[0].path changed" in shown
+    assert shown.count("done before") == 1
 
 
 class Killed(BaseException):
@@ -325,6 +329,8 @@ def test_more_bad_input(home):
         pipeline.plan(load_pipeline(write(home, "first", text="stages: [{{select: {{keep: best}}}}]\n")))
     with pytest.raises(ConfigError, match="there is no file"):
         load_pipeline(home / "nothing.yaml")
+    with pytest.raises(ConfigError, match=r"stages\[2\]\.select\.data.*: there is no file 'nothing.jsonl'"):
+        pipeline.plan(load_pipeline(path, ["stages.select.data=nothing.jsonl"]))
 
 
 def test_check_knows_a_pipeline_from_a_run(home):

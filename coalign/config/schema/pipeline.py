@@ -87,7 +87,7 @@ class SelectConfig(Section):
     """As conversations, for SFT: `best`, of each prompt's responses the one with the highest score; `threshold`, every
     one that reaches the threshold; `all`. As pairs, for DPO: `best_worst`, the highest against the lowest. For KTO:
     `labelled`, every one, with whether it reaches the threshold."""
-    data: Annotated[Several[str], Field(examples=["scored.jsonl"])] = []
+    data: Annotated[Several[Annotated[str, Input("file")]], Field(examples=["scored.jsonl"])] = []
     """Files with scored responses; none: what the stage before has written."""
     threshold: float | None = None
     """The lowest score of a response that is learnt (of a pair: of the chosen one)."""
