@@ -38,11 +38,7 @@ class RewardModule(Module):
     def setup(self) -> None:
         trust = self.config.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
-        configs = [RewardConfig(**entry) for entry in self.context.rewards]
-        self.functions = [reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
-        names = Counter(function.name for function in self.functions)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"two reward functions are called '{twice[0]}': give one of them another `name`")
+        self.functions = reward_functions([RewardConfig(**entry) for entry in self.context.rewards])
         self.caller = Caller()
 
     def close(self) -> None:
@@ -89,6 +85,15 @@ class RewardModule(Module):
             trace = first.reason == "raised" and function.name not in self._traced
             self._traced.add(function.name)
             log.warning(message, exc_info=first.error if trace else None)
+
+
+def reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
+    """The functions that `reward:` lists. Raises what `reward_function` raises, and ValueError for two of one name."""
+    functions = [reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
+    names = Counter(function.name for function in functions)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"two reward functions are called '{twice[0]}': give one of them another `name`")
+    return functions
 
 
 def reward_function(config: RewardConfig, where: str) -> RewardFunction:

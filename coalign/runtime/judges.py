@@ -14,7 +14,7 @@ from coalign.data.batch import Batch
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.data.templates import load_template
 from coalign.modules.fsdp import FSDPModule
-from coalign.modules.reward import reward_function
+from coalign.modules.reward import reward_functions
 from coalign.rewards.calls import Caller, Failure, RewardError
 from coalign.types import Context, Sample
 
@@ -69,7 +69,7 @@ class FunctionJudge:
         """Raises ValueError (ConfigError) for a function that is not there or gets wrong arguments."""
         self.failed: Counter[str] = Counter()
         self.first = ""
-        self._functions = [reward_function(reward, f"reward.{i}") for i, reward in enumerate(config.reward)]
+        self._functions = reward_functions(config.reward)
         self._caller = Caller()
         self._scored = False
 

@@ -7,6 +7,7 @@ else than when it was done is done anew, and so is whatever depends on its outpu
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from coalign.config.errors import Key, dotted
 from coalign.config.introspect import input_at
@@ -113,11 +116,18 @@ def _ensure(stage: Stage, display: Display) -> int:
     display.show(f"{stage}: {'goes on' if before else 'begins'}")
     begun = time.monotonic()
     counts, code = KINDS[stage.kind].run(stage.settings, stage.folder, stage.round, display)
+    _free_memory()
     now |= {"done": not code, "counts": counts, "seconds": round(seconds + time.monotonic() - begun, 3)}
     _write(record, now | {"depends": depends})
     if not code:
         display.show(f"{stage}: {_told(counts)}; {now['seconds']:.1f} s")
     return code
+
+
+def _free_memory() -> None:
+    """Let go of the stage's models before the next one loads its own, maybe in another process."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _depends(settings: Section) -> Iterator[tuple[str, Any]]:
