@@ -42,9 +42,7 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
 
     Raises ValueError, naming ``models.<name>.lora.target``, for a pattern that matches no linear layer, or the head.
     """
-    import peft
-
-    lora = config.lora
+    peft, lora = _peft(), config.lora
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -113,7 +111,9 @@ def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {PREFIX + short[name]: parameter for name, parameter in found.items()}
 
 
-def merged(model: nn.Module, whole: Whole = lambda tensor: tensor, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
+def merged(
+    model: nn.Module, whole: Whole = lambda tensor: tensor, *, changing: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of all weights as a model without adapters has them, in the dtype of the frozen weights.
 
     What has no adapter is given as it is, live; what has one is a new tensor, made when its turn comes. ``whole`` makes
@@ -210,8 +210,6 @@ def fold(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
 
     Raises ValueError for an adapter of layers that the model does not have, or has in another size.
     """
-    import peft
-
     settings, tensors = read(directory)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wrong = []
@@ -227,13 +225,12 @@ def fold(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise ValueError(f"the adapter {directory} is of another model: {'; '.join(wrong[:3])}{more}")
-    return peft.PeftModel.from_pretrained(model, directory).merge_and_unload(safe_merge=True)
+    return _peft().PeftModel.from_pretrained(model, directory).merge_and_unload(safe_merge=True)
 
 
 def read(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
     """peft's configuration of an adapter, and its tensors. ValueError for a directory without a LoRA adapter."""
-    import peft
-
+    peft = _peft()
     for file in (SETTINGS, TENSORS):
         if not (Path(directory) / file).is_file():
             raise ValueError(f"'{directory}' is not an adapter's directory (no {file} there)")
@@ -241,3 +238,11 @@ def read(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
     if settings.peft_type != peft.PeftType.LORA:
         raise ValueError(f"'{directory}' holds an adapter of type {settings.peft_type.value}; expected LORA")
     return settings, load_file(Path(directory) / TENSORS)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as problem:
+        raise ImportError("adapters (models.*.lora, coalign merge) need peft: pip install coalign[peft]") from problem
+    return peft
