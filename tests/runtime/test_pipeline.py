@@ -341,6 +341,7 @@ def test_check_knows_a_pipeline_from_a_run(home):
     assert shown.exit_code == 0 and "round 1 select: keep best" in shown.stdout and "round 2" not in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_training_run_that_is_stopped_ends_the_pipeline_with_its_code(home, whole, monkeypatch):
     path = write(home, "stopped")
     with monkeypatch.context() as patch:
