@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coalign.algorithms.traits import per
 from coalign.config import check_names, located
 from coalign.config.errors import near
 from coalign.config.functions import bind, resolve, resolve_class
@@ -60,7 +61,13 @@ def _check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:
     loss, where = (model.loss, f"models.{name}.loss") if model.loss else (config.loss, "loss")
     if loss is None:
         raise ValueError(f"loss: models.{name} trains and no loss is given for it")
-    bind(resolve(loss.fn, "coalign.algorithms.losses"), loss.arguments, where)
+    fn = resolve(loss.fn, "coalign.algorithms.losses")
+    bind(fn, loss.arguments, where)
+    if per(fn) != "token" and loss.aggregation != "token_mean":
+        raise ValueError(
+            f"{where}.aggregation is `{loss.aggregation}` and has no effect: `{loss.fn}` gives a value per {per(fn)}, "
+            "of which the mean is taken"
+        )
 
 
 def tokenizer_directory(config: RunConfig) -> str:

@@ -97,6 +97,14 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
         run(config)
 
 
+def test_an_aggregation_of_tokens_has_no_place_in_a_loss_of_pairs(tmp_path):
+    config = configuration(tmp_path, "dpo") | {"loss": {"fn": "dpo", "aggregation": "sequence_mean_token_sum"}}
+    with pytest.raises(
+        ValueError, match=r"loss\.aggregation is `sequence_mean_token_sum` and has no effect: `dpo` .* per group"
+    ):
+        run(config)
+
+
 def test_kto_needs_two_rows(tmp_path):
     with pytest.raises(ValueError, match=r"runtime\.prompts_per_step is 1"):
         run(configuration(tmp_path, "kto", steps=1), "runtime.prompts_per_step=1")
