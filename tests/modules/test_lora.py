@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
 from coalign.modules import lora, pretrained
+from coalign.modules.native import NativeModule
+from coalign.types import Context
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import Watched, module, same, weights
 from tests.tiny import tiny_model_dir
@@ -263,6 +266,19 @@ def test_going_on_from_an_adapter(path, tmp_path, kind, frozen):
     assert torch.equal(scores(loaded), scores(trainer))
     assert same(weights(loaded), weights(trainer))
     assert frozen or loaded.train_step(rollout())["loss/grad_norm"].value > 0
+
+
+def test_a_policy_on_its_own_samples_with_the_adapter(path, tmp_path):
+    trainer = trained(path, KINDS[0])
+    trainer.save_adapter(tmp_path)
+    config = {"load": path, "lora": KINDS[0] | {"load": str(tmp_path)}, "sampling": {"max_new_tokens": 6}}
+    policy = NativeModule(ModelConfig(module="native", **config), Context(model="policy", samples_per_prompt=2))
+    policy.setup()
+    prompts = Batch(torch.tensor([3, 4]), {"tokens": torch.arange(7).int()}, {"group": torch.arange(2)})
+    sampled = policy.generate(prompts)
+    own = trainer.forward_step(sampled)["ref_logprobs"]
+    torch.testing.assert_close(own, sampled["rollout_logprobs"], rtol=0, atol=1e-5)
+    assert (own - trainer.forward_step(sampled, base=True)["ref_logprobs"]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
