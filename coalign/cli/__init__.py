@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from coalign.cli import inference, training, vocab
+from coalign.cli import inference, models, training
 
 app = typer.Typer(
     name="coalign",
@@ -29,8 +29,8 @@ COMMANDS = {
     "chat": inference.chat,
     "inspect-data": training.inspect_data,
     "init": training.init,
-    "extend-vocab": vocab.extend_vocab,
-    "merge": vocab.merge,
+    "extend-vocab": models.extend_vocab,
+    "merge": models.merge,
     "schema": training.schema,
 }
 for name, command in COMMANDS.items():
