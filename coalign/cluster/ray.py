@@ -236,6 +236,8 @@ class RayCluster(Cluster):
 def _connect(address: str | None) -> None:
     """Join the Ray cluster at ``address``; None: start one here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's workers are nice by default: beside any other process of the machine they would hardly compute.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(address=address or "local", include_dashboard=False, namespace="coalign")
     except ConnectionError as error:

@@ -34,7 +34,17 @@ from coalign.runtime.stepline import number
 WITHOUT_EFFECT: Mapping[str, Any] = {
     "output": True,
     "native": True,
-    "runtime": {"resume", "save_every", "keep", "threads", "log_samples", "tensorboard", "wandb", "call_timeout"},
+    "runtime": {
+        "resume",
+        "save_every",
+        "keep",
+        "threads",
+        "log_samples",
+        "plots",
+        "tensorboard",
+        "wandb",
+        "call_timeout",
+    },
 }
 Record = dict[str, Any]
 

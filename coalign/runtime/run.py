@@ -60,7 +60,8 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
         engine.learn()
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
-    plot_run(folder.path)
+    if config.runtime.plots:
+        plot_run(folder.path)
     display.finish(folder.path)
     return 128 + caught[0] if caught else 0
 

@@ -23,7 +23,11 @@ def adapted(directory: Path, algorithm: str, **runtime):
     return config
 
 
-@pytest.mark.parametrize("algorithm", [*RECIPES, *ONLINE])
+QUICK = ("dpo", "reward_model")
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*RECIPES, *ONLINE)]
+
+
+@pytest.mark.parametrize("algorithm", ALL)
 def test_only_the_adapted_layers_move_and_a_stopped_run_resumes(tmp_path, algorithm):
     whole = adapted(tmp_path, algorithm)
     run(whole)
@@ -43,7 +47,7 @@ def test_only_the_adapted_layers_move_and_a_stopped_run_resumes(tmp_path, algori
     }
 
 
-@pytest.mark.parametrize("algorithm", ["dpo", "kto", "grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", [pytest.param(a, marks=pytest.mark.slow) for a in ("dpo", "kto", "grpo", "ppo")])
 def test_the_base_is_the_reference(tmp_path, algorithm):
     shared = adapted(tmp_path, algorithm, steps=2)
     run(shared)

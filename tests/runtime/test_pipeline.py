@@ -40,7 +40,8 @@ stages:
   - select: {{keep: best, truncated: keep}}
   - train:
       algorithm: sft
-      runtime: {{steps: 3, prompts_per_step: 2, threads: 1, tensorboard: false, cluster: local, save_every: 1}}
+      runtime:
+        {{steps: 3, prompts_per_step: 2, save_every: 1, threads: 1, plots: false, tensorboard: false, cluster: local}}
       data: {{train: "${{stages.select.output}}", chat_template: none}}
       models: {{trainer: {{load: "${{model}}", optimizer: {{lr: 3.0e-3}}}}}}
 """
@@ -210,7 +211,7 @@ SMALL = [
     "stages.generate.sampling.max_new_tokens=8",
     "stages.score=tests.runs:digits",
     "stages.select.truncated=keep",
-    "stages.train.runtime={steps: 2, prompts_per_step: 2, threads: 1, tensorboard: false, cluster: local}",
+    "stages.train.runtime={steps: 2, prompts_per_step: 2, threads: 1, plots: false, tensorboard: false}",
     "stages.train.data.chat_template=none",
 ]
 
@@ -232,7 +233,7 @@ def test_the_examples(home, monkeypatch, name, more):
 
 def test_a_run_of_its_own_as_a_stage(home):
     (home / "sft.yaml").write_text(
-        "algorithm: sft\noutput: elsewhere\nseed: 5\nruntime: {steps: 2, prompts_per_step: 2, tensorboard: false}\n"
+        "algorithm: sft\noutput: elsewhere\nseed: 5\nruntime: {steps: 2, prompts_per_step: 2, plots: false}\n"
         "data: {train: '${stages.select.output}', chat_template: none}\n"
         "models: {trainer: {load: '${model}', optimizer: {lr: 1.0e-3, warmup: '${round}'}}}\n"
     )
@@ -281,9 +282,9 @@ def test_a_reward_model_does_not_become_the_current_model(home):
         (
             "stages.select.output",
             "stages.selct.output",
-            "line 17: stages[3].train.data.train: '${stages.selct.output}'",
+            "line 18: stages[3].train.data.train: '${stages.selct.output}'",
         ),
-        ("lr: 3.0e-3", "l: 3.0e-3", "line 18: stages[3].train.models.trainer.optimizer.l: unknown key"),
+        ("lr: 3.0e-3", "l: 3.0e-3", "line 19: stages[3].train.models.trainer.optimizer.l: unknown key"),
         ("algorithm: sft", "algorithm: sff", "line 15: stages[3].train.algorithm: 'sff' is not in coalign.recipes"),
         (
             "tests.runs:digits",

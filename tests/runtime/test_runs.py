@@ -23,7 +23,7 @@ from tests.runs import metrics, run, settings, weights_hash
 def test_the_run_folder(tmp_path, algorithm):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = settings(tmp_path, algorithm, eval_every=2)
+    config = settings(tmp_path, algorithm, eval_every=2, plots=True)
     assert run(config) == 0
     folder = Path(config["output"])
     lines = metrics(config)
@@ -227,7 +227,7 @@ def test_a_reward_model_instead_of_a_function(tmp_path):
     config.pop("reward")
     reward = {"module": "fsdp", "load": str(tmp_path / "model"), "head": "reward", "frozen": True}
     config["models"]["reward"] = reward
-    with pytest.raises(Exception, match=r"lacks \['score.weight'\].*head_init: zero"):
+    with pytest.raises(Exception, match=r"lacks \['score.weight'\].*was not trained as one"):
         run(config)
     config["models"]["reward"] = reward | {"head_init": "zero"}
     assert run(config) == 0

@@ -76,6 +76,8 @@ class RuntimeConfig(Section):
     eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
     log_samples: NonNegativeInt = 4
     """Samples written to samples.jsonl each step."""
+    plots: bool = True
+    """Draw the metrics as plots/*.png when the run ends."""
     tensorboard: bool = True
     wandb: str | None = None
     """Project name; needs the extra [wandb]."""
