@@ -11,7 +11,7 @@ help:
 	@echo "make test      install, then the test suite (under ten minutes on two cores)"
 	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff"
-	@echo "make bench     install TRL, then time Coalign against it"
+	@echo "make bench     install TRL, then time Coalign against it and compare losses"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -44,6 +44,9 @@ format: $(VENV)/.installed
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/grpo_vs_trl.py
+	$(BIN)/python benchmarks/offline_vs_trl.py
+	$(BIN)/python benchmarks/parity_trl.py
+	$(BIN)/python benchmarks/lora_memory.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info
