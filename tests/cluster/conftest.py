@@ -22,6 +22,7 @@ def ray_here() -> Iterator[None]:
     """One Ray for all tests; clusters that find it running do not end it."""
     ray = pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else they starve beside another busy process
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 * 2**20)
     yield
     ray.shutdown()
