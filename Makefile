@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
 	$(PIP) torch
-	$(PIP) --editable '.[ray,math,peft,vocab,dev]'
+	$(PIP) --editable '.[ray,math,qlora,vocab,dev]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.installed

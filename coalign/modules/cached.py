@@ -19,6 +19,7 @@ from xxhash import xxh3_128
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.data.stored import checksum
 from coalign.modules.base import HEADS, Module
 from coalign.modules.layout import trained
 from coalign.types import Context, Stats, Total
@@ -110,10 +111,7 @@ def identity(config: ModelConfig, seed: int) -> str:
     directories = [Path(config.load), *([Path(config.lora.load)] if config.lora and config.lora.load else [])]
     for directory in directories:
         for file in sorted(file for pattern in FILES for file in directory.glob(pattern)):
-            seen.update(file.name.encode())
-            with file.open("rb") as data:
-                while block := data.read(2**24):
-                    seen.update(block)
+            seen.update(f"{file.name}\0{checksum(file)}\0".encode())
     drawn = seed if config.init == "random" else None
     how = (config.module, drawn, config.dtype, config.compute_dtype, config.sampling.temperature)
     seen.update(repr(how).encode())

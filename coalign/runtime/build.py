@@ -88,8 +88,9 @@ def load_tokenizer(config: RunConfig) -> Any:
         raise ValueError(f"models: `load: {directory}` is not a directory (a Hugging Face model directory is expected)")
     trust = any(model.trust_remote_code for model in config.models.values())
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
+    highest = max(tokenizer.get_vocab().values(), default=-1)
     for name, model in config.models.items():
-        check_tokens_fit(f"models.{name}.load", model, highest=max(tokenizer.get_vocab().values(), default=-1))
+        check_tokens_fit(f"models.{name}.load", model, highest=highest)
     return tokenizer
 
 
@@ -151,8 +152,8 @@ def packing(config: RunConfig, cls: type[Engine]) -> Packing | None:
     if not names:
         return None
     model = config.models[names[0]]
-    processes = (model.num_process or max(1, model.num_gpu)) // model.tensor_parallel
-    return Packing(processes * model.updates_per_batch, model.max_tokens_per_micro)
+    ranks = model.processes // model.tensor_parallel
+    return Packing(ranks * model.updates_per_batch, model.max_tokens_per_micro)
 
 
 def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[str, Context]) -> None:

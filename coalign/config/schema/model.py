@@ -122,13 +122,17 @@ class ModelConfig(Section):
     vllm: dict[str, Any] = {}
     """Passed through to the engine."""
 
+    @property
+    def processes(self) -> int:
+        """Of the whole model: as many as it names, else one per GPU, or one on CPU."""
+        return self.num_process or max(1, self.num_gpu)
+
     @model_validator(mode="after")
     def _processes_divide(self) -> Self:
-        processes = self.num_process or max(1, self.num_gpu)
-        if processes % self.tensor_parallel:
+        if self.processes % self.tensor_parallel:
             given = "num_process" if self.num_process else "num_gpu"
             raise Conflict(
-                ("tensor_parallel",), f"is {self.tensor_parallel}, which does not divide {given} ({processes})"
+                ("tensor_parallel",), f"is {self.tensor_parallel}, which does not divide {given} ({self.processes})"
             )
         return self
 
@@ -139,16 +143,16 @@ class ModelConfig(Section):
         key = ("lora", "base_bits")
         if self.init == "random":
             raise Conflict(key, "needs weights to quantise: `init: load`")
-        if (processes := self.num_process or max(1, self.num_gpu)) > 1:
-            raise Conflict(key, f"needs the whole model in one process (num_process: 1), not in {processes}")
+        if self.processes > 1:
+            raise Conflict(key, f"needs the whole model in one process (num_process: 1), not in {self.processes}")
         return self
 
     @model_validator(mode="after")
     def _eight_bits_need_whole_parameters(self) -> Self:
-        processes = self.num_process or max(1, self.num_gpu)
-        if self.optimizer.name == "adamw_8bit" and processes > 1 and not self.frozen:
+        if self.optimizer.name == "adamw_8bit" and self.processes > 1 and not self.frozen:
             raise Conflict(
                 ("optimizer", "name"),
-                f"`adamw_8bit` cannot read parameters that {processes} processes share; use `adamw`, or num_process: 1",
+                f"`adamw_8bit` cannot read parameters that {self.processes} processes share; use `adamw`, or "
+                "num_process: 1",
             )
         return self
