@@ -11,6 +11,7 @@ from rich.table import Table
 from coalign.algorithms.aggregate import Totals
 from coalign.cluster.dry import DryCluster
 from coalign.cluster.graph import Call, Graph, draw
+from coalign.config import located
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.standins import STANDINS
 from coalign.runtime.build import context, prepare, spawn
@@ -30,6 +31,8 @@ def check(config: RunConfig, display: Display) -> None:
     count = f"{len(models)} models" if len(models) > 1 else "1 model"
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw(graph) + "\n")
+    with located(config):
+        _try_adapters(models)
     display.show(_memory(cls, models, config))
     display.show("\nno problem found")
 
@@ -75,6 +78,15 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> N
             f"models.{name}: the loss `{loss.fn}` fails on what the flow gives it ({problem}); "
             f"of its inputs these are not there: {', '.join(missing)}"
         ) from problem
+
+
+def _try_adapters(models: Mapping[str, ModelConfig]) -> None:
+    """Put every model's adapters into its architecture, without weights."""
+    from coalign.modules import pretrained
+
+    for name, model in models.items():
+        if model.load and pretrained.has_adapters(model):
+            pretrained.skeleton(model, name=name)
 
 
 def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Any:

@@ -255,3 +255,10 @@ def test_check_tries_the_losses(tmp_path):
     config = settings(tmp_path, "grpo") | {"loss": {"fn": "value"}}
     with pytest.raises(ValueError, match=r"models.trainer: the loss `value` fails .*: .*returns"):
         examine(load(config, [], defaults=lambda name: recipe(name).defaults), Display())
+
+
+def test_check_tries_the_adapters(tmp_path):
+    config = settings(tmp_path, "grpo")
+    config["models"]["trainer"]["lora"] = {"target": ["*.q_porj"]}
+    with pytest.raises(ValueError, match=r"models.trainer.lora.target: '\*.q_porj' matches none .*q_proj"):
+        examine(load(config, [], defaults=lambda name: recipe(name).defaults), Display())
