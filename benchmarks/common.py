@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import resource
 import statistics
+import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gsm8k import train_tokenizer, write_model
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 
@@ -22,44 +26,26 @@ def prompts(n: int) -> list[dict]:
 
 def make_model(directory: Path, *, hidden=384, layers=6, heads=6, kv_heads=2, intermediate=1024, vocab=16384) -> int:
     """A random Qwen2-style model (default: 15.7M parameters) with a BPE tokenizer of GSM8K; its parameter count."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    texts = (row["question"] + " " + row["answer"] for row in prompts(7000))
+    tokenizer = train_tokenizer(texts, vocab, pad="<|pad|>")
+    shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": kv_heads, "intermediate": intermediate}
+    return write_model(directory, tokenizer, vocab=vocab, longest=2048, **shape)
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator((row["question"] + " " + row["answer"] for row in prompts(7000)), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|pad|>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return model.num_parameters()
+
+def stopwatch() -> tuple[object, list[float]]:
+    """A callback for a trainer of transformers, and the list that it fills with the seconds of each step."""
+    from transformers import TrainerCallback
+
+    seconds: list[float] = []
+
+    class Stopwatch(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            self.begun = time.perf_counter()
+
+        def on_step_end(self, *args, **kwargs):
+            seconds.append(time.perf_counter() - self.begun)
+
+    return Stopwatch(), seconds
 
 
 def matmul_rate(dtype, *, seconds: float = 1.0, size: int = 2048) -> float:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import make_model, matmul_rate, median, peak_mib, prompts
+from common import make_model, matmul_rate, median, peak_mib, prompts, stopwatch
 
 PROMPTS, SAMPLES, NEW, KL = 8, 8, 128, 0.04
 
@@ -89,7 +89,7 @@ def run_coalign(model: Path, precision: str, steps: int) -> dict:
 def run_trl(model: Path, precision: str, steps: int) -> dict:
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     times = defaultdict(list)
@@ -144,7 +144,6 @@ def run_trl(model: Path, precision: str, steps: int) -> dict:
         model_init_kwargs=None,
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    marks: list[float] = []
     tokens: list[int] = []
 
     def reward(completion_ids, **_):
@@ -159,16 +158,10 @@ def run_trl(model: Path, precision: str, steps: int) -> dict:
         processing_class=AutoTokenizer.from_pretrained(model),
     )
 
-    class Marks(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            marks.append(time.perf_counter())
-
-        def on_step_end(self, *args, **kwargs):
-            marks.append(time.perf_counter())
-
-    trainer.add_callback(Marks())
+    clock, seconds = stopwatch()
+    trainer.add_callback(clock)
     trainer.train()
-    whole = [b - a for a, b in zip(marks[::2], marks[1::2], strict=True)][1:]
+    whole = seconds[1:]
     generate, score, prepare = (times[k][1:] for k in ("generate", "score", "prepare"))
     return {
         "step": whole,

@@ -16,13 +16,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from common import make_model, matmul_rate, median, peak_mib
+from common import make_model, matmul_rate, median, peak_mib, stopwatch
 from gsm8k import pairs, read
 
 ROWS = {"dpo": 16, "sft": 32}  # of one step
@@ -70,7 +68,7 @@ def run_coalign(algorithm: str, model: Path, precision: str, steps: int) -> dict
 def run_trl(algorithm: str, model: Path, precision: str, steps: int) -> dict:
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
     say = lambda role, text: [{"role": role, "content": text}]  # noqa: E731
@@ -95,24 +93,16 @@ def run_trl(algorithm: str, model: Path, precision: str, steps: int) -> dict:
         disable_tqdm=True,
     )
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    marks: list[float] = []
-
-    class Marks(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            marks.append(time.perf_counter())
-
-        def on_step_end(self, *args, **kwargs):
-            marks.append(time.perf_counter())
-
+    clock, seconds = stopwatch()
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=dtype),
         args=arguments,
         train_dataset=Dataset.from_list(examples),
         processing_class=AutoTokenizer.from_pretrained(model),
-        callbacks=[Marks()],
+        callbacks=[clock],
     )
     trainer.train()
-    return {"step": [b - a for a, b in zip(marks[::2], marks[1::2], strict=True)][1:], "peak": peak_mib()}
+    return {"step": seconds[1:], "peak": peak_mib()}
 
 
 def counts(algorithm: str, model: Path, steps: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,40 +69,66 @@ def make_data(directory: Path) -> None:
             write(directory / f"{make.__name__}_{split}.jsonl", make(part))
 
 
-def make_model(
-    directory: Path, *, hidden: int = 256, layers: int = 4, heads: int = 4, intermediate: int = 704, vocab: int = 4096
-) -> None:
-    """A random Qwen2-style model (default: 4 million parameters) and a BPE tokenizer of GSM8K's training texts."""
-    import torch
+def make_model(directory: Path) -> None:
+    """A random model of 4 million parameters, and a BPE tokenizer of GSM8K's training texts that splits numbers."""
+    texts = (row["question"] + "\n" + row["answer"] for row in read("gsm8k_train.jsonl"))
+    tokenizer = train_tokenizer(texts, 4096, pad="<|endoftext|>", digits=True)
+    shape = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 704}
+    write_model(directory, tokenizer, vocab=len(tokenizer), longest=1024, **shape)
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int, *, pad: str, digits: bool = False) -> Any:
+    """A byte-level BPE of at most ``vocab`` tokens with a ChatML template; ``digits``: each is a token of its own."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if digits:
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bpe.pre_tokenizer])
     bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab,
+        special_tokens=list(dict.fromkeys(["<|endoftext|>", "<|im_start|>", "<|im_end|>", pad])),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    bpe.train_from_iterator((row["question"] + "\n" + row["answer"] for row in read("gsm8k_train.jsonl")), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token=pad)
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+    return tokenizer
+
+
+def write_model(
+    directory: Path,
+    tokenizer: Any,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    vocab: int,
+    longest: int,
+) -> int:
+    """Write a random Qwen2-style model and its tokenizer; the number of parameters."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=len(tokenizer),
+            vocab_size=vocab,
             hidden_size=hidden,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
+            num_key_value_heads=kv_heads,
             intermediate_size=intermediate,
             tie_word_embeddings=True,
-            max_position_embeddings=1024,
+            max_position_embeddings=longest,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
@@ -110,6 +136,7 @@ def make_model(
     )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    return model.num_parameters()
 
 
 if __name__ == "__main__":
