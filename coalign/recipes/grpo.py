@@ -40,8 +40,7 @@ class GRPO(Engine):
     def env_flow(self, prompts):
         out = self.policy.generate(prompts)
         scorers = [getattr(self, name) for name in ("reference", "reward") if hasattr(self, name)]
-        parts = [scorer.forward_step(out) for scorer in scorers]  # they run side by side
-        return self.apply(self.advantage, out, *parts)
+        return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
 
     def train_flow(self, batch):
-        return self.trainer.train_step(batch, **self.ptx())
+        return self.trainer.train_step(self.apply(self.advantage, batch), **self.ptx())

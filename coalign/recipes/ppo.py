@@ -45,12 +45,11 @@ class PPO(Engine):
     def env_flow(self, prompts):
         out = self.policy.generate(prompts)
         scorers = (self.reference, self.value, self.reward)
-        parts = [scorer.forward_step(out) for scorer in scorers]  # they run side by side
-        shaped = self.apply(shape_reward, out, *parts, kl_coef=self.kl.coef)
-        return self.apply(self.advantage, shaped)
+        return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
 
     def train_flow(self, batch):
-        return self.trainer.train_step(batch, **self.ptx()), self.value.train_step(batch)
+        shaped = self.apply(self.advantage, self.apply(shape_reward, batch, kl_coef=self.kl.coef))
+        return self.trainer.train_step(shaped, **self.ptx()), self.value.train_step(shaped)
 
     def after_step(self, stats):
         self.kl.update(stats["kl"].value, samples=int(stats["samples/count"].value))

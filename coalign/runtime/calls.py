@@ -20,13 +20,13 @@ class Calls:
         """Waits for every call; their metrics, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak).
 
         With ``main``, what any other model reports is named after it (`value/loss/grad_norm`): two models that learn
-        must not be averaged.
+        must not be averaged. What a function of the flow reports is not.
         """
         parts: list[dict[str, Metric]] = []
         for future in self.futures:
             future.result()
             model, _, method = future.label.partition(".")
-            mine = main is None or model == main
+            mine = main is None or not method or model == main
             parts.append(dict(future.stats) if mine else {f"{model}/{k}": v for k, v in future.stats.items()})
             parts.append({f"time/{future.label}": Total(future.seconds)})
             if method:

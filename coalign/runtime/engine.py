@@ -60,11 +60,11 @@ class Engine:
     # ---- what a recipe writes --------------------------------------------------------------------------------------
 
     def env_flow(self, prompts: BatchRef) -> Any:
-        """From prompts to a batch with everything that the losses read."""
+        """From prompts to samples with all that other models say of them."""
         return prompts
 
     def train_flow(self, batch: BatchRef) -> Any:
-        """One training step on a batch."""
+        """Advantages of a batch as it is trained on, and one training step."""
         raise TypeError(f"{type(self).__name__} has no train_flow")
 
     def eval_flow(self, prompts: BatchRef) -> Any:

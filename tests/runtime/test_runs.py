@@ -203,8 +203,8 @@ def test_a_missing_column_is_named(tmp_path):
 class Bonus(GRPO):
     """A flow of one's own: GRPO with something added to its advantages."""
 
-    def env_flow(self, prompts):
-        return self.apply(add_reward, super().env_flow(prompts), bonus=0.5)
+    def train_flow(self, batch):
+        return self.trainer.train_step(self.apply(add_reward, self.apply(self.advantage, batch), bonus=0.5))
 
 
 def add_reward(advantages, reward, segment, *, bonus: float):
