@@ -32,6 +32,7 @@ TOKEN_COLUMNS: Mapping[str, torch.dtype] = {
     "token_rewards": torch.float32,  # reward shaped per token (KL penalty inside)
     "advantages": torch.float32,
     "returns": torch.float32,
+    "turn_rewards": torch.float32,  # what an environment gave for a turn, at the turn's last trained token
     "label": torch.float32,  # how right a step is, at the token where a process reward model judges it
     "candidates": torch.int32,  # [T, K]: token ids whose log-probs a loss compares (a teacher's likeliest, + and -)
     "teacher_logprobs": torch.float32,  # [T, K]: the teacher's log-probs of the candidates
@@ -45,16 +46,19 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "preference": torch.float32,  # higher is better within a group; of a single response: 1 desirable, 0 not
     "margin": torch.float32,  # how much better a response is than the worst of its group, as the data set says
     "reference_point": torch.float32,  # KTO's z0, the same for the whole batch
+    "baseline": torch.float32,  # what a reward is compared with (ReMax: that of the greedy response)
 }
 # Sequence columns may also be Python lists of length N (`rows`: the data set's row as a dict).
 
 
 class Status(IntEnum):
-    """How a sequence ended. ERROR rows are counted and dropped before any baseline or loss sees them."""
+    """How a sequence ended. ERROR rows are counted and dropped before any baseline or loss sees them; PARTIAL ones are
+    not at their end: they go on in a later roll-out (or, cut for good, are dropped)."""
 
     OK = 0
     TRUNCATED = 1
     ERROR = 2
+    PARTIAL = 3
 
 
 @dataclass(slots=True)
@@ -225,5 +229,6 @@ class Context:
         None  # {"fn": ..., "aggregation": ..., **arguments}: the loss this model trains with
     )
     rewards: tuple[Mapping[str, Any], ...] = ()  # reward functions, for the reward module
+    rollout: Mapping[str, Any] | None = None  # {"fn": ..., "timeout": ..., **arguments}: the environment of a policy
     tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet

@@ -106,6 +106,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
         samples_per_prompt=config.runtime.samples_per_prompt,
         loss=loss.model_dump() if loss else None,
         rewards=tuple(reward.model_dump() for reward in config.reward),
+        rollout=config.rollout.model_dump(),
         tokenizer=tokenizer_directory(config),
     )
 

@@ -17,18 +17,22 @@ from coalign.config.schema.pipeline import (
     SelectConfig,
     StageConfig,
 )
+from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, GuardsConfig, ReplayConfig, RolloutConfig
 from coalign.config.schema.run import PtxConfig, RunConfig
 from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, RuntimeConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 
 __all__ = [
     "STAGES",
+    "CurriculumConfig",
     "DataConfig",
     "EarlyStopConfig",
     "EmaConfig",
     "EvalSamplingConfig",
+    "FilterConfig",
     "Function",
     "GenerateConfig",
+    "GuardsConfig",
     "Input",
     "JudgeConfig",
     "LoraConfig",
@@ -38,7 +42,9 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "PtxConfig",
+    "ReplayConfig",
     "RewardConfig",
+    "RolloutConfig",
     "RunConfig",
     "RuntimeConfig",
     "SamplingConfig",

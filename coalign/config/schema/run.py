@@ -12,6 +12,7 @@ from coalign.config.schema.base import Function, Section, Several
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import LossConfig, RewardConfig
 from coalign.config.schema.model import ModelConfig
+from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig
 from coalign.config.schema.runtime import RuntimeConfig
 
 
@@ -41,6 +42,10 @@ class RunConfig(Section):
     """The run folder."""
     runtime: RuntimeConfig = RuntimeConfig()
     data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    curriculum: CurriculumConfig | None = None
+    filter: Annotated[FilterConfig | None, Field(examples=[{"fn": "varied"}])] = None
+    replay: Annotated[ReplayConfig | None, Field(examples=[{"fn": "mix"}])] = None
     reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
     """Reward functions, summed by weight."""
     advantage: Function | None = None

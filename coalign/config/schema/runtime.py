@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import Probability, Section
+from coalign.config.schema.rollout import GuardsConfig
 
 
 class EvalSamplingConfig(Section):
@@ -67,6 +68,7 @@ class RuntimeConfig(Section):
     """Metric whose best checkpoint is kept, e.g. `eval/mean`."""
     best_mode: Literal["max", "min"] = "max"
     early_stop: EarlyStopConfig | None = None
+    guards: GuardsConfig = GuardsConfig()
     eval_every: NonNegativeInt = 0
     eval_at_start: bool = True
     eval_prompts: PositiveInt | None = None

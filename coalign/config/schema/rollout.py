@@ -1,0 +1,61 @@
+"""How samples come about, and which of them are trained on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from coalign.config.schema.base import Function, Section
+
+
+class RolloutConfig(Function):
+    """How a sample comes about: an environment (a function of coalign.rollout, or a dotted path) and its limits."""
+
+    fn: str = "single_turn"
+    timeout: PositiveFloat = 300.0
+    """Seconds an environment may take for anything but the policy's own turns; its sample then counts as failed."""
+    oversample: Annotated[float, Field(ge=1.0)] = 1.0
+    """Prompts begun for each one that is trained on; once enough groups are complete the others are cut short."""
+    round_tokens: PositiveInt | None = None
+    """Partial roll-out: a response grows by at most this many tokens a step; what is unfinished goes on in the next."""
+
+
+class FilterConfig(Function):
+    """Which groups of samples are trained on: a function of columns that returns one bool per sequence. What it takes
+    out is drawn again."""
+
+    max_rounds: PositiveInt = 10
+    """Roll-outs for one step before it makes do with what there is."""
+
+
+class ReplayConfig(Function):
+    """Samples of earlier steps, trained on again: a function of the last batches (newest last) that returns one."""
+
+    steps: PositiveInt = 1
+    """Batches remembered besides the newest."""
+
+
+class CurriculumConfig(Section):
+    """Prompts whose share of right answers is known to be outside of these bounds are passed over."""
+
+    low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    high: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    forget: PositiveInt | None = None
+    """Steps after which a prompt is tried again; None: never."""
+
+
+class GuardsConfig(Section):
+    """What a healthy step looks like. NaN and infinity in a loss or a gradient norm always count as unhealthy."""
+
+    max_kl: PositiveFloat | None = None
+    """Of `loss/approx_kl` (nats per token)."""
+    min_entropy: NonNegativeFloat | None = None
+    """Of `loss/entropy` (nats per token)."""
+    max_mismatch: PositiveFloat | None = None
+    """Of `loss/mismatch`: the mean |Δ log-prob| between trainer and sampler."""
+    patience: PositiveInt = 1
+    """Unhealthy steps in a row before something is done; NaN and infinity have none."""
+    action: Literal["stop", "rollback"] = "stop"
+    """`rollback` goes back to the last good checkpoint, and on with later data."""
+    max_rollbacks: PositiveInt = 3
