@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 
 .PHONY: help demo test test-all lint format bench clean
@@ -28,10 +29,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-all: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m 'not gpu'
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
