@@ -129,7 +129,30 @@ class Total:
         return Total(self.value + other.value)
 
 
-Metric = Stat | Max | Total
+@dataclass(frozen=True, slots=True)
+class EffectiveSize:
+    """The effective sample size of weights as a share of their number, (Σw)² / (n Σw²), that merges exactly."""
+
+    count: float
+    sum: float
+    squares: float
+
+    def __add__(self, other: EffectiveSize) -> EffectiveSize:
+        return EffectiveSize(self.count + other.count, self.sum + other.sum, self.squares + other.squares)
+
+    @property
+    def value(self) -> float:
+        """1 for equal weights, near 0 if a few outweigh all others; NaN when there is none above 0."""
+        return self.sum**2 / (self.count * self.squares) if self.squares else float("nan")
+
+    @staticmethod
+    def of(weights: Tensor) -> EffectiveSize:
+        """Of ``weights`` (any shape, none negative); accumulated in float64."""
+        exact = weights.detach().double()
+        return EffectiveSize(float(exact.numel()), exact.sum().item(), exact.square().sum().item())
+
+
+Metric = Stat | Max | Total | EffectiveSize
 Stats = dict[str, Metric]
 
 
@@ -178,7 +201,8 @@ class LossOutput:
 
     The loss's attribute ``per`` says what a value stands for: ``token`` ([T], also without the attribute),
     ``sequence`` ([N]), ``group`` ([G]), or ``batch`` ([1]: the loss compares everything with everything, so an update
-    is computed as one micro-batch).
+    is computed as one micro-batch). ``aggregations`` names the aggregations that a loss per token is meant for, if it is
+    not for all.
     """
 
     value: Tensor

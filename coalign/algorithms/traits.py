@@ -1,11 +1,11 @@
 """What a loss function says about itself, and how it reads its input.
 
-``needs`` and ``per`` are attributes of the function; see coalign.types.LossInput and LossOutput.
+``needs``, ``per`` and ``aggregations`` are attributes of the function; see coalign.types.LossInput and LossOutput.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -31,6 +31,22 @@ def needs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def per(loss: Loss) -> str:
     """What the values of ``loss`` stand for: token, sequence, group or batch (see coalign.types.LossOutput)."""
     return getattr(loss, "per", "token")
+
+
+def check_aggregation(loss: Loss, name: str, aggregation: str, where: str = "loss") -> None:
+    """ValueError for an ``aggregation`` that has no effect on ``loss``, or that makes another objective of it.
+
+    ``loss.aggregations``, where there is one, names those that it is meant for. ``name`` is what the configuration at
+    ``where`` calls the loss.
+    """
+    said = f"{where}.aggregation is `{aggregation}`"
+    if per(loss) != "token" and aggregation != "token_mean":
+        raise ValueError(
+            f"{said} and has no effect: `{name}` gives a value per {per(loss)}, of which the mean is taken"
+        )
+    meant: Sequence[str] = getattr(loss, "aggregations", (aggregation,))
+    if aggregation not in meant:
+        raise ValueError(f"{said}, which `{name}` is not defined for; expected {' or '.join(meant)}")
 
 
 def read(x: LossInput, name: str, because: str | None = None) -> Tensor:

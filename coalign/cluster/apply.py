@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coalign.config.functions import columns_of
 from coalign.data.batch import Batch
-from coalign.types import Max, Metric, Stat, Stats, Status, Total
+from coalign.types import Metric, Stats, Status, Total
 
 DERIVED = ("segment", "lengths")  # columns that every batch can make
 
@@ -24,7 +24,7 @@ def apply_columns(
 ) -> tuple[Batch, Stats]:
     """Call ``function`` on the merged columns of the batches, without the rows whose status is ERROR.
 
-    The function returns a mapping: tensors and lists become columns of the result, Stat / Max / Total become metrics.
+    The function returns a mapping: tensors and lists become columns of the result, those of the metrics' types become metrics.
     Raises ValueError for batches that do not belong together, for a column that nobody produced, and for a result of
     another kind.
     """
@@ -38,7 +38,7 @@ def apply_columns(
     if others:
         raise ValueError(
             f"{name_of(function)} returned {', '.join(f'{k!r} of type {type(v).__name__}' for k, v in others.items())}"
-            "; expected tensors or lists (columns) and Stat, Max or Total (metrics)"
+            "; expected tensors or lists (columns) and Stat, Max, Total or EffectiveSize (metrics)"
         )
     return batch.with_(**columns), stats | metrics
 
@@ -84,7 +84,7 @@ def bind(function: Callable[..., Any], batch: Batch) -> list[Any]:
 def sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Metric], dict[str, Any]]:
     """(columns, metrics, everything else) of a result."""
     columns = {k: v for k, v in result.items() if isinstance(v, Tensor | list)}
-    metrics = {k: v for k, v in result.items() if isinstance(v, Stat | Max | Total)}
+    metrics = {k: v for k, v in result.items() if isinstance(v, Metric)}
     others = {k: v for k, v in result.items() if k not in columns and k not in metrics}
     return columns, metrics, others
 

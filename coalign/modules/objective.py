@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.aggregate import Totals, aggregation_weights, group_weights, sequence_weights
-from coalign.algorithms.traits import needs, per
+from coalign.algorithms.traits import check_aggregation, needs, per
 from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
 from coalign.modules.layout import trained
@@ -37,6 +37,7 @@ class Objective:
     ) -> None:
         loss = resolve(fn, home="coalign.algorithms.losses")
         arguments = bind(loss, arguments, where="loss")
+        check_aggregation(loss, fn, aggregation)
         self.loss = partial(loss, **arguments)
         self.needs = needs(loss, arguments)
         self.per = per(loss)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.algorithms.traits import per
+from coalign.algorithms.traits import check_aggregation
 from coalign.config import check_names, located
 from coalign.config.errors import near
 from coalign.config.functions import bind, resolve, resolve_class
@@ -63,11 +63,7 @@ def _check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:
         raise ValueError(f"loss: models.{name} trains and no loss is given for it")
     fn = resolve(loss.fn, "coalign.algorithms.losses")
     bind(fn, loss.arguments, where)
-    if per(fn) != "token" and loss.aggregation != "token_mean":
-        raise ValueError(
-            f"{where}.aggregation is `{loss.aggregation}` and has no effect: `{loss.fn}` gives a value per {per(fn)}, "
-            "of which the mean is taken"
-        )
+    check_aggregation(fn, loss.fn, loss.aggregation, where)
 
 
 def tokenizer_directory(config: RunConfig) -> str:

@@ -4,7 +4,9 @@ Keyword-only arguments are configuration. A loss says by attributes what its val
 it needs that are not there unasked (``needs``); see coalign.algorithms.traits.
 """
 
+from coalign.algorithms.losses.cispo import cispo
 from coalign.algorithms.losses.distillation import distillation
+from coalign.algorithms.losses.gspo import gspo
 from coalign.algorithms.losses.kto import apo_zero_unpaired, kto
 from coalign.algorithms.losses.policy import policy_gradient
 from coalign.algorithms.losses.preference import (
@@ -34,11 +36,13 @@ __all__ = [
     "apo_zero_unpaired",
     "bco_pair",
     "bradley_terry",
+    "cispo",
     "cpo",
     "discopop",
     "distillation",
     "dpo",
     "exo_pair",
+    "gspo",
     "hinge",
     "ipo",
     "kto",
