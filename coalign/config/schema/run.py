@@ -12,7 +12,7 @@ from coalign.config.schema.base import Function, Section, Several
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import LossConfig, RewardConfig
 from coalign.config.schema.model import ModelConfig
-from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig
+from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig, ShapingConfig
 from coalign.config.schema.runtime import RuntimeConfig
 
 
@@ -48,7 +48,10 @@ class RunConfig(Section):
     replay: Annotated[ReplayConfig | None, Field(examples=[{"fn": "mix"}])] = None
     reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
     """Reward functions, summed by weight."""
+    shaping: ShapingConfig = ShapingConfig()
     advantage: Function | None = None
+    pairs: Annotated[Function | None, Field(examples=[{"fn": "best_worst"}])] = None
+    """Which responses of a group are compared, for recipes that learn from comparisons of what the policy wrote."""
     loss: LossConfig | None = None
     ptx: PtxConfig | None = None
     """Adds a language-modelling loss to every update of the main model."""
