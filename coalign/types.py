@@ -201,8 +201,8 @@ class LossOutput:
 
     The loss's attribute ``per`` says what a value stands for: ``token`` ([T], also without the attribute),
     ``sequence`` ([N]), ``group`` ([G]), or ``batch`` ([1]: the loss compares everything with everything, so an update
-    is computed as one micro-batch). ``aggregations`` names the aggregations that a loss per token is meant for, if it is
-    not for all.
+    is computed as one micro-batch). ``aggregations`` names the aggregations that a loss per token is meant for, where
+    those are not all.
     """
 
     value: Tensor

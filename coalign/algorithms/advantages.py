@@ -54,21 +54,25 @@ def group(
     loss_mask: Tensor,
     segment: Tensor,
     *,
-    scale: Literal["std", "none"] = "std",
+    scale: Literal["std", "batch", "none"] = "std",
     unbiased: bool = True,
     eps: float = 1e-6,
 ) -> dict[str, Any]:
     """GRPO (2402.03300): the reward against its group's mean, divided by the group's standard deviation plus ``eps``.
 
-    ``scale``: `std`, or `none` (Dr. GRPO, 2503.20783). Groups may differ in size and lie in any order. A group of one,
-    or one whose rewards are all equal, has advantage 0 exactly and counts in `groups/zero_std`.
+    ``scale``: `std`; `batch`, the standard deviation of all rewards of the batch in its place (2508.08221); or `none`
+    (Dr. GRPO, 2503.20783). Groups may differ in size and lie in any order. A group of one, or one whose rewards are all
+    equal, has advantage 0 exactly and counts in `groups/zero_std`.
     """
-    if scale not in ("std", "none"):
-        raise ValueError(f"advantage.scale is '{scale}': expected 'std' or 'none'")
+    if scale not in ("std", "batch", "none"):
+        raise ValueError(f"advantage.scale is '{scale}': expected 'std', 'batch' or 'none'")
     groups = _Groups(reward, group)
     advantages = groups.deviation
     if scale == "std":
         advantages = advantages / (groups.std(unbiased=unbiased)[groups.member] + eps)
+    elif scale == "batch":
+        whole = _Groups(reward, torch.zeros_like(group))
+        advantages = advantages / (whole.std(unbiased=unbiased)[whole.member] + eps)
     return _outcome(advantages, groups, loss_mask, segment)
 
 
@@ -104,6 +108,43 @@ def reinforce_pp_baseline(
     if whiten:
         result["advantages"] = _spread(_whiten(result["advantages"][loss_mask].double()), loss_mask)
     return result
+
+
+def remax(reward: Tensor, baseline: Tensor, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
+    """ReMax (2310.10505): the reward against that of the prompt's greedy response, the column ``baseline`` [N]."""
+    advantages = (reward.double() - baseline.double())[segment[loss_mask]]
+    return {
+        "advantages": _spread(advantages, loss_mask),
+        "baseline/mean": Stat.of(baseline),
+        **_advantage_stats(advantages),
+    }
+
+
+def reverse_kl(
+    rollout_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    loss_mask: Tensor,
+    segment: Tensor,
+    *,
+    coef: float = 1.0,
+    discount: float = 0.0,
+) -> dict[str, Any]:
+    """On-policy distillation: -coef · (log π - log π_teacher) of each token that the student π chose (the teacher's
+    log-probs in the column ``ref_logprobs``).
+
+    As an advantage in a policy gradient this descends KL(π ‖ π_teacher) on the student's own responses (2306.13649 with
+    the reverse divergence; Thinking Machines, "On-policy distillation", 2025). ``discount`` 0 holds a token responsible
+    for itself alone; 1 for the rest of its response too, which is the gradient of the whole sequence's divergence.
+
+    Metrics: `teacher_kl`, nats per token, unbiased under the student.
+    """
+    log_ratio = rollout_logprobs[loss_mask].double() - ref_logprobs[loss_mask].double()
+    advantages = discounted_sum(-coef * log_ratio, segment[loss_mask], discount)
+    return {
+        "advantages": _spread(advantages, loss_mask),
+        "teacher_kl": Stat.of(log_ratio),
+        **_advantage_stats(advantages),
+    }
 
 
 class _Groups:

@@ -22,6 +22,7 @@ def gspo(
     kl_coef: float = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
     entropy_coef: float = 0.0,
+    measure_entropy: bool = False,
     is_level: Level = "none",
     is_mode: Mode = "truncate",
     is_low: float = 0.0,

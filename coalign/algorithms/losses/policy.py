@@ -21,6 +21,7 @@ def policy_gradient(
     kl_coef: float = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
     entropy_coef: float = 0.0,
+    measure_entropy: bool = False,
     is_level: Level = "none",
     is_mode: Mode = "truncate",
     is_low: float = 0.0,
@@ -30,10 +31,11 @@ def policy_gradient(
 
     max(-ρA, -clip(ρ, 1 - clip_low, 1 + clip_high) A), with ρ = π/π_old; DAPO (2503.14476) raises ``clip_high``.
     ``dual_clip`` c > 1 bounds it by -cA where A < 0 (1912.09729). ``kl_coef`` adds the divergence from the reference as
-    a loss (2402.03300), ``entropy_coef`` subtracts the entropy. log ρ is held within ±20, where the gradient is 0.
-    ``is_level`` and its bounds weigh the surrogate by π_old/π_rollout (coalign.algorithms.importance).
+    a loss (2402.03300), ``entropy_coef`` subtracts the entropy, which ``measure_entropy`` only reports. log ρ is held
+    within ±20, where the gradient is 0. ``is_level`` and its bounds weigh the surrogate by π_old/π_rollout
+    (coalign.algorithms.importance).
 
-    Reads logprobs, old, advantages; rollout if ``is_level``, ref if ``kl_coef``, entropy if ``entropy_coef``;
+    Reads logprobs, old, advantages; rollout if ``is_level``, ref if ``kl_coef``, entropy if asked for;
     ValueError if one is missing.
     """
     if dual_clip is not None and dual_clip <= 1.0:

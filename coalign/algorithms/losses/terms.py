@@ -66,9 +66,9 @@ def policy_loss(
     return LossOutput(value, stats)
 
 
-def policy_needs(*, entropy_coef: float, kl_coef: float, **_: object) -> tuple[str, ...]:
+def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, **_: object) -> tuple[str, ...]:
     """The attribute `needs` of these losses."""
-    return (*(["entropy"] if entropy_coef else []), *(["ref"] if kl_coef else []))
+    return (*(["entropy"] if entropy_coef or measure_entropy else []), *(["ref"] if kl_coef else []))
 
 
 @torch.no_grad()
