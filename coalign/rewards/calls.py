@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import itertools
 import math
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -19,10 +20,24 @@ from coalign.rewards.threads import OutOfTime, Settled, Threads, TooManyHung
 from coalign.types import Sample
 
 _TASKS = 256  # async functions at once
+_BACKOFF = 0.1  # seconds before the first retry, doubled for each further one, up to …
+_LONGEST_PAUSE = 60.0  # … this, which is also as long as a service may ask us to wait
 
 
 class RewardError(RuntimeError):
     """No sample could be scored, or too many calls never came back."""
+
+
+class GiveUp(RuntimeError):
+    """Raised by a function that would fail again: the call is not repeated."""
+
+
+class TryLater(RuntimeError):
+    """Raised by a function that knows how many seconds to wait before it is called again."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class Failure(NamedTuple):
@@ -40,6 +55,7 @@ class RewardFunction:
     """A reward function with its place in the run.
 
     ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call.
+    An async function may say by an attribute ``at_once`` how many calls of it are worth making at the same time.
     """
 
     name: str
@@ -50,6 +66,7 @@ class RewardFunction:
     retries: int = 2
     takes: str = field(init=False)
     waits: bool = field(init=False)
+    at_once: int = field(init=False)
 
     def __post_init__(self) -> None:
         first = next(iter(inspect.signature(self.fn).parameters.values()), None)
@@ -58,6 +75,7 @@ class RewardFunction:
                 f"reward function '{self.name}' takes no positional argument; it needs one: sample, group or samples"
             )
         object.__setattr__(self, "takes", first.name if first.name in ("group", "samples") else "sample")
+        object.__setattr__(self, "at_once", getattr(self.fn, "at_once", _TASKS))
         object.__setattr__(self, "waits", any(map(inspect.iscoroutinefunction, (self.fn, type(self.fn).__call__))))
 
     def call(self, argument: Any) -> Any:
@@ -82,6 +100,7 @@ class Caller:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._threads, self._tasks = Threads(), asyncio.Semaphore(_TASKS)
+        self._random = random.Random()  # its own: the person's `random.seed` stays as it is
         threading.Thread(target=self._run, name="rewards", daemon=True).start()
 
     def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
@@ -124,24 +143,32 @@ class Caller:
         units = function.units(samples)
         outcomes = await self._attempt(function, units)
         for attempt in range(function.retries):
-            failed = [i for i, unit in enumerate(outcomes) if any(isinstance(one, Failure) for one in unit)]
-            if not failed:
+            repeat = [i for i, unit in enumerate(outcomes) if any(map(_worth_repeating, unit))]
+            if not repeat:
                 break
-            await asyncio.sleep(0.1 * 2**attempt)  # a service that refused needs a moment
-            for i, unit in zip(failed, await self._attempt(function, [units[i] for i in failed]), strict=True):
+            await asyncio.sleep(self._pause(attempt, [one for i in repeat for one in outcomes[i]]))
+            for i, unit in zip(repeat, await self._attempt(function, [units[i] for i in repeat]), strict=True):
                 outcomes[i] = unit
         return list(itertools.chain.from_iterable(outcomes))
+
+    def _pause(self, attempt: int, outcomes: Sequence[Outcome]) -> float:
+        """Seconds before the next attempt: as long as was asked for, at least a backoff whose random part keeps the
+        workers of a run from coming back all at once."""
+        errors = [outcome.error for outcome in outcomes if isinstance(outcome, Failure)]
+        asked = max((error.seconds for error in errors if isinstance(error, TryLater)), default=0.0)
+        return min(max(asked, _BACKOFF * 2**attempt) * self._random.uniform(1.0, 1.5), _LONGEST_PAUSE)
 
     async def _attempt(self, function: RewardFunction, units: list[list[Sample]]) -> list[list[Outcome]]:
         arguments = [unit[0] for unit in units] if function.takes == "sample" else units
         if function.waits:
-            settled = await asyncio.gather(*(self._await(function, argument) for argument in arguments))
+            free = asyncio.Semaphore(function.at_once)
+            settled = await asyncio.gather(*(self._await(function, argument, free) for argument in arguments))
         else:
             settled = await self._in_threads(function, arguments)
         return [_outcomes(function, *one, len(unit)) for one, unit in zip(settled, units, strict=True)]
 
-    async def _await(self, function: RewardFunction, argument: Any) -> Settled:
-        async with self._tasks:
+    async def _await(self, function: RewardFunction, argument: Any, free: asyncio.Semaphore) -> Settled:
+        async with free, self._tasks:
             task = asyncio.ensure_future(_settled(function.call, argument))
             done, _ = await asyncio.wait({task}, timeout=function.timeout)
         if done:
@@ -167,6 +194,10 @@ async def _settled(call: Callable[[Any], Any], argument: Any) -> Settled:
         raise
     except BaseException as error:
         return None, error
+
+
+def _worth_repeating(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failure) and not isinstance(outcome.error, GiveUp)
 
 
 def _outcomes(function: RewardFunction, returned: Any, error: BaseException | None, expected: int) -> list[Outcome]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.rewards.calls import Caller, Failure, RewardError, RewardFunction
+from coalign.rewards.calls import Caller, Failure, GiveUp, RewardError, RewardFunction, TryLater
 from coalign.rewards.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
@@ -289,3 +289,52 @@ def test_hung_threads_do_not_keep_the_process_alive():
         "assert o.reason == 'timeout'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_function_that_gives_up_is_not_called_again(caller):
+    seen = []
+
+    def refused(sample):
+        seen.append(sample.response)
+        raise GiveUp("no such model") if sample.response == "00" else ValueError("once more")
+
+    assert values(score(caller, refused, SAMPLES[:2], retries=2)) == ["raised"] * 2
+    assert sorted(seen) == ["00", "01", "01", "01"]
+
+
+def test_a_service_is_left_alone_as_long_as_it_asks_for(caller):
+    times = []
+
+    def later(sample):
+        times.append(time.monotonic())
+        if len(times) == 1:
+            raise TryLater("busy", 0.4)
+        return 1.0
+
+    assert values(score(caller, later, SAMPLES[:1], retries=1)) == [1.0]
+    assert 0.4 <= times[1] - times[0] < 5
+
+
+def test_pauses_grow_vary_and_end(caller):
+    failure = [Failure("raised", ValueError())]
+    for attempt, least in ((0, 0.1), (1, 0.2), (4, 1.6)):
+        pauses = [caller._pause(attempt, failure) for _ in range(50)]
+        assert all(least <= pause <= 1.5 * least for pause in pauses) and len(set(pauses)) > 1
+    assert caller._pause(30, failure) == caller._pause(0, [Failure("raised", TryLater("", 3600.0))]) == 60.0
+
+
+def test_an_async_function_may_bound_its_calls(caller):
+    class Narrow:
+        at_once = 2
+        running = most = 0
+
+        async def __call__(self, sample):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0.3)
+            self.running -= 1
+            return 1.0
+
+    narrow = Narrow()
+    # What waits for its turn does not spend its timeout: three rounds of 0.3 s, each call within 0.8 s.
+    assert values(score(caller, narrow, timeout=0.8)) == [1.0] * 6 and narrow.most == 2
