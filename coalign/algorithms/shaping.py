@@ -5,7 +5,6 @@ Flow functions: positional arguments are columns, token columns [T] over all tok
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -19,37 +18,38 @@ from coalign.types import Stat, Status, Total
 def shape_reward(
     reward: Tensor,
     rollout_logprobs: Tensor,
-    ref_logprobs: Tensor,
     loss_mask: Tensor,
     segment: Tensor,
+    ref_logprobs: Tensor | None = None,
     turn_rewards: Tensor | None = None,
     *,
     kl_coef: float,
     estimator: Literal["k1", "k2", "k3"] = "k1",
-    clip: float | None = None,
 ) -> dict[str, Any]:
     """token_rewards f32[T]: -kl_coef · kl_t at every trained token, plus the reward at the last one (2203.02155), plus
     ``turn_rewards``, where there are any, at the trained tokens that they stand at.
 
     The divergence is that of the policy which sampled, so it is measured with the sampler's log-probs: under that
-    policy k1 is unbiased, and the trainer need not run before the batch is complete. ``clip`` bounds the reward to
-    ±clip before anything is subtracted from it. A sequence without a trained token has nowhere to put its reward: all
-    its token rewards are 0.
+    policy k1 is unbiased, and the trainer need not run before the batch is complete. A sequence without a trained token
+    has nowhere to put its reward: all its token rewards are 0.
 
-    Metrics: ``kl`` in nats per response (what AdaptiveKL steers by), ``kl_per_token``.
+    Metrics: ``kl`` in nats per response (what AdaptiveKL steers by), ``kl_per_token``. Without ``ref_logprobs`` there
+    are none, and a ``kl_coef`` other than 0 is a ValueError.
     """
     trained, sequences = segment[loss_mask], len(reward)
-    kl = estimate_kl(rollout_logprobs[loss_mask], ref_logprobs[loss_mask], estimator)
-    token_rewards = torch.zeros_like(rollout_logprobs)
-    token_rewards[loss_mask] = -kl_coef * kl
+    token_rewards, stats = torch.zeros_like(rollout_logprobs), {}
+    counts = segment_count(trained, sequences)
+    if ref_logprobs is not None:
+        kl = estimate_kl(rollout_logprobs[loss_mask], ref_logprobs[loss_mask], estimator)
+        token_rewards[loss_mask] = -kl_coef * kl
+        stats = {"kl": Stat.of(segment_sum(kl, trained, sequences), counts > 0), "kl_per_token": Stat.of(kl)}
+    elif kl_coef:
+        raise ValueError(f"kl_coef is {kl_coef}, and nobody produced the column `ref_logprobs`: run a reference")
     if turn_rewards is not None:
         token_rewards[loss_mask] += turn_rewards[loss_mask]
-    score = reward if clip is None else reward.clamp(-clip, clip)
-    counts = segment_count(trained, sequences)
     last = loss_mask.nonzero().flatten()[counts.cumsum(0)[counts > 0] - 1]
-    token_rewards[last] += score[counts > 0].to(token_rewards.dtype)
-    per_response = segment_sum(kl, trained, sequences)
-    return {"token_rewards": token_rewards, "kl": Stat.of(per_response, counts > 0), "kl_per_token": Stat.of(kl)}
+    token_rewards[last] += reward[counts > 0].to(token_rewards.dtype)
+    return {"token_rewards": token_rewards, **stats}
 
 
 def sequence_kl_reward(
@@ -75,18 +75,6 @@ def sequence_kl_reward(
         "kl": Stat.of(per_response, some),
         "kl_per_token": Stat.of(kl),
     }
-
-
-def scale_reward(reward: Tensor, *, mean: float = 0.0, std: float = 1.0, clip: float | None = None) -> dict[str, Any]:
-    """reward f32[N]: (reward - mean) / std, then held within ±clip. ``std`` below 1e-6 counts as 1e-6.
-
-    ``mean`` and ``std`` are somebody else's, who keeps them from step to step; ValueError if they are not finite.
-    """
-    if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
-        raise ValueError(f"rewards cannot be scaled by mean={mean}, std={std}: both must be finite, std at least 0")
-    scaled = (reward.double() - mean) / max(std, 1e-6)
-    bounded = scaled if clip is None else scaled.clamp(-clip, clip)
-    return {"reward": bounded.float(), "reward/clip_fraction": Stat.of(bounded != scaled)}
 
 
 def scale_truncated(reward: Tensor, status: Tensor, *, factor: float = 1.0, offset: float = 0.0) -> dict[str, Any]:

@@ -7,7 +7,7 @@ T = torch.tensor
 
 
 def shaped(reward, mask, segment, sampled, ref, **arguments):
-    out = shape_reward(T(reward), T(sampled), T(ref), T([b == "1" for b in mask]), T(segment), **arguments)
+    out = shape_reward(T(reward), T(sampled), T([b == "1" for b in mask]), T(segment), T(ref), **arguments)
     return out["token_rewards"].tolist(), out
 
 
@@ -20,11 +20,6 @@ def test_worked_by_hand():
     assert got == pytest.approx([0, -0.05, 0.05, 0, 1.9, 0, -1.2])
     assert out["kl"].value == pytest.approx((1.0 + 2.0) / 2)  # nats per response
     assert out["kl_per_token"].value == pytest.approx(3.0 / 4)
-
-
-def test_the_reward_is_clipped_before_the_penalty():
-    got, _ = shaped([7.0, -7.0], "11", [0, 1], [0.0, 0.0], [-1.0, -1.0], kl_coef=1.0, clip=5.0)
-    assert got == [4.0, -6.0]
 
 
 def test_the_estimator_is_a_choice():
@@ -45,5 +40,12 @@ def test_responses_that_end_masked_keep_their_reward_on_the_last_trained_token()
 
 def test_inputs_are_left_alone():
     sampled = torch.full((2,), -1.0)
-    shape_reward(T([1.0]), sampled, torch.zeros(2), T([True, True]), T([0, 0]), kl_coef=0.1)
+    shape_reward(T([1.0]), sampled, T([True, True]), T([0, 0]), torch.zeros(2), kl_coef=0.1)
     assert sampled.tolist() == [-1.0, -1.0]
+
+
+def test_without_a_reference_there_is_only_the_reward():
+    out = shape_reward(T([2.0]), torch.full((2,), -1.0), T([True, True]), T([0, 0]), kl_coef=0.0)
+    assert out.keys() == {"token_rewards"} and out["token_rewards"].tolist() == [0.0, 2.0]
+    with pytest.raises(ValueError, match=r"kl_coef is 0\.1, and nobody produced the column `ref_logprobs`"):
+        shape_reward(T([2.0]), torch.full((2,), -1.0), T([True, True]), T([0, 0]), kl_coef=0.1)
