@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.modules import lora, pretrained
 from coalign.modules.base import Module
+from coalign.modules.rollout import begin, extend, missing_groups
 from coalign.native.engine import Engine, Progress
 from coalign.native.model import Model
-from coalign.native.request import Request, Response
+from coalign.native.request import Request
 from coalign.native.run import OnToken
 from coalign.native.sampling import Sampling
+from coalign.types import Status
 
 
 class NativeModule(Module):
@@ -59,6 +62,8 @@ class NativeModule(Module):
         prompts: Batch,
         *,
         samples: int | None = None,
+        round_tokens: int | None = None,
+        enough: float | None = None,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
         **overrides: Any,
@@ -66,20 +71,26 @@ class NativeModule(Module):
         """``samples`` responses (None: context.samples_per_prompt) to each prompt, ordered by prompt, then index.
 
         prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated for every response.
-        overrides: fields of SamplingConfig. progress, on_token: see coalign.native.engine.Engine.generate. Returns
-        prompt + response with the columns of docs/design.md section 3.
+        With the column ``index`` it holds samples instead, as an earlier call returned them: those whose status is
+        PARTIAL go on as if they had never stopped, the others stay as they are. A column ``max_new_tokens`` limits
+        the response of its own row.
+
+        round_tokens: new tokens of a sample in this call. enough: the share of the groups here that have to be at
+        their end; then the others are cut. What is cut, or has not ended in its round, is PARTIAL. overrides: fields of
+        SamplingConfig. progress, on_token: see coalign.native.engine.Engine. Returns prompt + response with the columns
+        of docs/design.md section 3.
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit.
         """
         if self.engine.version < 0:
             self._load_by_itself()
         samples = self.context.samples_per_prompt if samples is None else samples
-        sampling = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
-        fields = sampling.model_dump()
-        groups, offsets, tokens = prompts["group"].tolist(), prompts.offsets.tolist(), prompts["tokens"].tolist()
-        requests = [Request(tokens[offsets[i] : offsets[i + 1]], groups[i], samples) for i in range(len(prompts))]
-        chosen = Sampling(**{**fields, "stop": tuple(fields["stop"])})
-        responses = self.engine.generate(requests, chosen, progress, on_token)
-        return _join(prompts, samples, [r for some in responses for r in some])
+        begun = prompts if "index" in prompts else begin(prompts, samples)
+        fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()
+        sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
+        rows, asked = _requests(begun, sampling.max_new_tokens, round_tokens)
+        groups = None if enough is None else missing_groups(begun, enough)
+        answers = self.engine.generate(asked, sampling, progress, on_token, groups)
+        return extend(begun, rows, [response for some in answers for response in some])
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None:
         """New weights by Hugging Face names; later tokens carry ``version``. See coalign.native.model.Model.load."""
@@ -105,36 +116,21 @@ class NativeModule(Module):
         return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
 
 
-def _join(prompts: Batch, samples: int, responses: list[Response]) -> Batch:
-    """Prompt and response end to end, for every response."""
-    counts = torch.tensor([len(r.tokens) for r in responses], dtype=torch.int64)
-    prompt_rows = torch.arange(len(prompts)).repeat_interleave(samples)
-    repeated = prompts.select(prompt_rows)
-    lengths = repeated.lengths + counts
-    chosen = _is_response(repeated.lengths, counts)
-
-    def column(prompt_part: Tensor | float, field: str, dtype: torch.dtype) -> Tensor:
-        out = torch.empty(len(chosen), dtype=dtype)
-        out[~chosen] = prompt_part
-        out[chosen] = torch.cat([getattr(r, field) for r in responses]) if responses else out[chosen]
-        return out
-
-    token = {
-        "tokens": column(repeated["tokens"].to(torch.int32), "tokens", torch.int32),
-        "loss_mask": chosen,
-        "rollout_logprobs": column(0.0, "logprobs", torch.float32),
-        "versions": column(-1, "versions", torch.int32),
-    }
-    sequence = {
-        **repeated.sequence,
-        "index": torch.arange(samples, dtype=torch.int32).repeat(len(prompts)),
-        "prompt_length": repeated.lengths.to(torch.int32),
-        "status": torch.tensor([int(r.status) for r in responses], dtype=torch.uint8),
-    }
-    return Batch(lengths, token, sequence)
-
-
-def _is_response(prompt_lengths: Tensor, response_lengths: Tensor) -> Tensor:
-    """bool[T]: False for the prompt's tokens, True for the response's, sequence by sequence."""
-    pairs = torch.stack([prompt_lengths, response_lengths], 1).flatten()
-    return torch.tensor([False, True]).repeat(len(prompt_lengths)).repeat_interleave(pairs)
+def _requests(samples: Batch, max_new_tokens: int, pause: int | None) -> tuple[list[int], list[Request]]:
+    """The rows that are not at their end, and what to ask for; samples without a response share their prompt."""
+    tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
+    prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
+    own = samples.get("max_new_tokens")
+    limits = [max_new_tokens] * len(samples) if own is None else own.clamp(max=max_new_tokens).tolist()
+    rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
+    asked: list[Request] = []
+    for row in rows:
+        prompt = tokens[offsets[row] : offsets[row + 1]]
+        begun = len(prompt) - prompt_lengths[row]
+        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause)
+        same = asked and not begun and replace(asked[-1], samples=1) == replace(request, first=asked[-1].first)
+        if same and asked[-1].first + asked[-1].samples == request.first:
+            asked[-1] = replace(asked[-1], samples=asked[-1].samples + 1)
+        else:
+            asked.append(request)
+    return rows, asked

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from transformers import AttentionInterface
 
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
 STRIDE = 16  # decode attends over a whole number of such column blocks
+_ROWS_AT_ONCE = 64
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 
@@ -42,6 +44,16 @@ class KVCache:
             )
         return self.layers[index]
 
+    def resize(self, slots: int, length: int, used: tuple[int, int]) -> None:
+        """Room for other numbers of sequences and tokens; the first ``used`` (slots, tokens) stay."""
+        kept = tuple(slice(count) for count in used)
+        self.slots, self.length = slots, length
+        for index, pair in self.layers.items():
+            moved = tuple(_zeros((slots, length, *x.shape[2:]), x.dtype, x.device) for x in pair)
+            for new, old in zip(moved, pair, strict=True):
+                new[kept] = old[kept]
+            self.layers[index] = moved
+
     def read(self, slot: int, length: int) -> list[Tensor]:
         """A copy of a slot's first ``length`` tokens: keys and values of every layer."""
         return [storage[slot, :length].clone() for pair in self.layers.values() for storage in pair]
@@ -52,24 +64,39 @@ class KVCache:
             storage[slots, : len(part)] = part
 
 
-class Prefill:
-    """Whole prompts, packed end to end; each one's keys and values go to all of its slots.
+class Segment(NamedTuple):
+    """One sequence among the packed rows start..stop-1; its keys and values go to each of ``slots``.
 
-    ``segments``: (first row, last row + 1, slots) of each prompt. Rows of no segment are padding: their output is zero.
+    The last ``decoded`` rows are tokens of a response, which are computed as Decode would have.
     """
 
-    def __init__(self, cache: KVCache, segments: Sequence[tuple[int, int, slice]]) -> None:
+    start: int
+    stop: int
+    slots: slice
+    decoded: int = 0
+
+
+class Prefill:
+    """Whole sequences, packed end to end. Rows of no segment are padding: their output is zero."""
+
+    def __init__(self, cache: KVCache, segments: Sequence[Segment]) -> None:
         self.cache = cache
         self.segments = segments
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
-        stored_keys, stored_values = self.cache.layer(layer, key, value)
+        keys, values = self.cache.layer(layer, key, value)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for start, stop, slots in self.segments:
-            q, k, v = (x[:, :, start:stop] for x in (query, key, value))
-            stored_keys[slots, : stop - start] = k[0].transpose(0, 1)
-            stored_values[slots, : stop - start] = v[0].transpose(0, 1)
-            out[:, start:stop] = rules.attend(q, k, v, rules.causal_mask(stop - start, q)).transpose(1, 2)
+        for start, stop, slots, decoded in self.segments:
+            keys[slots, : stop - start] = key[0, :, start:stop].transpose(0, 1)
+            values[slots, : stop - start] = value[0, :, start:stop].transpose(0, 1)
+            q, k, v = (x[:, :, start : stop - decoded] for x in (query, key, value))
+            out[:, start : stop - decoded] = rules.attend(q, k, v, rules.causal_mask(q.shape[2], q)).transpose(1, 2)
+            # A few at a time: some kernels copy the keys for every row.
+            for row in range(stop - decoded, stop, _ROWS_AT_ONCE):
+                rows = slice(row, min(row + _ROWS_AT_ONCE, stop))
+                past = Past(torch.arange(rows.start, rows.stop, device=query.device) - start, self.cache.length)
+                same = (x[slots.start].expand(rows.stop - row, *x.shape[1:]) for x in (keys, values))
+                out[0, rows] = past.attend(query[:, :, rows], *same, rules)[0]
         return out
 
 
@@ -78,26 +105,39 @@ class Decode:
 
     def __init__(self, cache: KVCache, positions: Tensor, columns: int) -> None:
         self.cache = cache
-        self.positions = positions
-        self.columns = min(-(-columns // STRIDE) * STRIDE, cache.length)
+        self.past = Past(positions, cache.length, columns)
         self.rows = torch.arange(len(positions), device=positions.device) * cache.length + positions
-        self.masks: dict[int | None, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
-        batch, heads, groups = query.shape[2], query.shape[1], key.shape[1]
         keys, values = (
-            self._store(storage, new)[:batch, : self.columns].transpose(1, 2)
+            self._store(storage, new)[: len(self.rows)]
             for storage, new in zip(self.cache.layer(layer, key, value), (key, value), strict=True)
         )
-        # The query heads that share a key head stand as the rows of one product (no repetition of keys).
-        q = query[0].transpose(0, 1).reshape(batch, groups, heads // groups, -1)
-        out = rules.attend(q, keys, values, self._mask(rules.window, query.dtype))
-        return out.reshape(1, batch, heads, -1)
+        return self.past.attend(query, keys, values, rules)
 
     def _store(self, storage: Tensor, new: Tensor) -> Tensor:
         flat = storage.view(self.cache.slots * self.cache.length, -1)
         flat.index_copy_(0, self.rows, new[0].transpose(0, 1).reshape(len(self.rows), -1))
         return storage
+
+
+class Past:
+    """Single tokens at ``positions`` i64[B], each before stored keys and values of its own sequence."""
+
+    def __init__(self, positions: Tensor, length: int, columns: int | None = None) -> None:
+        columns = int(positions.max()) + 1 if columns is None else columns
+        self.positions = positions
+        self.columns = min(-(-columns // STRIDE) * STRIDE, length)
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rules: Rules) -> Tensor:
+        """query [1, heads, B, d]; keys, values [B, length, kv heads, d] -> [1, B, heads, d]."""
+        batch, heads, groups = query.shape[2], query.shape[1], keys.shape[2]
+        keys, values = (x[:, : self.columns].transpose(1, 2) for x in (keys, values))
+        # The query heads that share a key head stand as the rows of one product (no repetition of keys).
+        q = query[0].transpose(0, 1).reshape(batch, groups, heads // groups, -1)
+        out = rules.attend(q, keys, values, self._mask(rules.window, query.dtype))
+        return out.reshape(1, batch, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, 1, columns]: each row sees its own past, at most ``window`` tokens of it."""

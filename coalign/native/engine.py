@@ -6,8 +6,12 @@ It knows no tokenizer, no Batch and no backend. What a token will be depends on 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ from coalign.native.model import Model
 from coalign.native.request import Request, Response
 from coalign.native.run import OnToken, Run
 from coalign.native.sampling import Sampling
+from coalign.types import Status
 
 Progress = Callable[[int, int, int], None]  # (responses finished, responses in all, tokens chosen)
 
@@ -63,7 +68,7 @@ class Engine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool) -> None:
         """Take new weights at a token boundary: later tokens, also of responses under way, come from ``version``.
 
-        ``adopt`` shares the given tensors. While ``generate`` runs nobody may change them: it computes partly with
+        ``adopt`` shares the given tensors. While a run is open nobody may change them: it computes partly with
         packed copies. Raises ValueError for weights that do not fit, or an architecture that fails the first probe.
         """
         with self._gate.held():
@@ -74,28 +79,56 @@ class Engine:
             if self._running is not None:
                 self.model.pack()
 
+    @contextlib.contextmanager
+    def open(self, sampling: Sampling, on_token: OnToken | None = None) -> Iterator[Run]:
+        """A Run that takes requests and, with ``advance``, computes. One at a time: a second caller waits.
+
+        ``on_token(group, index, token)`` hears of every token as it is chosen, on the thread that advances; what it
+        raises ends the call, and the engine is ready for the next one.
+        """
+        with self._turn, torch.inference_mode(), self.model.packed():
+            with self._gate.held():
+                run = self._running = Run(self, sampling, on_token)
+            try:
+                yield run
+            finally:
+                self._running = None
+
+    def advance(self, run: Run) -> None:
+        """One step of an open run, once nobody holds the engine."""
+        with self._gate.step():
+            run.step()
+
     def generate(
         self,
         requests: Sequence[Request],
         sampling: Sampling,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
+        enough: int | None = None,
     ) -> list[list[Response]]:
-        """The responses of each request, by index. One call at a time: a second one waits.
+        """The responses of each request, in the order of its samples.
 
-        ``on_token(group, index, token)`` hears of every token as it is chosen, on this thread; what it raises ends the
-        call, and the engine is ready for the next one.
-        Raises ValueError for a prompt that is empty, holds an unknown token, or can never fit.
+        ``enough``: as soon as all samples of so many groups are at their end, the others are handed back as they are
+        (PARTIAL). ``on_token``: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or
+        can never fit.
         """
-        with self._turn, torch.inference_mode(), self.model.packed():
-            with self._gate.held():
-                run = self._running = Run(self, requests, sampling, on_token)
-            try:
-                while run.unfinished:
-                    with self._gate.step():
-                        run.step()
-                    if progress is not None:
-                        progress(run.finished, run.total, run.tokens_chosen)
-            finally:
-                self._running = None
-            return run.responses()
+        missing: Counter[int] = Counter()  # samples of each group that are not at their end
+        for request in requests:
+            missing[request.group] += request.samples
+        answers: list[list[Any]] = [[None] * request.samples for request in requests]
+
+        def note(answer: list[Any], group: int, place: int, response: Response) -> None:
+            answer[place] = response
+            missing[group] -= response.status != Status.PARTIAL
+
+        with self.open(sampling, on_token) as run:
+            for request, answer in zip(requests, answers, strict=True):
+                run.submit(request, partial(note, answer, request.group))
+            while run.unfinished:
+                if enough is not None and sum(not left for left in missing.values()) >= enough:
+                    run.cut_all()
+                self.advance(run)
+                if progress is not None:
+                    progress(run.finished, run.total, run.tokens_chosen)
+        return answers

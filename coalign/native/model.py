@@ -51,6 +51,11 @@ class Model:
     def vocabulary(self) -> int:
         return self.module.get_input_embeddings().weight.shape[0]
 
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest sequence that the architecture says it can read."""
+        return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+
     def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Take parameters and persistent buffers by their Hugging Face names (of tied ones, one is enough): the first
         time all of them; what is not given later stays.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coalign.native.attention import NAME, Decode, KVCache, Prefill
+from coalign.native.attention import NAME, Decode, KVCache, Prefill, Segment
 from coalign.native.linear import ROWS
 from coalign.native.model import Model
 
@@ -45,7 +45,7 @@ def _plain(model: Model, tokens: Tensor) -> Tensor:
 def _by_engine(model: Model, tokens: Tensor) -> Tensor:
     cache, positions = KVCache(ROWS, len(tokens)), torch.arange(len(tokens), device=model.device)
     last = positions[ROWS - 1 : ROWS]
-    out = [model.forward(tokens[:ROWS], positions[:ROWS], Prefill(cache, [(0, ROWS, slice(0, 1))]), last)]
+    out = [model.forward(tokens[:ROWS], positions[:ROWS], Prefill(cache, [Segment(0, ROWS, slice(0, 1))]), last)]
     for step in range(ROWS, len(tokens)):
         fed, at = torch.zeros(2, ROWS, dtype=torch.int64, device=model.device)
         fed[0], at[0] = tokens[step], step

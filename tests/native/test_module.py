@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.native import NativeModule
+from coalign.modules.rollout import begin
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Context, Status
 from tests.native.helpers import reference_logprobs
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -131,3 +132,56 @@ def test_no_prompts(directory):
 def test_a_missing_directory_is_named():
     with pytest.raises(ValueError, match="/nowhere/model"):
         module("/nowhere/model")
+
+
+COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "index", "prompt_length", "status")
+
+
+def test_a_response_in_rounds_is_the_response_at_once(directory):
+    rollout = module(directory, samples=2, sampling={"max_new_tokens": 20})
+    whole, samples, rounds = rollout.generate(prompts()), prompts(), 0
+    while rounds == 0 or bool((samples["status"] == Status.PARTIAL).any()):
+        before = samples.lengths.sum() if rounds else 2 * samples.lengths.sum()
+        samples = rollout.generate(samples, round_tokens=6)
+        rounds += 1
+        assert samples.lengths.sum() - before <= 6 * 6
+        assert "rows" in samples
+    assert rounds == 4
+    for name in COLUMNS:
+        assert torch.equal(samples[name], whole[name]), name
+
+
+def test_what_has_ended_stays_and_what_has_not_goes_on_with_new_weights(directory):
+    rollout = module(directory, samples=2)
+    cut = rollout.generate(prompts(), round_tokens=3)
+    ended = cut.with_(status=torch.tensor([0, 3, 3, 3, 1, 3], dtype=torch.uint8))
+    rollout.load_weights([], version=5)
+    out = rollout.generate(ended)
+    assert (out.lengths - cut.lengths).tolist() == [0, 5, 5, 5, 0, 5]
+    assert out["status"].tolist() == [0, 1, 1, 1, 1, 1]
+    versions = [row["versions"][row["loss_mask"]].tolist() for row in out.rows()]
+    assert versions[0] == [0] * 3 and versions[1] == [0] * 3 + [5] * 5
+
+
+def test_prompts_and_samples_may_go_together(directory):
+    rollout = module(directory, samples=2)
+    cut = rollout.generate(prompts().slice(0, 1), round_tokens=3)
+    joined = Batch.concat([cut, begin(prompts().slice(1, 3), 2)])
+    out, whole = rollout.generate(joined), rollout.generate(prompts())
+    for name in COLUMNS:
+        assert torch.equal(out[name], whole[name]), name
+
+
+def test_a_row_has_a_limit_of_its_own(directory):
+    out = module(directory).generate(prompts().with_(max_new_tokens=torch.tensor([2, 5, 100])))
+    assert (out.lengths - out["prompt_length"]).tolist() == [2, 5, 8]
+
+
+def test_enough_is_a_share_of_the_groups(directory):
+    rollout = module(directory, samples=2, native={"max_sequences": 2})
+    out = rollout.generate(prompts(), enough=1 / 3)
+    assert out["status"].tolist() == [1, 1, 3, 3, 3, 3]
+    again = rollout.generate(out, enough=1 / 3)  # one is complete already
+    assert torch.equal(again["tokens"], out["tokens"])
+    more = rollout.generate(out, enough=2 / 3)
+    assert more["status"].tolist() == [1, 1, 1, 1, 3, 3]
