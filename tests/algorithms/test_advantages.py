@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.algorithms.advantages import gae, group, reinforce_pp, reinforce_pp_baseline, rloo
+from coalign.algorithms.advantages import gae, group, reinforce_pp, reinforce_pp_baseline, remax, reverse_kl, rloo
 
 T = torch.tensor
 
@@ -116,6 +116,17 @@ class TestGroup:
         out = group(column(3, 0, 0, 1), T([4, 4, 4, 4]), self.MASK, self.SEGMENT, scale="none")
         assert out["advantages"].tolist() == [0, 2, 2, 0, -1, 0, -1, 0]
 
+    def test_scaled_by_the_batch(self):
+        # Groups (1, 0) and (4, 3) have deviations ±0.5; all four have mean 2 and variance (1 + 4 + 4 + 1) / 3.
+        out = group(column(1, 0, 4, 3), T([4, 4, 7, 7]), mask("1111"), T([0, 1, 2, 3]), scale="batch", eps=0.0)
+        a = 0.5 / math.sqrt(10 / 3)
+        assert out["advantages"].tolist() == pytest.approx([a, -a, a, -a])
+        # A group of equal rewards has 0 beside one that varies; all equal, everything is 0.
+        out = group(column(1, 0, 4, 4), T([4, 4, 7, 7]), mask("1111"), T([0, 1, 2, 3]), scale="batch")
+        assert out["advantages"].tolist()[2:] == [0.0, 0.0] and out["advantages"][0] > 0
+        out = group(column(0.1, 0.1), T([0, 1]), mask("11"), T([0, 1]), scale="batch")
+        assert out["advantages"].tolist() == [0.0, 0.0]
+
     def test_ragged_groups_in_any_order(self):
         # Group 9 holds samples 0 and 3 (mean 2), group 1 sample 1 alone, group 5 sample 2 alone.
         out = group(column(1, 8, 0, 3), T([9, 1, 5, 9]), self.MASK, self.SEGMENT, scale="none")
@@ -141,7 +152,7 @@ class TestGroup:
         assert out["advantages"].tolist() == [0.0, 0.0]
 
     def test_unknown_scale(self):
-        with pytest.raises(ValueError, match="'var': expected 'std' or 'none'"):
+        with pytest.raises(ValueError, match="'var': expected 'std', 'batch' or 'none'"):
             group(column(1.0), T([0]), mask("1"), T([0]), scale="var")
 
     @pytest.mark.parametrize("function", [group, rloo, reinforce_pp_baseline])
@@ -187,3 +198,44 @@ def test_reinforce_pp_baseline_worked_by_hand():
     out = reinforce_pp_baseline(column(1, 0), T([0, 0]), mask("1111"), T([0, 0, 0, 1]))
     a, b = 0.25 / 0.433013, -0.75 / 0.433013
     assert out["advantages"].tolist() == pytest.approx([a, a, a, b], abs=1e-5)
+
+
+def test_remax_worked_by_hand():
+    # 1 - 0.25 over two tokens around a tool's, 0 - 0.5 over one; the response in between has no trained token.
+    out = remax(column(1, 9, 0), column(0.25, 9, 0.5), mask("01010000"), T([0, 0, 0, 0, 1, 1, 2, 2]))
+    assert out["advantages"].tolist() == [0, 0.75, 0, 0.75, 0, 0, 0, 0]
+    out = remax(column(1, 0), column(0.25, 0.5), mask("1011"), T([0, 0, 0, 1]))
+    assert out["advantages"].tolist() == [0.75, 0, 0.75, -0.5]
+    assert out["baseline/mean"].value == 0.375
+    assert out["advantages/mean"].value == pytest.approx((0.75 + 0.75 - 0.5) / 3)
+
+
+class TestReverseKl:
+    # log π - log π_teacher: 0.5, (a tool's token), -1.0 | 2.0
+    ARGUMENTS = (column(9, -1, 9, -2, -1), column(0, -1.5, 0, -1, -3), mask("01011"), T([0, 0, 0, 0, 1]))
+
+    def test_worked_by_hand(self):
+        out = reverse_kl(*self.ARGUMENTS)
+        assert out["advantages"].tolist() == [0, -0.5, 0, 1.0, -2.0]
+        assert out["teacher_kl"].value == pytest.approx(0.5)  # (0.5 - 1 + 2) / 3
+        assert reverse_kl(*self.ARGUMENTS, coef=0.1)["advantages"].tolist() == pytest.approx([0, -0.05, 0, 0.1, -0.2])
+
+    def test_discount_skips_masked_tokens_and_stays_in_its_response(self):
+        out = reverse_kl(*self.ARGUMENTS, discount=0.5)
+        assert out["advantages"].tolist() == [0, -0.5 + 0.5 * 1.0, 0, 1.0, -2.0]
+
+    def test_its_expected_gradient_is_that_of_the_divergence(self):
+        """A softmax over three tokens: E_π[-A ∇log π], enumerated, against the gradient of KL(π ‖ teacher)."""
+        logits = T([0.3, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
+        teacher = T([0.2, 0.5, 0.3], dtype=torch.float64).log()
+        student = logits.log_softmax(0)
+        (exact,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
+        p = student.detach()
+        advantages = reverse_kl(p, teacher, mask("111"), T([0, 1, 2]))["advantages"].double()
+        (sampled,) = torch.autograd.grad((p.exp() * -advantages * student).sum(), logits)
+        torch.testing.assert_close(sampled, exact, rtol=1e-6, atol=1e-7)
+
+    def test_equal_models_and_empty_responses(self):
+        same = column(-1, -2)
+        assert reverse_kl(same, same, mask("11"), T([0, 0]))["advantages"].tolist() == [0.0, 0.0]
+        assert reverse_kl(same, same, mask("00"), T([0, 1]))["teacher_kl"].count == 0

@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from coalign.algorithms.shaping import shape_reward
+from coalign.algorithms.advantages import rloo
+from coalign.algorithms.shaping import (
+    mask_truncated,
+    scale_truncated,
+    sequence_kl_reward,
+    shape_reward,
+)
+from coalign.types import Status
 
 T = torch.tensor
 
@@ -49,3 +56,51 @@ def test_without_a_reference_there_is_only_the_reward():
     assert out.keys() == {"token_rewards"} and out["token_rewards"].tolist() == [0.0, 2.0]
     with pytest.raises(ValueError, match=r"kl_coef is 0\.1, and nobody produced the column `ref_logprobs`"):
         shape_reward(T([2.0]), torch.full((2,), -1.0), T([True, True]), T([0, 0]), kl_coef=0.1)
+
+
+def test_turn_rewards_stand_at_their_tokens():
+    # Turns end at tokens 1 and 4 (3 is a tool's, where a reward would belong to nobody); the last takes the reward too.
+    sampled, ref, on = torch.zeros(5), T([0.0, -1.0, 0.0, 0.0, 0.0]), T([False, True, True, False, True])
+    turns = T([7.0, 0.5, 0.0, 7.0, -0.25])
+    out = shape_reward(T([2.0]), sampled, on, T([0] * 5), ref, turns, kl_coef=0.1)["token_rewards"]
+    assert out.tolist() == pytest.approx([0, 0.5 - 0.1, 0, 0, 2 - 0.25])
+
+
+class TestSequenceKlReward:
+    # Log-ratios 0.5, -0.25 (and a tool's 9) | 2.0 | nothing
+    ARGUMENTS = (
+        T([1.0, 0.0, 3.0]),
+        T([0.0, -1.0, 9.0, -1.5, -1.0, 0.0]),
+        T([0.0, -1.5, 0.0, -1.25, -3.0, 0.0]),
+        T([False, True, False, True, True, False]),
+        T([0, 0, 0, 0, 1, 2]),
+    )
+
+    def test_worked_by_hand(self):
+        out = sequence_kl_reward(*self.ARGUMENTS, kl_coef=0.1)
+        assert out["reward"].tolist() == pytest.approx([1 - 0.1 * 0.25, -0.2, 3.0])
+        assert (out["kl"].value, out["kl"].count) == (pytest.approx(2.25 / 2), 2)
+        assert out["kl_per_token"].value == pytest.approx(2.25 / 3)
+
+    def test_the_divergence_is_inside_of_the_baseline(self):
+        reward, *_, on, segment = self.ARGUMENTS
+        out = sequence_kl_reward(*self.ARGUMENTS, kl_coef=0.1)["reward"]
+        # 0.975 - (-0.2 + 3) / 2
+        assert rloo(out, T([0, 0, 0]), on, segment)["advantages"][1].item() == pytest.approx(-0.425)
+        assert reward.tolist() == [1.0, 0.0, 3.0]  # left alone
+
+
+STATUS = T([int(Status.OK), int(Status.TRUNCATED), int(Status.OK)], dtype=torch.uint8)
+
+
+def test_truncated_responses_earn_a_share():
+    reward = T([1.0, 1.0, -1.0])
+    assert scale_truncated(reward, STATUS, factor=0.25)["reward"].tolist() == [1.0, 0.25, -1.0]
+    assert scale_truncated(reward, STATUS, factor=0.0, offset=-0.5)["reward"].tolist() == [1.0, -0.5, -1.0]
+    assert scale_truncated(reward, STATUS)["reward"].tolist() == [1.0, 1.0, -1.0]
+
+
+def test_truncated_responses_are_not_trained_on():
+    out = mask_truncated(T([False, True, False, True, True]), STATUS, T([0, 0, 1, 1, 2]))
+    assert out["loss_mask"].tolist() == [False, True, False, False, True]
+    assert out["samples/masked"].value == 1

@@ -1,0 +1,290 @@
+"""The losses of a policy: what each is by hand, and what holds for all of them."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from coalign.algorithms.aggregate import Totals, aggregation_weights, trained_sequences
+from coalign.algorithms.losses import cispo, gspo, policy_gradient
+from coalign.algorithms.traits import check_aggregation, needs
+from coalign.types import LossInput, merge_stats
+
+T = torch.tensor
+EXACT = {"dtype": torch.float64}
+FIELDS = ("logprobs", "entropy", "old", "rollout", "ref", "advantages")
+OVER_SEQUENCES = ["sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+FAMILY = {
+    "policy_gradient": policy_gradient,
+    "gspo": gspo,
+    "gspo-token": partial(gspo, form="token"),
+    "cispo": cispo,
+}
+
+
+def given(segment, sequences=None, **columns):
+    tensors = {name: torch.as_tensor(c, **EXACT) for name, c in columns.items()}
+    return LossInput(segment=T(segment, dtype=torch.int64), sequences=sequences or max(segment) + 1, **tensors)
+
+
+def drawn(lengths, *, seed=0, per_sequence=True, noise=0.3):
+    """Random responses of the given lengths, all of LossInput's fields filled."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    draw = lambda n=total: torch.randn(n, generator=generator, **EXACT)  # noqa: E731
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), T(lengths))
+    old = -draw().abs() - 0.1
+    return LossInput(
+        segment=segment,
+        sequences=len(lengths),
+        logprobs=(old + noise * draw()).requires_grad_(),
+        entropy=draw().abs().requires_grad_(),
+        old=old,
+        rollout=old + noise * draw(),
+        ref=old + draw(),
+        advantages=draw(len(lengths))[segment] if per_sequence else draw(),
+    )
+
+
+def aggregated(x, loss, aggregation, totals=None):
+    """(the scalar, its gradient, the statistics)."""
+    totals = totals or Totals(len(x.segment), trained_sequences(x.segment, x.sequences), x.sequences)
+    out = loss(x)
+    weights = aggregation_weights(
+        x.segment,
+        x.sequences,
+        aggregation=aggregation,
+        totals=totals,
+        constant_length=7 if aggregation == "constant" else None,
+    )
+    value = (out.value * weights).sum()
+    return value.detach(), torch.autograd.grad(value, x.logprobs)[0], out.stats
+
+
+class TestGspo:
+    def test_worked_by_hand(self):
+        # Sequence 0: log-ratios 0.3, -0.1, 0.4, mean 0.2, s = e^0.2 = 1.2214 above 1.1: A = 2 gives -1.1 · 2.
+        # Sequence 2: log-ratio -0.5, s = 0.6065 below 0.9: A = -1 gives 0.9. Sequence 1 is empty.
+        # Sequence 3: s = e^0.2 with A = -1 is not held back: 1.2214.
+        x = given(
+            [0, 0, 0, 2, 3],
+            logprobs=[-0.7, -1.1, -0.6, -1.5, -0.8],
+            old=[-1.0] * 5,
+            advantages=[2, 2, 2, -1, -1],
+        )
+        out = gspo(x, clip_low=0.1, clip_high=0.1)
+        assert out.value.tolist() == pytest.approx([-2.2, -2.2, -2.2, 0.9, math.exp(0.2)])
+        assert out.stats["clip_fraction"].value == pytest.approx(4 / 5)  # of tokens, as the paper counts
+        assert out.stats["ratio_max"].value == pytest.approx(math.exp(0.2))
+
+    def test_gradient_in_closed_form(self):
+        # d/dlogπ_t of the mean over sequences of -s A: -s A / L, over 2 sequences.
+        logprobs = T([-0.99, -1.02, -0.5], **EXACT).requires_grad_()
+        x = LossInput(
+            segment=T([0, 0, 1]),
+            sequences=2,
+            logprobs=logprobs,
+            old=T([-1.0, -1.0, -0.5], **EXACT),
+            advantages=T([3.0, 3.0, -2.0], **EXACT),
+        )
+        for form in ("sequence", "token"):
+            _, gradient, _ = aggregated(x, partial(gspo, form=form, clip_low=0.1), "sequence_mean_token_mean")
+            s = math.exp(-0.005)
+            assert gradient.tolist() == pytest.approx([-s * 3 / 2 / 2, -s * 3 / 2 / 2, 2 / 2])
+
+    @pytest.mark.parametrize("aggregation", OVER_SEQUENCES)
+    @pytest.mark.parametrize("clip", [0.05, 10.0])
+    def test_both_forms_are_one_where_a_sequence_has_one_advantage(self, aggregation, clip):
+        x = drawn([4, 0, 1, 9, 3])
+        settings = {"clip_low": clip, "clip_high": clip, "kl_coef": 0.1, "is_level": "sequence"}
+        (a, da, _), (b, db, _) = (
+            aggregated(x, partial(gspo, form=form, **settings), aggregation) for form in ("sequence", "token")
+        )
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(da, db)
+
+    def test_token_form_gives_each_token_its_own_advantage(self):
+        # s = 1 in value; the gradient of a token is minus its own advantage, of the other form minus the mean.
+        x = given([0, 0], logprobs=[-1.0, -2.0], old=[-1.0, -2.0], advantages=[3.0, -1.0])
+        x.logprobs.requires_grad_()
+        for form, expected in (("token", [-1.5, 0.5]), ("sequence", [-0.5, -0.5])):
+            _, gradient, _ = aggregated(x, partial(gspo, form=form), "sequence_mean_token_mean")
+            assert gradient.tolist() == pytest.approx(expected)
+
+    def test_a_whole_sequence_is_clipped_or_none_of_it(self):
+        x = drawn([5] * 8)
+        _, gradient, _ = aggregated(x, gspo, "sequence_mean_token_mean")
+        moved = (gradient != 0).view(8, 5)
+        assert (moved.all(1) | ~moved.any(1)).all() and 0 < moved.sum() < 40
+
+    def test_long_sequences_do_not_lose_the_clip_range(self):
+        # 100 000 tokens of log-ratio 1e-4 each: s = e^1e-4, in float32.
+        n = 100_000
+        x = LossInput(
+            segment=torch.zeros(n, dtype=torch.int64),
+            sequences=1,
+            logprobs=torch.full((n,), -1.0),
+            old=torch.full((n,), -1.0 - 1e-4),
+            advantages=torch.ones(n),
+        )
+        assert gspo(x).stats["ratio"].value == pytest.approx(math.exp(1e-4), abs=1e-6)
+
+    def test_what_it_is_not_defined_for_is_refused(self):
+        with pytest.raises(ValueError, match=r"loss\.form is 'tokens': expected sequence or token"):
+            gspo(drawn([2]), form="tokens")
+        with pytest.raises(ValueError, match=r"loss\.is_level is 'token': `gspo` in the form `sequence` takes"):
+            gspo(drawn([2]), is_level="token")
+        gspo(drawn([2]), is_level="token", form="token")
+        with pytest.raises(
+            ValueError, match=r"`token_mean`, which `gspo` is not defined for; expected sequence_mean_t"
+        ):
+            check_aggregation(gspo, "gspo", "token_mean")
+        for aggregation in OVER_SEQUENCES:
+            check_aggregation(gspo, "gspo", aggregation)
+
+
+class TestCispo:
+    def test_worked_by_hand(self):
+        # Ratios 2, 0.1, 9 with bounds 0.5 and 5: weights 2, 0.5, 5; values -w A log π.
+        x = given(
+            [0, 0, 0],
+            logprobs=[-1.0, -2.0, -0.5],
+            old=[-1 - math.log(2), -2 - math.log(0.1), -0.5 - math.log(9)],
+            advantages=[1.0, 2.0, -3.0],
+        )
+        x.logprobs.requires_grad_()
+        out = cispo(x, clip_low=0.5, clip_high=4.0)
+        assert out.value.tolist() == pytest.approx([2.0, 2.0, -7.5])
+        assert out.stats["clip_fraction"].value == pytest.approx(2 / 3)
+        out.value.sum().backward()
+        assert x.logprobs.grad.tolist() == pytest.approx([-2.0, -1.0, 15.0])  # -w A: clipped tokens keep theirs
+
+    def test_the_default_bounds_from_above_only(self):
+        x = given([0, 0], logprobs=[-1.0, -1.0], old=[8.0, -9.0], advantages=[1.0, 1.0])
+        assert cispo(x).value.tolist() == pytest.approx([math.exp(-9), 5.0])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+class TestAll:
+    def test_on_policy_they_are_reinforce(self, name):
+        x = drawn([3, 0, 1, 6])
+        x = LossInput(
+            segment=x.segment, sequences=4, logprobs=x.logprobs, old=x.logprobs.detach(), advantages=x.advantages
+        )
+        _, gradient, stats = aggregated(x, FAMILY[name], "sequence_mean_token_mean")
+        lengths = T([3.0] * 3 + [1.0] + [6.0] * 6, **EXACT)
+        torch.testing.assert_close(gradient, -x.advantages / lengths / 3)
+        assert stats["ratio"].value == 1.0 and stats["clip_fraction"].value == 0.0
+
+    @pytest.mark.parametrize("aggregation", OVER_SEQUENCES)
+    @pytest.mark.parametrize("level", ["none", "sequence", "product"])
+    def test_cuts_and_order_change_nothing(self, name, aggregation, level):
+        lengths = [4, 0, 1, 7, 2, 5]
+        x = drawn(lengths)
+        loss = partial(
+            FAMILY[name],
+            kl_coef=0.1,
+            entropy_coef=0.01,
+            is_level=level,
+            is_mode="mask",
+            is_low=0.7,
+            is_high=1.4,
+        )
+        value, gradient, stats = aggregated(x, loss, aggregation)
+        totals = Totals(sum(lengths), 5, 6)
+        got = torch.zeros_like(gradient)
+        values, seen = [], []
+        for rows in ([5, 1], [3], [4, 0, 2]):
+            where = torch.cat([(x.segment == row).nonzero().flatten() for row in rows])
+            columns = {f: getattr(x, f).detach()[where] for f in FIELDS}
+            columns["logprobs"].requires_grad_()
+            segment = torch.repeat_interleave(torch.arange(len(rows)), T([lengths[row] for row in rows]))
+            part = LossInput(segment=segment, sequences=len(rows), **columns)
+            share, got[where], found = aggregated(part, loss, aggregation, totals)
+            values.append(share)
+            seen.append(found)
+        torch.testing.assert_close(sum(values), value)
+        torch.testing.assert_close(got, gradient)
+        merged = {k: v.value for k, v in merge_stats(seen).items()}
+        assert merged == pytest.approx({k: v.value for k, v in stats.items()})
+
+    def test_weights_multiply_the_surrogate_and_nothing_else(self, name):
+        x = drawn([2, 3])
+        level = {"is_level": "sequence", "is_high": 9.0}
+        penalties = {"kl_coef": 0.1, "entropy_coef": 0.01}
+        plain, weighted, both, bare = (
+            FAMILY[name](x, **settings).value for settings in ({}, level, level | penalties, penalties)
+        )
+        w = (x.old - x.rollout).exp()
+        w = torch.cat([w[:2].prod().pow(1 / 2).expand(2), w[2:].prod().pow(1 / 3).expand(3)])
+        torch.testing.assert_close(weighted, plain * w)
+        torch.testing.assert_close(both - weighted, bare - plain)
+
+    def test_the_first_update_is_weighted_too(self, name):
+        """Without a column of old log-probs the anchor is the policy itself: the ratio is 1, the weight is not."""
+        x = drawn([2, 1])
+        x = LossInput(
+            segment=x.segment,
+            sequences=2,
+            logprobs=x.logprobs,
+            old=x.logprobs.detach(),
+            rollout=x.rollout,
+            advantages=x.advantages,
+        )
+        loss = partial(FAMILY[name], is_level="product", is_high=1e9)
+        _, gradient, stats = aggregated(x, loss, "sequence_mean_token_sum")
+        w = (x.logprobs.detach() - x.rollout).exp()
+        w = T([w[:2].prod(), w[:2].prod(), w[2]], **EXACT)
+        torch.testing.assert_close(gradient, -w * x.advantages / 2)
+        assert stats["approx_kl"].value == 0.0 and stats["mismatch"].value > 0
+
+    def test_extremes_stay_finite(self, name):
+        x = LossInput(
+            segment=T([0, 0, 1, 1]),
+            sequences=2,
+            logprobs=T([0.0, -1000.0, 0.0, -1000.0], requires_grad=True),
+            old=T([-1000.0, 0.0, -1000.0, -1000.0]),
+            rollout=T([0.0, -1000.0, -1000.0, 0.0]),
+            ref=T([-1000.0, 0.0, 0.0, -1.0]),
+            advantages=T([1.0, -1.0, -1.0, 1.0]),
+        )
+        for level in ("none", "sequence", "product"):
+            out = FAMILY[name](x, kl_coef=0.1, is_level=level)
+            (gradient,) = torch.autograd.grad(out.value.sum(), x.logprobs)
+            assert out.value.isfinite().all() and gradient.isfinite().all()
+            assert all(math.isfinite(s.value) for s in out.stats.values())
+
+    def test_no_tokens(self, name):
+        x = given([], 2, **{field: [] for field in FIELDS})
+        assert FAMILY[name](x, is_level="sequence", kl_coef=0.1).value.shape == (0,)
+
+    def test_missing_columns_are_named(self, name):
+        x = given([0], logprobs=[0.0], old=[0.0], advantages=[0.0])
+        with pytest.raises(ValueError, match=r"needs `rollout` because loss\.is_level is set"):
+            FAMILY[name](x, is_level="sequence")
+        with pytest.raises(ValueError, match=r"needs `entropy` because loss\.entropy_coef is set"):
+            FAMILY[name](x, entropy_coef=0.1)
+
+    def test_clip_ranges_lie_around_one(self, name):
+        with pytest.raises(ValueError, match=r"loss\.clip_low is -0\.1 .* neither may be below 0"):
+            FAMILY[name](drawn([1]), clip_low=-0.1)
+
+
+@pytest.mark.parametrize("loss", [policy_gradient, gspo, cispo])
+def test_they_ask_for_what_they_read(loss):
+    assert needs(loss, {}) == ()
+    assert needs(loss, {"measure_entropy": True, "kl_coef": 0.1}) == ("entropy", "ref")
+    assert needs(loss, {"entropy_coef": 0.1}) == ("entropy",)
+
+
+@pytest.mark.parametrize("loss", [policy_gradient, gspo])  # the others stop a part of the gradient: see closed forms
+def test_gradient_against_finite_differences(loss):
+    x = drawn([3, 0, 2], seed=5, noise=0.02)
+    fixed = {field: getattr(x, field) for field in ("old", "rollout", "ref", "advantages")}
+
+    def run(logprobs, entropy):
+        part = LossInput(segment=x.segment, sequences=3, logprobs=logprobs, entropy=entropy, **fixed)
+        return loss(part, kl_coef=0.1, entropy_coef=0.01, is_level="sequence", clip_high=0.01).value
+
+    assert torch.autograd.gradcheck(run, (x.logprobs, x.entropy))
