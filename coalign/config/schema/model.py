@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Input, Probability, Section, Several
+from coalign.config.schema.base import Function, Input, Probability, Section, Several
 from coalign.config.schema.functions import LossConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 
@@ -80,6 +80,9 @@ class ModelConfig(Section):
     """`random` takes only config and tokenizer from the directory and draws the weights from the seed."""
     tokenizer: Annotated[str, Input("directory")] | None = None
     """A tokenizer directory, when it is not in `load`."""
+    judge: Annotated[Function | None, Field(examples=[{"fn": "pairwise"}])] = None
+    """Of a language model that scores responses (module `judge` or `preference`): what it is asked about them, and what
+    its answers are worth: a class of coalign.rewards.judging."""
     head: Literal["lm", "value", "reward"] = "lm"
     """Language-model head; a scalar per token; a scalar per sequence (at its last token)."""
     head_init: Literal["load", "zero"] = "load"
