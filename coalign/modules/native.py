@@ -54,7 +54,7 @@ class NativeModule(Module):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        path = self.config.tokenizer or self.context.tokenizer or self.config.load
+        path = self.config.tokenizer or self.config.load
         return AutoTokenizer.from_pretrained(path, trust_remote_code=self.config.trust_remote_code)
 
     def generate(
