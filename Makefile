@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
 	$(PIP) torch
-	$(PIP) --editable '.[ray,math,qlora,vocab,dev]'
+	$(PIP) --editable '.[ray,math,qlora,vocab,serve,dev]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.installed

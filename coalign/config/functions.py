@@ -152,8 +152,8 @@ def _unknown(fn: Callable[..., Any], name: str, named: Mapping[str, Any]) -> str
 
 def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:
     if inspect.isclass(fn):
-        return typing.get_type_hints(fn.__init__)
-    return typing.get_type_hints(fn if hasattr(fn, "__annotations__") else type(fn).__call__)
+        return typing.get_type_hints(fn.__init__, include_extras=True)
+    return typing.get_type_hints(fn if hasattr(fn, "__annotations__") else type(fn).__call__, include_extras=True)
 
 
 def _checked(value: Any, kind: Any) -> Any:

@@ -16,6 +16,10 @@ stopped: after a few such threads the run ends with an error. Keyword-only argum
       - {fn: math, weight: 1.0}                                  # a function of this package
       - {fn: "my_rewards:polite", weight: 0.2, timeout: 5, words: [please, thanks]}
 
+What must be kept between calls (a client, a cache) is kept by an object: a class is made once, with the configuration
+as its keyword arguments, and then called like a function. An async one may say how many calls at the same time are of
+use: ``self.at_once``.
+
 **What it sees**: ``sample.response`` (special tokens left out; ``sample.raw_response`` has them), ``sample.prompt``
 (as the model saw it), ``sample.messages`` (the conversation, response included), ``sample.meta`` (the data set's row:
 ground truth, unit tests, …), ``sample.status`` and the tokens. Samples whose generation failed are not shown, so a
@@ -29,12 +33,14 @@ a dict with the key ``"reward"``; its other entries are logged as ``reward/<name
 logged, as ``reward/<name>/mean``.
 
 **Failure** is an exception, None, NaN, infinity, something that is no number, a list of the wrong length, or no answer
-within ``timeout`` seconds. The call is repeated ``retries`` times; then its samples get status ERROR and the reward
-NaN, leave the batch before any baseline sees them, and are counted in ``reward/failed/<reason>``. If no sample of a
-batch could be scored the run stops with the function's own traceback.
+within ``timeout`` seconds. The call is repeated ``retries`` times, after growing pauses (``TryLater`` of
+coalign.rewards.calls asks for a longer one, ``GiveUp`` for no repetition); then its samples get status ERROR and the
+reward NaN, leave the batch before any baseline sees them, and are counted in ``reward/failed/<reason>``. If no sample
+of a batch could be scored the run stops with the function's own traceback.
 """
 
 from coalign.rewards.math import math
+from coalign.rewards.remote import Remote
 from coalign.rewards.rules import contains, exact_match, length_penalty, regex
 
-__all__ = ["contains", "exact_match", "length_penalty", "math", "regex"]
+__all__ = ["Remote", "contains", "exact_match", "length_penalty", "math", "regex"]

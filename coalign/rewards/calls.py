@@ -52,7 +52,7 @@ Outcome = dict[str, float] | Failure  # {"reward": value, further entries for th
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with its place in the run.
+    """A reward function with its place in the run. Of a class one object is made, with ``arguments``, and called.
 
     ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call.
     An async function may say by an attribute ``at_once`` how many calls of it are worth making at the same time.
@@ -69,6 +69,9 @@ class RewardFunction:
     at_once: int = field(init=False)
 
     def __post_init__(self) -> None:
+        if inspect.isclass(self.fn):
+            object.__setattr__(self, "fn", self.fn(**self.arguments))
+            object.__setattr__(self, "arguments", {})
         first = next(iter(inspect.signature(self.fn).parameters.values()), None)
         if first is None or first.kind is first.KEYWORD_ONLY:
             raise TypeError(

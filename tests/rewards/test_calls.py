@@ -279,6 +279,25 @@ def test_a_function_without_a_parameter_is_refused():
         RewardFunction("f", lambda *, k=1: 0.0)
 
 
+class Counter:
+    """A client, a cache: something to keep between calls."""
+
+    def __init__(self, *, start=0):
+        self.calls = start
+
+    def __call__(self, samples):
+        self.calls += 1
+        return [self.calls] * len(samples)
+
+
+def test_of_a_class_one_object_is_made_with_the_arguments(caller):
+    function = RewardFunction("counter", Counter, {"start": 5})
+    assert function.takes == "samples" and function.arguments == {}
+    assert [caller.score([function], SAMPLES[:1])[0][0]["reward"] for _ in range(3)] == [6.0, 7.0, 8.0]
+    with pytest.raises(TypeError, match="begin"):
+        RewardFunction("counter", Counter, {"begin": 5})
+
+
 def test_hung_threads_do_not_keep_the_process_alive():
     import subprocess
 
