@@ -172,7 +172,8 @@ class TrainableModule(Module):
     def train_step(
         self, batch: Batch, *, loss: str | None = None, ptx: Batch | None = None, ptx_coef: float = 1.0
     ) -> Stats:
-        """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps.
+        """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps; nothing in the first
+        `learns_after` calls.
 
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained and
         the loss's own statistics as loss/<name>. ``loss`` names another loss than the configured one.
@@ -186,6 +187,9 @@ class TrainableModule(Module):
             )
         if ptx is not None and self.config.head != "lm":
             raise ValueError(f"model '{self.context.model}' has no language-model head, so no data to mix in (ptx)")
+        if self.version < self.config.learns_after:
+            self.version += 1
+            return {}
         objective = self._objective(loss)
         batch = self._with_old_logprobs(batch)
         updates = self.config.updates_per_batch

@@ -98,7 +98,8 @@ class FSDPModule(TrainableModule):
         config = self.config.optimizer
         if config.unit == "tokens":
             return learning_rate(self.tokens - 1, config, total=self.context.tokens)
-        total = self.context.steps * self.config.updates_per_batch * self.config.epochs_per_batch
+        steps = self.context.steps - self.config.learns_after
+        total = steps * self.config.updates_per_batch * self.config.epochs_per_batch
         return learning_rate(self.updates, config, total=total)
 
     def token_budget(self, longest: int) -> int | None:

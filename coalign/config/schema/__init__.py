@@ -17,14 +17,7 @@ from coalign.config.schema.pipeline import (
     SelectConfig,
     StageConfig,
 )
-from coalign.config.schema.rollout import (
-    CurriculumConfig,
-    FilterConfig,
-    GuardsConfig,
-    ReplayConfig,
-    RolloutConfig,
-    ShapingConfig,
-)
+from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, GuardsConfig, ReplayConfig, RolloutConfig
 from coalign.config.schema.run import PtxConfig, RunConfig
 from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, RuntimeConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
@@ -58,7 +51,6 @@ __all__ = [
     "ScoreConfig",
     "Section",
     "SelectConfig",
-    "ShapingConfig",
     "SourceConfig",
     "StageConfig",
 ]

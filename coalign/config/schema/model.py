@@ -117,6 +117,8 @@ class ModelConfig(Section):
     updates_per_batch: PositiveInt = 1
     """Optimizer steps a batch is cut into (PPO mini-batches)."""
     epochs_per_batch: PositiveInt = 1
+    learns_after: NonNegativeInt = 0
+    """Steps of the run that this model sits out before it learns (a policy, while its value model warms up)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig | None = None
     """This model's own loss; None: the run's."""

@@ -45,18 +45,6 @@ class CurriculumConfig(Section):
     """Steps after which a prompt is tried again; None: never."""
 
 
-class ShapingConfig(Section):
-    """What becomes of rewards, in this order, before a divergence is subtracted and advantages are taken of them."""
-
-    truncated: Annotated[Function | None, Field(examples=[{"fn": "mask_truncated"}])] = None
-    """Of responses cut by a limit: a function of columns (coalign.algorithms.shaping, or a dotted path), such as
-    `mask_truncated` (they are not trained on) or `scale_truncated` (their reward times `factor`)."""
-    normalise: bool = False
-    """By mean and standard deviation of all rewards of the run so far."""
-    clip: PositiveFloat | None = None
-    """To ±clip."""
-
-
 class GuardsConfig(Section):
     """What a healthy step looks like. NaN and infinity in a loss or a gradient norm always count as unhealthy."""
 

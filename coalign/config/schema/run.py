@@ -12,7 +12,7 @@ from coalign.config.schema.base import Function, Section, Several
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import LossConfig, RewardConfig
 from coalign.config.schema.model import ModelConfig
-from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig, ShapingConfig
+from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig
 from coalign.config.schema.runtime import RuntimeConfig
 
 
@@ -48,7 +48,9 @@ class RunConfig(Section):
     replay: Annotated[ReplayConfig | None, Field(examples=[{"fn": "mix"}])] = None
     reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
     """Reward functions, summed by weight."""
-    shaping: ShapingConfig = ShapingConfig()
+    truncated: Annotated[Function | None, Field(examples=[{"fn": "mask_truncated"}])] = None
+    """What becomes of responses cut by a limit, before advantages are taken: a function of columns, such as
+    `mask_truncated` (not trained on) or `scale_truncated` (their reward times `factor`)."""
     advantage: Function | None = None
     pairs: Annotated[Function | None, Field(examples=[{"fn": "best_worst"}])] = None
     """Which responses of a group are compared, for recipes that learn from comparisons of what the policy wrote."""

@@ -1,0 +1,43 @@
+"""ReMax (2310.10505): the reward of the greedy response to a prompt is the baseline of its samples."""
+
+import torch
+
+from coalign.algorithms.shaping import sequence_kl_reward
+from coalign.data.batch import Batch
+from coalign.runtime.online import KLInReward
+from coalign.types import Status
+
+
+class ReMax(KLInReward):
+    """Besides its samples each prompt gets one greedy response, which is scored and not trained on.
+
+    The divergence from the reference is subtracted from the rewards of the samples, not from their baseline.
+    """
+
+    defaults = {
+        **KLInReward.defaults,
+        "runtime": {"samples_per_prompt": 1},
+        "advantage": {"fn": "remax"},
+        "kl": {"fn": "FixedKL", "coef": 0.01},
+        "loss": {"fn": "policy_gradient", "aggregation": "sequence_mean_token_sum"},
+    }
+
+    def env_flow(self, prompts):
+        greedy = self.policy.generate(prompts, samples=1, temperature=0.0)
+        greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
+        return self.transform(with_baseline, super().env_flow(prompts), greedy)
+
+    def shaped(self, batch):
+        batch = super().shaped(batch)
+        return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if hasattr(self, "reference") else batch
+
+
+def with_baseline(samples: Batch, greedy: Batch) -> Batch:
+    """The samples with the column ``baseline``, that of the greedy response of their group.
+
+    Samples of a group without one (its reward failed) have nothing to be compared with and become ERROR.
+    """
+    known = dict(zip(greedy["group"].tolist(), greedy["baseline"].tolist(), strict=True))
+    baseline = torch.tensor([known.get(group, float("nan")) for group in samples["group"].tolist()])
+    status = samples["status"].masked_fill(baseline.isnan(), int(Status.ERROR))
+    return samples.with_(baseline=baseline, status=status)
