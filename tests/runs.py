@@ -41,7 +41,6 @@ def compared(i: int) -> dict[str, Any]:
 
 
 COMPARING = ("dpo", "orpo", "simpo", "reward_model")
-ONLINE = ("grpo", "ppo")
 
 
 def write_data(directory: Path, algorithm: str, rows: int = 24) -> Path:
@@ -53,6 +52,8 @@ def write_data(directory: Path, algorithm: str, rows: int = 24) -> Path:
 
 def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
     """The configuration of a run of a few seconds in ``directory`` (made once: model and data stay)."""
+    from coalign.runtime.build import recipe
+
     model = directory / "model"
     if not model.exists():
         tiny_model_dir(model)
@@ -67,7 +68,7 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
         "data": {"train": data, "eval": data, "chat_template": "none"},
     }
     model_keys = {"load": str(model), "max_tokens_per_micro": 256}
-    if algorithm not in ONLINE:
+    if recipe(algorithm).source != "prompts":
         config["models"] = {"trainer": model_keys | {"optimizer": {"lr": 3e-3}}}
         if algorithm == "distill":
             teacher = directory / "teacher"
