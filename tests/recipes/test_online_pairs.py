@@ -1,0 +1,120 @@
+"""Online DPO from its YAML: which responses it compares, what it refuses, that it learns and resumes exactly."""
+
+from __future__ import annotations
+
+import pytest
+
+from coalign.config import load
+from coalign.runtime.build import prepare, recipe
+from coalign.runtime.checking import trace
+from tests.runs import metrics, run, settings, weights_hash
+
+
+def configuration(directory, **runtime):
+    config = settings(directory, "online_dpo", **{"steps": 2, "eval_at_start": False} | runtime)
+    config["data"].pop("eval")
+    return config
+
+
+def same(sample):
+    return 0.5
+
+
+def flow(config):
+    checked = load(config, [], defaults=lambda name: recipe(name).defaults)
+    return {call.label: call for call in trace(*prepare(checked), checked).calls}
+
+
+def test_the_reference_scores_what_is_compared(tmp_path):
+    config = configuration(tmp_path)
+    calls = flow(config)
+    assert set(calls["reference.forward_step"].reads) == {"compared"}
+    assert "preference" in calls["trainer.train_step"].reads["compared"]
+    run(config)
+    for line in metrics(config):
+        assert line["tokens/generated"] > 2 * line["tokens/trained"] > 0  # two of four, and ties drop out
+
+
+def test_before_the_first_update_the_loss_is_log_2(tmp_path):
+    config = configuration(tmp_path, steps=1)
+    run(config)
+    (line,) = metrics(config)
+    assert line["loss/value"] == pytest.approx(0.6931, abs=1e-3)
+    assert line["loss/margin"] == 0.0
+    assert line["pairs/count"] + line["pairs/tied"] == 4  # one pair of each prompt's samples, or none
+
+
+def test_a_step_of_ties_changes_nothing(tmp_path):
+    config = configuration(tmp_path, steps=2) | {"reward": "tests.recipes.test_online_pairs:same"}
+    run(config)
+    first = metrics(config)[0]
+    assert first["pairs/tied"] == 4 and first["loss/skipped_updates"] == 1
+    assert "loss/value" not in first
+    other = configuration(tmp_path, steps=1) | {"reward": "tests.recipes.test_online_pairs:same"}
+    other |= {"output": str(tmp_path / "other")}
+    run(other)
+    assert weights_hash(config, 2) == weights_hash(other, 1)
+
+
+def test_all_pairs_train_on_every_response_of_a_group(tmp_path):
+    config = configuration(tmp_path, steps=1)
+    run(config)
+    everything = config | {"pairs": "all_pairs", "output": str(tmp_path / "all")}
+    run(everything)
+    (two,), (all_,) = metrics(config), metrics(everything)
+    assert all_["pairs/count"] > two["pairs/count"]
+    assert all_["pairs/tied"] == two["pairs/tied"]
+    assert all_["tokens/trained"] == pytest.approx(2 * two["tokens/trained"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reference"),
+    [({"fn": "dpo", "length_normalised": True}, True), ("ipo", True), ("aot", True), ("simpo", False)],
+)
+def test_the_loss_is_a_setting(tmp_path, loss, reference):
+    config = configuration(tmp_path, steps=1) | {"loss": loss}
+    assert run(config) == 0
+    (line,) = metrics(config)
+    assert ("time/reference.forward_step" in line) == reference and line["loss/grad_norm"] > 0
+
+
+def test_the_trainer_computes_no_anchor(tmp_path):
+    """Of an importance ratio, which no pairwise loss has, also where several updates are made of a batch."""
+    config = configuration(tmp_path)
+    assert "rollout_logprobs" not in flow(config)["trainer.train_step"].batch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"runtime": {"samples_per_prompt": 1}}, "samples_per_prompt is 1: .* compared with each other"),
+        ({"loss": "policy_gradient"}, "`policy_gradient` gives a value per token and compares no responses"),
+        ({"pairs": "best_wrost"}, "'best_wrost' is not in .*did you mean 'best_worst'"),
+        ({"pairs": {"fn": "best_worst", "n": 2}}, "pairs.n: unknown argument"),
+    ],
+)
+def test_what_it_refuses(tmp_path, change, message):
+    config = configuration(tmp_path)
+    change = {"runtime": config["runtime"] | change["runtime"]} if "runtime" in change else change
+    with pytest.raises(ValueError, match=message):
+        flow(config | change)
+
+
+@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path, staleness):
+    whole = configuration(tmp_path, steps=4, save_every=2, max_staleness=staleness)
+    run(whole)
+    cut = whole | {"output": str(tmp_path / "cut")}
+    run(cut, "runtime.steps=2")
+    run(cut)
+    assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
+    assert weights_hash(cut, 4) == weights_hash(whole, 4)
+
+
+@pytest.mark.parametrize("pairs", ["best_worst", pytest.param("all_pairs", marks=pytest.mark.slow)])
+def test_the_reward_climbs(tmp_path, pairs):
+    config = configuration(tmp_path, steps=20, prompts_per_step=8, samples_per_prompt=6) | {"pairs": pairs}
+    config["models"]["trainer"]["optimizer"] = {"lr": 1e-2}
+    run(config)
+    rewards = [line["reward/mean"] for line in metrics(config)]
+    assert sum(rewards[-3:]) / 3 > 3 * sum(rewards[:3]) / 3
