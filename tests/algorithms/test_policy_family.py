@@ -186,6 +186,7 @@ class TestAll:
             FAMILY[name],
             kl_coef=0.1,
             entropy_coef=0.01,
+            drift_limit=0.1,
             is_level=level,
             is_mode="mask",
             is_low=0.7,
@@ -239,6 +240,23 @@ class TestAll:
         torch.testing.assert_close(gradient, -w * x.advantages / 2)
         assert stats["approx_kl"].value == 0.0 and stats["mismatch"].value > 0
 
+    def test_drifted_mistakes_leave_worked_by_hand(self, name):
+        # mean of log π_rollout - log π: 0.3 in sequences 0 and 2, 0.1 in 1. Only 0 is above the limit with A < 0.
+        x = given(
+            [0, 0, 1, 2],
+            logprobs=[-1.0, -1.0, -1.0, -1.0],
+            old=[-1.0, -1.0, -1.0, -1.0],
+            rollout=[-0.5, -0.9, -0.9, -0.7],
+            advantages=[-1.0, -1.0, -1.0, 1.0],
+            ref=[-1.5] * 4,
+        )
+        plain, limited = (FAMILY[name](x, **settings) for settings in ({}, {"drift_limit": 0.2}))
+        assert limited.value.tolist() == [0.0, 0.0, *plain.value.tolist()[2:]] and plain.value.all()
+        assert limited.stats["drift_fraction"].value == 0.5
+        # What leaves is the surrogate, not the pull towards the reference.
+        pulled, free = (FAMILY[name](x, kl_coef=1.0, **settings).value for settings in ({"drift_limit": 0.2}, {}))
+        torch.testing.assert_close(pulled - limited.value, free - plain.value)
+
     def test_extremes_stay_finite(self, name):
         x = LossInput(
             segment=T([0, 0, 1, 1]),
@@ -250,7 +268,7 @@ class TestAll:
             advantages=T([1.0, -1.0, -1.0, 1.0]),
         )
         for level in ("none", "sequence", "product"):
-            out = FAMILY[name](x, kl_coef=0.1, is_level=level)
+            out = FAMILY[name](x, kl_coef=0.1, kl_corrected=True, is_level=level, drift_limit=0.1)
             (gradient,) = torch.autograd.grad(out.value.sum(), x.logprobs)
             assert out.value.isfinite().all() and gradient.isfinite().all()
             assert all(math.isfinite(s.value) for s in out.stats.values())
@@ -288,3 +306,21 @@ def test_gradient_against_finite_differences(loss):
         return loss(part, kl_coef=0.1, entropy_coef=0.01, is_level="sequence", clip_high=0.01).value
 
     assert torch.autograd.gradcheck(run, (x.logprobs, x.entropy))
+
+
+@pytest.mark.parametrize("loss", [policy_gradient, cispo])
+@pytest.mark.parametrize("anchor", [[0.3, -1.0, 0.5], [1.0, 0.0, -0.4]])  # on policy, off policy
+def test_the_corrected_divergence_has_the_gradient_of_the_divergence(loss, anchor):
+    """A softmax over three tokens, enumerated: Σ π_old ∇(ρ k3) against ∇KL(π ‖ π_ref); k3 alone has another."""
+    logits = T([0.3, -1.0, 0.5], **EXACT).requires_grad_()
+    ref, old = T([0.2, 0.5, 0.3], **EXACT).log(), T(anchor, **EXACT).log_softmax(0)
+    policy = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), logits, retain_graph=True)
+
+    def expected(**settings):
+        x = LossInput(segment=T([0, 1, 2]), sequences=3, logprobs=policy, old=old, ref=ref, advantages=torch.zeros(3))
+        value = (old.exp() * loss(x, kl_coef=1.0, **settings).value).sum()
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(expected(kl_corrected=True), exact)
+    assert (expected() - exact).abs().max() > 0.01

@@ -17,12 +17,14 @@ def cispo(
     clip_high: float = 4.0,
     kl_coef: float = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    kl_corrected: bool = False,
     entropy_coef: float = 0.0,
     measure_entropy: bool = False,
     is_level: Level = "none",
     is_mode: Mode = "truncate",
     is_low: float = 0.0,
     is_high: float = 2.0,
+    drift_limit: float | None = None,
 ) -> LossOutput:
     """-sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π per token, ρ = π/π_old (2506.13585).
 
@@ -41,11 +43,13 @@ def cispo(
         {"clip_fraction": Stat.of(weight != ratio)},
         kl_coef=kl_coef,
         kl_estimator=kl_estimator,
+        kl_corrected=kl_corrected,
         entropy_coef=entropy_coef,
         is_level=is_level,
         is_mode=is_mode,
         is_low=is_low,
         is_high=is_high,
+        drift_limit=drift_limit,
     )
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
-
 from coalign.algorithms.importance import Level, Mode
-from coalign.algorithms.losses.terms import bounded_exp, clip_range, clipped_surrogate, policy_loss, policy_needs
-from coalign.algorithms.segments import segment_count, segment_sum
+from coalign.algorithms.losses.terms import (
+    bounded_exp,
+    clip_range,
+    clipped_surrogate,
+    policy_loss,
+    policy_needs,
+    sequence_mean,
+)
 from coalign.algorithms.traits import read
 from coalign.types import LossInput, LossOutput
 
@@ -21,12 +25,14 @@ def gspo(
     clip_high: float = 4e-4,
     kl_coef: float = 0.0,
     kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    kl_corrected: bool = False,
     entropy_coef: float = 0.0,
     measure_entropy: bool = False,
     is_level: Level = "none",
     is_mode: Mode = "truncate",
     is_low: float = 0.0,
     is_high: float = 2.0,
+    drift_limit: float | None = None,
 ) -> LossOutput:
     """max(-sA, -clip(s, 1 - clip_low, 1 + clip_high) A) with s = exp(mean over the sequence of log π/π_old), at every
     token of the sequence (2507.18071). The mean evens ratios out, so the clip range is a thousandth of PPO's.
@@ -47,9 +53,9 @@ def gspo(
     if form == "sequence" and is_level == "token":
         raise ValueError("loss.is_level is 'token': `gspo` in the form `sequence` takes `sequence` or `product`")
     logprobs, old, advantages = (read(x, name) for name in ("logprobs", "old", "advantages"))
-    log_ratio = _sequence_mean(x, logprobs - old)
+    log_ratio = sequence_mean(x, logprobs - old)
     if form == "sequence":
-        advantages = _sequence_mean(x, advantages)
+        advantages = sequence_mean(x, advantages)
     else:
         log_ratio = log_ratio.detach() + (logprobs - logprobs.detach())
     ratio = bounded_exp(log_ratio)
@@ -61,18 +67,14 @@ def gspo(
         stats,
         kl_coef=kl_coef,
         kl_estimator=kl_estimator,
+        kl_corrected=kl_corrected,
         entropy_coef=entropy_coef,
         is_level=is_level,
         is_mode=is_mode,
         is_low=is_low,
         is_high=is_high,
+        drift_limit=drift_limit,
     )
-
-
-def _sequence_mean(x: LossInput, values: Tensor) -> Tensor:
-    """[T]: at each token the mean over its sequence, summed in float64."""
-    sums = segment_sum(values.double(), x.segment, x.sequences)
-    return (sums / segment_count(x.segment, x.sequences).clamp(min=1))[x.segment].to(values)
 
 
 gspo.needs = policy_needs

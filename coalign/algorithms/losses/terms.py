@@ -7,6 +7,7 @@ from torch import Tensor
 
 from coalign.algorithms.importance import MAX_LOG_RATIO, Level, Mode, importance_weights, mismatch_stats
 from coalign.algorithms.kl import estimate_kl
+from coalign.algorithms.segments import segment_count, segment_sum
 from coalign.algorithms.traits import read
 from coalign.types import LossInput, LossOutput, Max, Stat, Stats
 
@@ -29,6 +30,12 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     return torch.maximum(plain, clipped), {"clip_fraction": Stat.of(clipped > plain)}
 
 
+def sequence_mean(x: LossInput, values: Tensor) -> Tensor:
+    """[T]: at each token the mean of ``values`` [T] over its sequence, summed in float64."""
+    sums = segment_sum(values.double(), x.segment, x.sequences)
+    return (sums / segment_count(x.segment, x.sequences).clamp(min=1))[x.segment].to(values)
+
+
 def policy_loss(
     x: LossInput,
     surrogate: Tensor,
@@ -37,17 +44,18 @@ def policy_loss(
     *,
     kl_coef: float,
     kl_estimator: str,
+    kl_corrected: bool,
     entropy_coef: float,
     is_level: Level,
     is_mode: Mode,
     is_low: float,
     is_high: float,
+    drift_limit: float | None,
 ) -> LossOutput:
     """weight · surrogate + kl_coef · KL(π‖π_ref) - entropy_coef · entropy, [T], with the statistics of all three.
 
-    ``surrogate`` and ``ratio`` are [T]. The weights (coalign.algorithms.importance) correct for the sampler; they are
-    on the surrogate alone. Reads logprobs and old; rollout if ``is_level``, ref if ``kl_coef``, entropy if
-    ``entropy_coef``; ValueError if one of them is missing.
+    ``surrogate`` and ``ratio`` are [T]; the other settings are described in policy_gradient. The weights that correct
+    for the sampler are on the surrogate alone.
     """
     stats = {**stats, "policy_gradient": Stat.of(surrogate), **_ratio_stats(x, ratio)}
     if is_level != "none":
@@ -55,12 +63,17 @@ def policy_loss(
     value = surrogate
     if x.rollout is not None:
         weights, seen = importance_weights(
-            read(x, "old"), x.rollout, x.segment, x.sequences, level=is_level, mode=is_mode, low=is_low, high=is_high
+            x.old, x.rollout, x.segment, x.sequences, level=is_level, mode=is_mode, low=is_low, high=is_high
         )
-        stats |= seen | mismatch_stats(read(x, "old"), x.rollout)
+        stats |= seen | mismatch_stats(x.old, x.rollout)
         value = surrogate * weights.to(surrogate)
+    if drift_limit is not None:
+        gone = _drifted(x, drift_limit)
+        stats["drift_fraction"] = Stat.of(gone)
+        value = torch.where(gone, 0.0, value)
     if kl_coef:
-        value = value + kl_coef * estimate_kl(read(x, "logprobs"), read(x, "ref", "kl_coef"), kl_estimator)
+        kl = estimate_kl(x.logprobs, read(x, "ref", "kl_coef"), kl_estimator)
+        value = value + kl_coef * (kl * bounded_exp(x.logprobs - x.old) if kl_corrected else kl)
     if entropy_coef:
         value = value - entropy_coef * read(x, "entropy", "entropy_coef")
     return LossOutput(value, stats)
@@ -69,6 +82,13 @@ def policy_loss(
 def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, **_: object) -> tuple[str, ...]:
     """The attribute `needs` of these losses."""
     return (*(["entropy"] if entropy_coef or measure_entropy else []), *(["ref"] if kl_coef else []))
+
+
+@torch.no_grad()
+def _drifted(x: LossInput, limit: float) -> Tensor:
+    """bool[T]: tokens to be learned from as mistakes in sequences that the policy has moved away from."""
+    drift = sequence_mean(x, read(x, "rollout", "drift_limit") - x.logprobs)
+    return (x.advantages < 0) & (drift > limit)
 
 
 @torch.no_grad()
