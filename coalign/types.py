@@ -81,6 +81,7 @@ class Sample:
     raw_response: str = ""
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    turn_rewards: Tensor | None = None  # f32[T], what an environment gave, at the last token of each turn
     status: Status = Status.OK
     messages: list[dict[str, Any]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)  # the data set's row
@@ -255,4 +256,5 @@ class Context:
     rewards: tuple[Mapping[str, Any], ...] = ()  # reward functions, for the reward module
     rollout: Mapping[str, Any] | None = None  # {"fn": ..., "timeout": ..., **arguments}: the environment of a policy
     tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
+    chat_template: str = "auto"  # as `data.chat_template` says it, for what an environment says
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet

@@ -102,9 +102,12 @@ class Worker:
 
 
 def _answer(result: Any, base: Batch | None) -> Answer:
-    """A Batch, or columns for the rows of ``base``, as payload; statistics and plain values in the Meta."""
+    """A Batch (or a Batch and its statistics), or columns for the rows of ``base``, as payload; statistics and plain
+    values in the Meta."""
     if isinstance(result, Batch):
         return Meta.of(result), result
+    if isinstance(result, tuple) and isinstance(result[0], Batch):
+        return Meta.of(*result), result[0]
     columns, stats, others = sort_result(result) if isinstance(result, Mapping) else ({}, {}, {"": result})
     if others or (columns and base is None):
         return Meta(value=result), None

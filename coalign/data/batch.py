@@ -282,7 +282,9 @@ class Batch:
                     versions=coded,
                     reward=float(row["reward"]) if "reward" in row else None,
                     rewards={k.removeprefix("reward/"): float(v) for k, v in row.items() if k.startswith("reward/")},
+                    turn_rewards=row.get("turn_rewards"),
                     status=Status(int(row.get("status", 0))),
+                    messages=row.get("messages") or [],
                     meta=row.get("rows") or {},
                 )
             )

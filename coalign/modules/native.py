@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from coalign.config.schema import SamplingConfig
+from coalign.config.schema import RolloutConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.modules import lora, pretrained
 from coalign.modules.base import Module
+from coalign.modules.episodes import EpisodeRunner
 from coalign.modules.rollout import begin, extend, missing_groups
 from coalign.native.engine import Engine, Progress
 from coalign.native.model import Model
 from coalign.native.request import Request
 from coalign.native.run import OnToken
 from coalign.native.sampling import Sampling
-from coalign.types import Status
+from coalign.rollout.naming import environment as named_environment
+from coalign.types import Stats, Status
 
 
 class NativeModule(Module):
@@ -33,6 +35,7 @@ class NativeModule(Module):
     """
 
     engine: Engine
+    runner: EpisodeRunner | None = None
 
     def setup(self) -> None:
         """Raises ValueError if the model directory is missing or the engine cannot run the architecture."""
@@ -51,6 +54,12 @@ class NativeModule(Module):
             end_tokens=self._end_tokens(architecture),
             decode=lambda ids: self.tokenizer.decode(ids, clean_up_tokenization_spaces=False),
         )
+        if environment := named_environment(RolloutConfig(**(self.context.rollout or {}))):
+            self.runner = EpisodeRunner(environment, self.tokenizer, self.context)
+
+    def close(self) -> None:
+        if self.runner is not None:
+            self.runner.close()
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -67,7 +76,7 @@ class NativeModule(Module):
         progress: Progress | None = None,
         on_token: OnToken | None = None,
         **overrides: Any,
-    ) -> Batch:
+    ) -> Batch | tuple[Batch, Stats]:
         """``samples`` responses (None: context.samples_per_prompt) to each prompt, ordered by prompt, then index.
 
         prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated for every response.
@@ -78,7 +87,8 @@ class NativeModule(Module):
         round_tokens: new tokens of a sample in this call. enough: the share of the groups here that have to be at
         their end; then the others are cut. What is cut, or has not ended in its round, is PARTIAL. overrides: fields of
         SamplingConfig. progress, on_token: see coalign.native.engine.Engine. Returns prompt + response with the columns
-        of docs/design.md section 3.
+        of docs/design.md section 3. With an environment (context.rollout), samples are played from their beginning, and
+        it returns statistics, too: `episode/…`, see docs/environments.md.
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit.
         """
         if self.engine.version < 0:
@@ -87,6 +97,9 @@ class NativeModule(Module):
         begun = prompts if "index" in prompts else begin(prompts, samples)
         fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()
         sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
+        if self.runner is not None:
+            told = {"enough": enough, "progress": progress, "on_token": on_token}
+            return self.runner.run(self.engine, begun, sampling, **told)
         rows, asked = _requests(begun, sampling.max_new_tokens, round_tokens)
         groups = None if enough is None else missing_groups(begun, enough)
         answers = self.engine.generate(asked, sampling, progress, on_token, groups)

@@ -15,6 +15,7 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.kinds import KINDS
 from coalign.data.loader import Loader, build_loader
 from coalign.data.packing import Packing
+from coalign.rollout.naming import environment as environment_of
 from coalign.runtime.buffer import Buffer
 from coalign.runtime.engine import Engine
 from coalign.runtime.environment import Environment
@@ -22,7 +23,7 @@ from coalign.runtime.evaluator import Evaluator
 from coalign.runtime.reference import BaseWeights, shared_bases
 from coalign.runtime.trainer import Trainer
 from coalign.runtime.vocabulary import check_tokens_fit
-from coalign.types import Context, Trainable
+from coalign.types import Context, Rollout, Trainable
 from coalign.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
         check_names(config, cls.models)
         roles = cls.roles(config)
         cls.check(config)
+        environment_of(config.rollout)
         for i, reward in enumerate(config.reward):
             bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
         for name, role in roles.items():
@@ -93,6 +95,7 @@ def load_tokenizer(config: RunConfig) -> Any:
 def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Context:
     """What the workers of one model are told about the run."""
     loss = model.loss or config.loss
+    role = recipe(config.algorithm).roles(config).get(name)
     return Context(
         model=name,
         threads=model.threads or config.runtime.threads,
@@ -102,8 +105,9 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
         samples_per_prompt=config.runtime.samples_per_prompt,
         loss=loss.model_dump() if loss else None,
         rewards=tuple(reward.model_dump() for reward in config.reward),
-        rollout=config.rollout.model_dump(),
+        rollout=config.rollout.model_dump() if role is Rollout else None,
         tokenizer=tokenizer_directory(config),
+        chat_template=config.data.chat_template,
     )
 
 

@@ -18,7 +18,7 @@ ALLOWED = {
     "algorithms": {"types"},
     "data": {"types", "algorithms", "config"},
     "rewards": {"types", "config"},
-    "rollout": {"types"},
+    "rollout": {"types", "config", "data"},
     "weights": {"types", "cluster"},
     "native": {"types", "weights", "data.batch"},
     "modules": {"types", "config", "algorithms", "data", "rewards", "rollout", "weights", "native"},

@@ -1,0 +1,50 @@
+"""The environment that is somebody's agent, written against OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+from coalign.config.functions import bind, resolve
+from coalign.rollout.chat import Chat, ChatCompletion, Client
+from coalign.rollout.endpoint import serve
+from coalign.rollout.episode import Episode
+from coalign.rollout.simple import call
+
+
+async def agent(episode: Episode, *, run: str, serve_http: bool = False, arguments: dict[str, Any] = {}) -> None:  # noqa: B006
+    """``run(client, row, **arguments)``, a dotted path to a plain or async function, with the policy behind ``client``.
+
+    ``client.chat.completions.create(messages=…, tools=…)`` answers as OpenAI's client does (to be awaited in an async
+    function). With ``serve_http`` the function gets the address of an HTTP endpoint instead, for clients of its own
+    (``base_url``) or for other programs. Every request must go on with the conversation: see coalign.rollout.chat. A
+    number that the function returns is the reward.
+    """
+    fn = resolve(run, "coalign.rollout.agent")
+    settings = bind(fn, arguments, "rollout.arguments")
+    client = Client(episode)
+    if serve_http:
+        async with serve(client.chat.completions) as address:
+            value = await call(fn, address, episode.row, **settings)
+    else:
+        own = client if inspect.iscoroutinefunction(fn) else BlockingClient(client)
+        value = await call(fn, own, episode.row, **settings)
+    if value is not None:
+        episode.reward(value)
+
+
+class BlockingClient:
+    """The client for a plain function in a thread: ``create`` returns the answer itself."""
+
+    def __init__(self, client: Client) -> None:
+        self.chat = Chat(_BlockingCompletions(client, asyncio.get_running_loop()))
+
+
+class _BlockingCompletions:
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+        self._client, self._loop = client, loop
+
+    def create(self, **request: Any) -> ChatCompletion:
+        answer = self._client.chat.completions.create(**request)
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()

@@ -1,0 +1,97 @@
+"""Arithmetic that a policy may ask for: parsed, never evaluated as Python."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import Field
+
+_MOST_NODES = 200
+_MOST_BITS = 512  # of a number on the way
+_OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.Mod: operator.mod,
+}
+_SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"}
+
+
+def calculator(
+    expression: Annotated[str, Field(description="numbers, + - * / // % ** and parentheses, e.g. (3 + 4) * 12.5")],
+) -> str:
+    """Works out an arithmetic expression and returns the number."""
+    return _written(evaluate(expression))
+
+
+def evaluate(expression: str) -> Fraction:
+    """The exact value. Raises ValueError for anything but arithmetic, and for numbers of too many digits."""
+    for sign, usual in _SIGNS.items():
+        expression = expression.replace(sign, usual)
+    expression = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression).strip()  # 12,000
+    if len(expression) > 5 * _MOST_NODES:
+        raise ValueError("the expression is too long")
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"not an arithmetic expression: {expression[:80]!r}") from error
+    if sum(1 for _ in ast.walk(tree)) > _MOST_NODES:
+        raise ValueError("the expression is too long")
+    try:
+        return _value(tree.body)
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(Fraction(repr(node.value)) if math.isfinite(node.value) else _refuse("the number is too large"))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _power(_value(node.left), _value(node.right))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _bounded(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+    return _refuse(f"only numbers, + - * / // % ** and parentheses are known, not {ast.unparse(node)[:40]!r}")
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Exact for whole exponents, a rounded number otherwise; refused before anything large is computed."""
+    if exponent.denominator != 1:
+        if base < 0:
+            _refuse("a negative number has no such power")
+        try:
+            return _bounded(Fraction(repr(float(base) ** float(exponent))))
+        except (OverflowError, ValueError):
+            _refuse("the number is too large")
+    if base not in (0, 1, -1) and _bits(base) * abs(exponent) > 2 * _MOST_BITS:
+        _refuse("the number is too large")
+    return _bounded(base ** int(exponent))
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _bounded(value: Fraction) -> Fraction:
+    return value if _bits(value) <= _MOST_BITS else _refuse("the number is too large")
+
+
+def _refuse(why: str) -> Fraction:
+    raise ValueError(why)
+
+
+def _written(value: Fraction) -> str:
+    """A whole number in full, any other with up to ten significant digits."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.10g}"

@@ -1,0 +1,251 @@
+"""One sample as an environment sees it: a conversation with the policy, kept as a log of tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from coalign.data.messages import Message, prompt_text
+from coalign.data.templates import Tools
+from coalign.rollout.clock import Clock
+from coalign.rollout.rendering import Rendering
+from coalign.types import Status
+
+_EITHER = "between two turns an environment says messages (Episode.say) or writes text (Episode.write), not both"
+
+
+class Answer(Protocol):
+    """tokens i32[R], logprobs f32[R], versions i32[R], and how they end."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    status: Status
+
+
+class Policy(Protocol):
+    """Who takes the turns."""
+
+    room: int | None  # tokens of the longest sequence that fits
+
+    async def respond(
+        self, tokens: list[int], *, group: int, index: int, limit: int, stop: tuple[str, ...] | None
+    ) -> Answer: ...
+
+    def decode(self, tokens: Sequence[int], *, special: bool) -> str: ...
+
+
+class EpisodeOver(RuntimeError):
+    """The environment went on with an episode that has been ended from outside (a timeout, or enough others)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy said. ``text`` leaves special tokens out, ``raw`` keeps them.
+
+    OK: it ended by itself. TRUNCATED: by a limit, of this turn, of the episode, or of the context; where nothing was
+    left, it has no tokens.
+    """
+
+    text: str
+    raw: str
+    tokens: list[int]
+    status: Status
+
+
+@dataclass(slots=True)
+class Log:
+    """Columns of a sample, token by token. See coalign.types."""
+
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float] = (), versions: Sequence[int] = ()) -> None:
+        """Tokens of the policy with their log-probs and versions; without these, tokens that nobody chose."""
+        count, chosen = len(tokens), len(logprobs) > 0
+        self.tokens += tokens
+        self.loss_mask += [chosen] * count
+        self.rollout_logprobs += logprobs if chosen else [0.0] * count
+        self.versions += versions if chosen else [-1] * count
+        self.turn_rewards += [0.0] * count
+
+
+class Episode:
+    """One sample on its way.
+
+    ``row`` is the data set's; ``group`` and ``index`` say which draw and which of its samples this is; ``random`` is a
+    generator of its own, the same in every run of the same seed. ``messages`` is the conversation so far as people read
+    it, ``log`` the tokens.
+    """
+
+    clock: Clock  # of the environment's call that calls this episode
+
+    def __init__(
+        self,
+        *,
+        row: Mapping[str, Any],
+        group: int,
+        index: int,
+        seed: int,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        policy: Policy,
+        rendering: Rendering,
+    ) -> None:
+        self.row = row
+        self.group = group
+        self.index = index
+        self.seed = seed
+        self.random = random.Random(f"{seed}/{group}/{index}")
+        self.messages: list[Message] = [*(row.get("messages") or [])]
+        self.log = Log()
+        self.counts: Counter[str] = Counter()
+        self.status = Status.OK
+        self.prompt_length = 0
+        self._prompt = list(prompt)
+        self._render_opening = False  # from the messages; otherwise it is the prompt
+        self._tools: Tools | None = row.get("tools") or None
+        self._said: list[Message] = []  # since the last turn, and not in the log yet
+        self._wrote = False  # since the last turn
+        self._answer: list[int] | None = None  # the last turn
+        self._left = max_new_tokens
+        self._policy, self._rendering = policy, rendering
+        self._generating = self._over = False
+
+    # ---- what an environment calls -----------------------------------------------------------------------------------
+
+    def begin(self, messages: Sequence[Message] | None = None, *, tools: Tools | None = None) -> None:
+        """Open with other messages than the row's, or show the policy ``tools`` (JSON Schema functions).
+
+        RuntimeError after the first turn.
+        """
+        if self._answer is not None:
+            raise RuntimeError("Episode.begin comes before the first turn; later, messages are added with `say`")
+        self.messages = self.messages if messages is None else [*messages]
+        self._tools = self._tools if tools is None else tools
+        self._render_opening = True
+
+    def say(self, *messages: Message) -> None:
+        """The environment's messages (tool results, a user's words), which the policy reads before its next turn.
+
+        Their tokens are not trained on. What nobody reads any more leaves no tokens. RuntimeError together with
+        `write`.
+        """
+        self._check()
+        if self._wrote:
+            raise RuntimeError(_EITHER)
+        self.messages += messages
+        self._said += messages
+
+    def write(self, text: str) -> None:
+        """Add a text as it is, without a chat template; not trained on. RuntimeError together with `say`."""
+        self._check()
+        if self._said:
+            raise RuntimeError(_EITHER)
+        self._wrote = True
+        self._open()
+        self.messages.append({"role": "user", "content": text})
+        self.log.add(self._rendering.text(text))
+
+    async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
+        """The policy's next turn, of at most ``max_new_tokens``; ``stop``: strings that end it (None: the run's).
+
+        `max_new_tokens` of the run's sampling settings limits all turns together. Raises RenderingError for a template
+        that does not say what messages add, ValueError for an opening that leaves no room for a token.
+        """
+        self._check()
+        if self._generating:
+            raise RuntimeError("an episode generates one turn at a time")
+        self._read()
+        left = self._room()
+        if left < 1 and self._answer is None:
+            raise ValueError(f"the opening has {len(self.log.tokens)} tokens, and {self._policy.room} fit")
+        turn = Turn("", "", [], Status.TRUNCATED)
+        if left > 0:
+            limit = left if max_new_tokens is None else min(left, max_new_tokens)
+            self._generating = True
+            try:
+                turn = await self._respond(limit, (stop,) if isinstance(stop, str) else stop)
+            finally:
+                self._generating = False
+        self.counts["turns"] += 1
+        self.status, self._answer, self._wrote = turn.status, turn.tokens, False
+        self.messages.append({"role": "assistant", "content": turn.text})
+        return turn
+
+    def reward(self, value: float) -> None:
+        """What the last turn was worth; adds to what it was given before. ValueError for no finite number."""
+        if not math.isfinite(value):
+            raise ValueError(f"the reward of a turn is {value}; expected a finite number")
+        if not any(self.log.loss_mask):
+            raise RuntimeError("Episode.reward comes after a turn of the policy")
+        last = len(self.log.loss_mask) - 1 - self.log.loss_mask[::-1].index(True)
+        self.log.turn_rewards[last] += float(value)
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Add to a number of this episode; the metric `episode/<name>` is its mean over episodes."""
+        self.counts[name] += value
+
+    # ---- what runs it calls ------------------------------------------------------------------------------------------
+
+    def close(self, status: Status | None = None) -> None:
+        """Nothing is added any more. ``status``: another than that of the last turn."""
+        if self._over:
+            return
+        self._over = True
+        self.status = self.status if status is None else status
+        if not self.log.tokens:
+            self.log.add(self._prompt)
+        self.prompt_length = self.prompt_length or len(self.log.tokens)
+
+    def _check(self) -> None:
+        if self._over:
+            raise EpisodeOver(f"group {self.group}, index {self.index} has ended")
+
+    def _room(self) -> int:
+        """Tokens that the policy may still choose."""
+        room = self._policy.room
+        return self._left if room is None else min(self._left, room - len(self.log.tokens))
+
+    def _open(self) -> None:
+        if not self.log.tokens:
+            render = self._rendering.opening
+            self.log.add(render(self.messages, self._tools) if self._render_opening else self._prompt)
+
+    def _read(self) -> None:
+        """Put what has been said since the last turn into the log."""
+        said, self._said = self._said, []
+        if self._answer is not None:
+            if said:
+                self.log.add(self._rendering.following(self._answer, said, self._tools))
+        else:
+            self._render_opening |= bool(said)
+            self._open()
+        self.prompt_length = self.prompt_length or len(self.log.tokens)
+
+    async def _respond(self, limit: int, stop: Sequence[str] | None) -> Turn:
+        asked = {"group": self.group, "index": self.index, "limit": limit}
+        with self.clock.paused():
+            answer = await self._policy.respond(
+                list(self.log.tokens), stop=None if stop is None else tuple(stop), **asked
+            )
+        self._check()
+        tokens = answer.tokens.tolist()
+        self.log.add(tokens, answer.logprobs.tolist(), answer.versions.tolist())
+        self._left -= len(tokens)
+        decode = self._policy.decode
+        return Turn(decode(tokens, special=False), decode(tokens, special=True), tokens, answer.status)
+
+    @property
+    def prompt(self) -> str:
+        """The question as people read it."""
+        return self.row.get("prompt") or prompt_text(self.messages)

@@ -1,0 +1,52 @@
+"""The environment in which a policy may call tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coalign.rollout.episode import Episode
+from coalign.rollout.tools import Call, Toolbox, read_calls, without_calls
+from coalign.types import Status
+
+
+async def tool_use(
+    episode: Episode,
+    *,
+    tools: list[Any],
+    max_turns: int = 8,
+    tokens_per_turn: int | None = None,
+    tool_timeout: float = 30.0,
+    max_result_chars: int = 4000,
+) -> None:
+    """Turn after turn, the policy calls tools and reads their results, until a turn calls none, or ``max_turns``.
+
+    The chat template shows the tools in the prompt; calls are read in the form of Hermes and Qwen. Calls of one turn
+    run side by side. A call that cannot be read, an unknown tool, wrong arguments, an exception, and no result within
+    ``tool_timeout`` seconds are told to the policy, and counted. A turn that was cut calls nothing.
+    """
+    box = Toolbox.of(tools, timeout=tool_timeout, max_chars=max_result_chars)
+    episode.begin(tools=box.descriptions)
+    for turns_left in reversed(range(max_turns)):
+        turn = await episode.generate(max_new_tokens=tokens_per_turn)
+        calls = read_calls(turn.raw) if turn.status == Status.OK else []
+        if not calls:
+            return
+        episode.messages[-1] = _as_message(turn.text, calls)
+        if not turns_left:
+            episode.count("out_of_turns")
+            return
+        episode.say(*await box.answer(episode, calls))
+
+
+def _as_message(text: str, calls: list[Call]) -> dict[str, Any]:
+    """The turn as chat templates have it."""
+    readable = [
+        {
+            "id": f"call{i:05d}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
+        }
+        for i, call in enumerate(calls)
+        if call.error is None
+    ]
+    return {"role": "assistant", "content": without_calls(text), "tool_calls": readable}

@@ -1,0 +1,15 @@
+"""Who may play the user in `simulated_user`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+
+def scripted(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], random: Random) -> str | None:
+    """What the row's list ``replies`` says, one after the other."""
+    said = sum(message["role"] == "assistant" for message in messages) - 1
+    asked = sum(message["role"] == "assistant" for message in row.get("messages") or [])  # before the episode
+    replies = row["replies"]
+    return replies[said - asked] if said - asked < len(replies) else None

@@ -1,0 +1,99 @@
+"""A policy that says what it is told to, and what calls episodes with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from coalign.data.templates import load_template
+from coalign.native.request import Response
+from coalign.rollout.episode import Episode
+from coalign.rollout.rendering import Rendering
+from coalign.rollout.running import Environment, EnvironmentBatch, EnvironmentLoop
+from coalign.types import Status
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+TOOLS_CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+class Script:
+    """A Policy. What it says: texts, which end by themselves, or lists of tokens as they are."""
+
+    def __init__(self, says: Iterable[str | list[int]], room: int | None = None, delay: float = 0.0) -> None:
+        self.says = list(says)
+        self.room = room
+        self.delay = delay
+        self.asked: list[dict[str, Any]] = []
+
+    async def respond(self, tokens: list[int], **asked: Any) -> Response:
+        self.asked.append({"tokens": tokens, **asked})
+        await asyncio.sleep(self.delay)
+        said = self.says.pop(0)
+        answer = [*encode(said), END] if isinstance(said, str) else said
+        answer = answer[: asked["limit"]]
+        logprobs = -torch.arange(1, len(answer) + 1) / 8
+        status = Status.OK if answer[-1] == END else Status.TRUNCATED
+        return Response(torch.tensor(answer), logprobs, torch.full((len(answer),), 4), status)
+
+    def decode(self, tokens: Sequence[int], *, special: bool) -> str:
+        return TOKENIZER.decode(tokens, skip_special_tokens=not special)
+
+
+def rendering(chat_template: str = TOOLS_CHATML) -> Rendering:
+    return Rendering(load_template(tiny_tokenizer(), chat_template))
+
+
+def episode(
+    *says: str | list[int],
+    index: int = 0,
+    group: int = 5,
+    max_new_tokens: int = 1000,
+    policy: Script | None = None,
+    chat_template: str = TOOLS_CHATML,
+    **row: Any,
+) -> Episode:
+    row = {"messages": [{"role": "user", "content": "What is 2+3?"}], "answer": "5", **row}
+    renders = rendering(chat_template)
+    return Episode(
+        row=row,
+        group=group,
+        index=index,
+        seed=3,
+        prompt=renders.opening(row["messages"], None),
+        max_new_tokens=max_new_tokens,
+        policy=policy or Script(says),
+        rendering=renders,
+    )
+
+
+def play(
+    fn: Any, *episodes: Episode, timeout: float = 20.0, enough: int | None = None, **arguments: Any
+) -> EnvironmentBatch:
+    """The environment played to its end with each episode."""
+    loop = EnvironmentLoop()
+    try:
+        running = loop.start(Environment(fn, arguments, timeout), episodes, enough=enough)
+        while not running.done:
+            running.wait()
+        return running
+    finally:
+        loop.close()
