@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from coalign.cli import inference, models, training
+from coalign.cli import inference, models, serving, training
 
 app = typer.Typer(
     name="coalign",
@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": inference.generate,
     "score": inference.score,
     "chat": inference.chat,
+    "serve-reward": serving.serve_reward,
     "inspect-data": training.inspect_data,
     "init": training.init,
     "extend-vocab": models.extend_vocab,

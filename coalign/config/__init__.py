@@ -2,7 +2,7 @@
 
 from coalign.config.errors import ConfigError
 from coalign.config.export import dump
-from coalign.config.loading import check_names, load
+from coalign.config.loading import check_names, load, load_section
 from coalign.config.places import located
 
-__all__ = ["ConfigError", "check_names", "dump", "load", "located"]
+__all__ = ["ConfigError", "check_names", "dump", "load", "load_section", "located"]

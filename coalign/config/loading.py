@@ -50,6 +50,15 @@ def load(
     return load_run(layer, Outside(folder), defaults)
 
 
+def load_section(
+    schema: type[Section], source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
+) -> Any:
+    """The configuration of something else than a run, of the given ``schema``; see `load` for the rest."""
+    layer, folder = given(source, overrides, schema)
+    refuse(layer)
+    return validated(layer, Outside(folder))
+
+
 @dataclass(frozen=True)
 class Outside:
     """What a section stands in: the ``folder`` of its file, the ``names`` that its references know beside the section's

@@ -1,0 +1,151 @@
+"""`coalign serve-reward`: a reward model or reward functions over HTTP (the extra [serve])."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from coalign.config.schema import ServeConfig
+from coalign.rewards.batches import Batches
+from coalign.rewards.calls import RewardError
+from coalign.runtime.display import Display
+from coalign.runtime.judges import Answer, Judge, Verdict, open_judge
+from coalign.runtime.reward_requests import BadRequest, read_request, write_response
+
+# Batches at once. A model computes one after the other; of functions a slow one should not hold up other requests.
+_MODEL_BATCHES, _FUNCTION_BATCHES = 1, 8
+
+
+def serve(config: ServeConfig, display: Display) -> None:
+    """Serve until SIGINT or SIGTERM: no more requests are taken, those under way are answered (``config.grace``).
+
+    Raises ValueError for a judge that cannot be opened or serve single responses, OSError if the port is taken.
+    """
+    key = _key(config.api_key_env)
+    judge = open_judge(config)
+    if judge.compares:
+        raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.create_server((config.host, config.port), family=family)
+    host, port = listener.getsockname()[:2]
+    what = config.reward_model or ", ".join(reward.called for reward in config.reward)
+    display.note(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}/get_reward")
+    if key is None and not host.startswith("127.") and host != "::1":
+        display.note(f"warning: no api_key_env, so whoever reaches {host}:{port} can use it")
+    settings = uvicorn.Config(
+        application(judge, config, key),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=config.grace,
+    )
+    uvicorn.Server(settings).run(sockets=[listener])
+
+
+def application(judge: Judge, config: ServeConfig, key: str | None = None) -> Starlette:
+    """The ASGI application: POST /get_reward and GET /health. It closes the judge when it is shut down."""
+    endpoint = Endpoint(judge, config, key)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(judge.close)
+
+    return Starlette(
+        routes=[
+            Route("/get_reward", endpoint.get_reward, methods=["POST"]),
+            Route("/health", endpoint.health, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _refused, BadRequest: _bad, Exception: _failed},
+        lifespan=lifespan,
+    )
+
+
+class Endpoint:
+    """Scores requests; responses of requests that come together, or while the judge is busy, are scored together."""
+
+    def __init__(self, judge: Judge, config: ServeConfig, key: str | None = None) -> None:
+        self._judge, self._config = judge, config
+        self._expected = None if key is None else f"Bearer {key}".encode()
+        at_once = _MODEL_BATCHES if config.reward_model else _FUNCTION_BATCHES
+        self._batches = Batches(self._scored, size=config.batch_size, at_once=at_once)
+        self._counts = {"scored": 0, "failed": 0}
+
+    async def get_reward(self, request: Request) -> JSONResponse:
+        """See coalign.runtime.reward_requests for the format."""
+        self._authorize(request)
+        answers = read_request(await self._body(request), self._config.label_key)
+        self._admit(len(answers))
+        verdicts = await asyncio.gather(*map(self._batches, answers), return_exceptions=True)
+        response = write_response(verdicts)
+        failed = response["rewards"].count(None)
+        self._counts["failed"] += failed
+        self._counts["scored"] += len(answers) - failed
+        return JSONResponse(response)
+
+    async def health(self, _: Request) -> JSONResponse:
+        """Alive, and how much was done: {status, waiting, scored, failed}, in responses."""
+        return JSONResponse({"status": "ok", "waiting": self._batches.waiting, **self._counts})
+
+    def _authorize(self, request: Request) -> None:
+        given = request.headers.get("Authorization", "").encode()
+        if self._expected is not None and not hmac.compare_digest(given, self._expected):
+            raise HTTPException(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})
+
+    async def _body(self, request: Request) -> bytes:
+        limit, body = self._config.max_bytes, bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise HTTPException(413, f"the body has more than max_bytes={limit} bytes; send fewer at a time")
+        return bytes(body)
+
+    def _admit(self, count: int) -> None:
+        if count > self._config.queue:
+            raise HTTPException(413, f"{count} responses in a request, and queue={self._config.queue}; send fewer")
+        if self._batches.waiting + count > self._config.queue:
+            raise HTTPException(429, f"{self._batches.waiting} responses are waiting already", {"Retry-After": "1"})
+
+    async def _scored(self, answers: list[Answer]) -> Sequence[Verdict | Exception]:
+        # Answers of several requests: none belongs with another one, whatever its group was.
+        return await asyncio.to_thread(self._judged, [replace(a, group=i) for i, a in enumerate(answers)])
+
+    def _judged(self, answers: list[Answer]) -> Sequence[Verdict | Exception]:
+        try:
+            return self._judge(answers)
+        except RewardError as error:
+            return [error] * len(answers)
+        except Exception as error:
+            # One that cannot be judged, messages that a template refuses say, does not spoil the others.
+            return [error] if len(answers) == 1 else [one for answer in answers for one in self._judged([answer])]
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ValueError(f"api_key_env: there is no environment variable {variable!r}")
+    return os.environ[variable]
+
+
+def _refused(_: Request, error: HTTPException) -> JSONResponse:
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+def _bad(_: Request, error: BadRequest) -> JSONResponse:
+    return JSONResponse({"error": str(error)}, 400)
+
+
+def _failed(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
