@@ -39,9 +39,10 @@ reward NaN, leave the batch before any baseline sees them, and are counted in ``
 of a batch could be scored the run stops with the function's own traceback.
 """
 
+from coalign.rewards.code import code
 from coalign.rewards.episodes import episode
 from coalign.rewards.math import math
 from coalign.rewards.remote import Remote
 from coalign.rewards.rules import contains, exact_match, length_penalty, regex
 
-__all__ = ["Remote", "contains", "episode", "exact_match", "length_penalty", "math", "regex"]
+__all__ = ["Remote", "code", "contains", "episode", "exact_match", "length_penalty", "math", "regex"]

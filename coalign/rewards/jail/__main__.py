@@ -1,0 +1,5 @@
+"""Run as a script (`python coalign/rewards/jail`), with the standard library alone: see supervisor.py."""
+
+from supervisor import main
+
+main()

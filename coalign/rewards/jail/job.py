@@ -1,0 +1,84 @@
+"""One run of code under test, in a process of its own: limits first, then the code, then what is asked of it.
+
+A job has ``code`` (Python source) and one of: ``evaluate`` (an expression; the answer is its value as a literal),
+``test`` (statements; the answer is ``token`` if they run to their end), or neither (a program, judged by its output).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from types import ModuleType
+from typing import Any
+
+import landlock
+import rights
+import seccomp
+
+ANSWER = 3  # the file descriptor of answers
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/etc/ld.so.cache", "/etc/localtime")
+_HELPERS = ("supervisor", "job", "landlock", "rights", "seccomp")
+
+
+def enter(settings: dict[str, Any], *, counted: bool, isolated: bool) -> None:
+    """Take every right away that the job does not need, as far as this kernel can."""
+    seconds, memory = settings["seconds"], settings["memory_mb"] << 20
+    limits = {
+        resource.RLIMIT_CPU: int(seconds) + 2,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: settings["file_mb"] << 20,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    fork = settings["processes"] > 1
+    if counted:  # besides it there are the supervisor's own processes
+        limits[resource.RLIMIT_NPROC] = 2 + (settings["processes"] if fork else settings["threads"])
+    for kind, limit in limits.items():
+        resource.setrlimit(kind, (limit, limit))
+    os.chdir(settings["folder"])
+    landlock.apply(readable=[*_DEVICES, *settings["readable"]], writable=[settings["folder"]])
+    rights.drop_capabilities()
+    # Without a namespace that dies as a whole nothing may be started that could outlive the job.
+    seccomp.apply(fork=fork and isolated and counted, threads=counted, only_itself=not isolated)
+
+
+def perform(job: dict[str, Any], packages: list[str]) -> None:
+    """Run the code as Python would. Ends with the process's end: SystemExit and errors pass through."""
+    for name in _HELPERS:
+        sys.modules.pop(name, None)
+    sys.path[:] = sys.path[1:] + packages
+    sys.argv = ["solution.py"]
+    asked = job["evaluate"] or job["test"]
+    module = ModuleType("solution" if asked else "__main__")
+    sys.modules[module.__name__] = module
+    exec(compile(job["code"], "solution.py", "exec"), module.__dict__)
+    if job["evaluate"]:
+        _answer(repr(_plain(eval(compile(job["evaluate"], "test.py", "eval"), module.__dict__))))
+    elif job["test"]:
+        exec(compile(job["test"], "test.py", "exec"), module.__dict__)
+        _answer(job["token"])
+
+
+def _answer(text: str) -> None:
+    data = text.encode()
+    while data:
+        data = data[os.write(ANSWER, data) :]
+    os._exit(0)
+
+
+def _plain(value: Any) -> Any:
+    """Containers and NumPy values as built-in ones, so that their repr is a literal."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    for kind in (list, tuple):
+        if isinstance(value, kind):
+            return kind(map(_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return set(map(_plain, value))
+    for kind in (bool, int, float, str, bytes):
+        if isinstance(value, kind):
+            return kind(value)
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,130 @@
+"""The trusted process around code under test: runs one job at a time, each in a fresh child, and ends it.
+
+It is started for one sample and speaks JSON lines: first the settings, then for each job a line in and a report out.
+Where the system allows it, it is process 1 of a namespace, which dies as a whole when the supervisor or whoever started
+it does. Nothing of a job is in its memory before the job arrives, and it is told no right answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import job
+import rights
+from job import ANSWER
+
+_LOOK = 0.05  # seconds between looks at the folder
+_FILES = 256  # that a job may have
+_NOWHERE = ANSWER + 1
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.buffer.readline())
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    root = os.geteuid() == 0
+    alone = rights.count_alone()
+    isolated = rights.isolate()
+    rights.die_with_parent()
+    if isolated and (first := os.fork()):
+        os.waitpid(first, 0)
+        return
+    rights.die_with_parent()
+    for line in sys.stdin.buffer:
+        report = _run(json.loads(line), settings, counted=alone if root else isolated, isolated=isolated)
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
+
+
+def _run(task: dict[str, Any], settings: dict[str, Any], *, counted: bool, isolated: bool) -> dict[str, Any]:
+    """How the job ended (`exit N`, `signal N`, or the limit that it was killed for), its output and its answer."""
+    output, answer = os.pipe(), os.pipe()
+    stdin = os.memfd_create("stdin")
+    with open(stdin, "wb", closefd=False) as file:
+        file.write(task["stdin"].encode())
+    os.lseek(stdin, 0, os.SEEK_SET)
+    child = os.fork()
+    if not child:
+        _connect(stdin, output[1], answer[1])
+        job.enter(settings, counted=counted, isolated=isolated)
+        os.dup2(_NOWHERE, 2)  # until here errors are ours, and to be seen
+        job.perform(task, settings["packages"])
+        sys.exit()
+    for end in (stdin, output[1], answer[1]):
+        os.close(end)
+    written = {output[0]: bytearray(), answer[0]: bytearray()}
+    broken = _watch(child, written, settings)
+    status = _end(child, isolated)
+    for end in written:
+        os.close(end)
+    _clear(settings["folder"])
+    printed, answered = (data.decode(errors="replace") for data in written.values())
+    return {"ended": broken or status, "output": printed, "answer": answered}
+
+
+def _connect(stdin: int, output: int, answer: int) -> None:
+    """Make these the only open files of this process, besides stderr and one to nowhere."""
+    for source, target in ((stdin, 0), (output, 1), (answer, ANSWER)):
+        os.dup2(source, target)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _NOWHERE)
+    os.closerange(_NOWHERE + 1, os.sysconf("SC_OPEN_MAX"))
+    sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+
+
+def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any]) -> str | None:
+    """Read what the job writes until it ends; or the name of the limit that it broke."""
+    most, deadline = settings["output_kb"] << 10, time.monotonic() + settings["seconds"]
+    end, reading = os.pidfd_open(child), list(written)
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            ready, _, _ = select.select([end, *reading], [], [], max(0.0, min(_LOOK, left)))
+            for source in set(ready) - {end}:
+                data = os.read(source, 1 << 16)
+                written[source] += data
+                if not data:
+                    reading.remove(source)
+            if any(len(data) > most for data in written.values()):
+                return "output"
+            if ready == [end]:  # ended, and everything read
+                return None
+            if left <= 0:
+                return "seconds"
+            if _crowded(settings["folder"], settings["file_mb"] << 20):
+                return "files"
+    finally:
+        os.close(end)
+
+
+def _end(child: int, isolated: bool) -> str:
+    """Kill the job with everything that it started, and wait until it is gone."""
+    status = 0
+    while True:
+        with suppress(ProcessLookupError):
+            os.kill(-1 if isolated else child, signal.SIGKILL)
+        try:
+            gone, how = os.wait()
+        except ChildProcessError:
+            break
+        if gone == child:
+            status = os.waitstatus_to_exitcode(how)
+    return f"exit {status}" if status >= 0 else f"signal {-status}"
+
+
+def _crowded(folder: str, most: int) -> bool:
+    sizes = [entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)]
+    return len(sizes) > _FILES or sum(sizes) > most
+
+
+def _clear(folder: str) -> None:
+    for entry in os.scandir(folder):
+        if not entry.is_dir(follow_symlinks=False):
+            os.unlink(entry.path)

@@ -1,0 +1,256 @@
+"""Runs Python that nobody has read: in a process without network, without sight of anything of ours, within limits.
+
+Linux only. What keeps it in, each layer where the kernel has it: Landlock (which files can be opened), a seccomp filter
+(which system calls), namespaces (other processes, network), resource limits, no capabilities, an empty environment, an
+empty folder, and a supervisor that kills it with everything it started. Which of the layers there are differs between
+machines and containers, so nothing is taken for granted: `shortfalls` attacks a sandbox and reports what got through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from coalign.rewards.calls import GiveUp
+
+_JAIL = str(Path(__file__).parent / "jail")
+_THREADS = 32  # of one job
+_PATIENCE = 30.0  # seconds beyond a job's own that the supervisor may take to answer
+_LONGEST = 1 << 20  # bytes of a report beside what the job wrote
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed, which says nothing about the code in it."""
+
+
+class Unenforceable(GiveUp):
+    """This machine cannot keep a limit that is required."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run of code may use."""
+
+    seconds: float = 5.0  # of wall-clock time
+    memory_mb: int = 512  # address space of each process
+    processes: int = 1  # 1: it can start none (but 31 threads); n: processes and threads together
+    output_kb: int = 256
+    file_mb: int = 16  # of all its files together (256 at most, in one folder without sub-folders)
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value <= 0:
+                raise ValueError(f"the sandbox's {name} is {value}; it must be greater than 0")
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a run ended: ``exit N``, ``signal N``, or the limit it was killed for: ``seconds``, ``output``, ``files``.
+
+    ``answer`` is the value asked for, as a literal; empty if the code did not get that far.
+    """
+
+    ended: str
+    output: str
+    answer: str
+
+
+class Sandbox:
+    """One supervisor: runs one piece of code at a time, each in a fresh process. Use as ``async with Sandbox(limits)``.
+
+    ``packages``: installed packages can be imported; otherwise only the standard library.
+    """
+
+    def __init__(self, limits: Limits = Limits(), *, packages: bool = True) -> None:
+        self.limits = limits
+        self.packages = _packages() if packages else []
+
+    async def __aenter__(self) -> Self:
+        if not sys.platform.startswith("linux"):
+            raise Unenforceable(f"the sandbox needs Linux; this is {sys.platform}")
+        self._folder = tempfile.mkdtemp(prefix="coalign-sandbox-")
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-s", "-S", "-X", "utf8", _JAIL),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=self._folder,
+            env=_environment(self._folder),
+            start_new_session=True,
+            limit=_LONGEST + 6 * 2 * (self.limits.output_kb << 10),  # JSON writes some characters as six
+        )
+        await self._send(
+            asdict(self.limits)
+            | {
+                "folder": self._folder,
+                "threads": _THREADS,
+                "packages": self.packages,
+                "readable": [*_runtime(), *self.packages],
+            }
+        )
+        return self
+
+    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if self._process.returncode is None:
+                self._process.kill()  # and with it everything inside
+            await asyncio.shield(self._process.wait())
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def run(self, code: str, *, stdin: str = "", evaluate: str = "", test: str = "", token: str = "") -> Report:
+        """Run ``code`` (Python source), then get the value of the expression ``evaluate``, or run the statements
+        ``test`` and get ``token`` if they come to their end. With neither, the code is a program of its own
+        (``__main__``). Raises SandboxError if the supervisor does not answer."""
+        task = {"code": code, "stdin": stdin, "evaluate": evaluate, "test": test, "token": token}
+        await self._send(task)
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), self.limits.seconds + _PATIENCE)
+        except TimeoutError:
+            raise SandboxError("the sandbox's supervisor does not answer") from None
+        if not line.endswith(b"\n"):
+            raise SandboxError("the sandbox's supervisor has ended unexpectedly; its errors are on stderr")
+        return Report(**json.loads(line))
+
+    async def _send(self, message: dict[str, object]) -> None:
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            await self._process.stdin.drain()
+        except ConnectionError:
+            raise SandboxError("the sandbox's supervisor has ended unexpectedly; its errors are on stderr") from None
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """All that code sees of it. A fixed hash seed makes the order of sets, and with it a reward, repeatable."""
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    # One arena, because each more of them takes 64 MB of address space.
+    return {"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1", **one_thread}
+
+
+@cache
+def _runtime() -> list[str]:
+    """What Python itself reads."""
+    paths = sysconfig.get_paths()
+    own = {sys.executable, os.path.realpath(sys.executable), paths["stdlib"], paths["platstdlib"]}
+    return [
+        *sorted(own),
+        sysconfig.get_config_var("LIBDIR"),
+        "/usr/lib",
+        "/usr/lib64",
+        "/lib",
+        "/lib64",
+        "/usr/share/zoneinfo",
+    ]
+
+
+@cache
+def _packages() -> list[str]:
+    paths = sysconfig.get_paths()
+    return list(dict.fromkeys([paths["purelib"], paths["platlib"]]))
+
+
+# What must hold, each with code whose function `held` attacks it, and what this kernel would need.
+_ATTACKS = {
+    "network": (
+        """
+def held():
+    import socket
+    for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+            try:
+                socket.socket(family, kind)
+                return False
+            except PermissionError:
+                pass
+    return True
+""",
+        "a seccomp filter on x86_64 or aarch64",
+    ),
+    "files": (
+        """
+def held():
+    for path, mode in ((PATH, "r"), (PATH, "a"), (PATH + ".new", "w"), ("/proc/self/environ", "r")):
+        try:
+            open(path, mode)
+            return False
+        except PermissionError:
+            pass
+    return True
+""",
+        "Landlock (Linux 5.13 or newer, switched on)",
+    ),
+    "memory": (
+        """
+def held():
+    try:
+        bytearray(MEMORY * 2**20)
+    except MemoryError:
+        return True
+    return False
+""",
+        "RLIMIT_AS",
+    ),
+    "processes": (
+        """
+def held():
+    import os, time
+    for started in range(PROCESSES + 1):
+        try:
+            if not os.fork():
+                time.sleep(60)
+        except OSError:
+            return started == PROCESSES - 1
+    return False
+""",
+        "a seccomp filter; for `processes` above 1 also user namespaces and, as root, the right to change user ids",
+    ),
+    "time": ("while True: pass", "the right to kill its own processes"),
+}
+REQUIREMENTS = tuple(_ATTACKS)
+
+
+@cache
+def shortfalls(processes: int = 1) -> dict[str, str]:
+    """Which of REQUIREMENTS a sandbox on this machine does not keep, and what would be needed; found out by attacking
+    one. Takes part of a second, the first time."""
+    return asyncio.run(_shortfalls(processes))
+
+
+async def _shortfalls(processes: int) -> dict[str, str]:
+    generous = Limits(seconds=20.0, memory_mb=256, processes=processes)
+    with tempfile.NamedTemporaryFile(prefix="coalign-secret-") as secret:
+        given = f"PATH, MEMORY, PROCESSES = {secret.name!r}, {generous.memory_mb}, {processes}"
+        missing = {}
+        async with Sandbox(generous) as sandbox, Sandbox(Limits(seconds=0.2)) as short:
+            for name, (attack, needed) in _ATTACKS.items():
+                if name == "time":
+                    kept = (await short.run(attack)).ended == "seconds"
+                else:
+                    kept = (await sandbox.run(given + attack, evaluate="held()")).answer == "True"
+                if not kept:
+                    missing[name] = needed
+    return missing
+
+
+def demand(requirements: Collection[str], processes: int = 1) -> None:
+    """Raise Unenforceable if this machine does not keep one of ``requirements``; ValueError for an unknown one."""
+    if unknown := [name for name in requirements if name not in REQUIREMENTS]:
+        raise ValueError(f"require: there is no '{unknown[0]}'; there are {', '.join(REQUIREMENTS)}")
+    missing = {name: why for name, why in shortfalls(processes).items() if name in requirements}
+    if missing:
+        why = "; ".join(f"{name} (needs {needed})" for name, needed in missing.items())
+        left = [name for name in requirements if name not in missing]
+        raise Unenforceable(
+            f"code from a model is not run: on this machine the sandbox cannot limit {why}. To run it all the same, on "
+            f"a machine that may be lost, ask for less: `require: [{', '.join(left)}]`"
+        )

@@ -1,0 +1,378 @@
+"""The sandbox against code that attacks it."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from coalign.rewards import sandbox
+from coalign.rewards.sandbox import Limits, Sandbox, SandboxError, Unenforceable, demand, shortfalls
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
+SECRET = "coalign-test-secret"
+# Machines on which less can be had: no namespaces (most containers), and no other user ids either (no root).
+WITHOUT = {
+    "everything": "",
+    "no namespaces": "rights.isolate = lambda: False\n",
+    "no rights at all": "rights.isolate = rights.count_alone = lambda: False\n",
+}
+
+
+@pytest.fixture(params=WITHOUT)
+def machine(request, tmp_path, monkeypatch):
+    """Runs the test on a machine of each kind, and looks afterwards whether anything is left."""
+    jail = shutil.copytree(sandbox._JAIL, tmp_path / "jail", ignore=shutil.ignore_patterns("__pycache__"))
+    main = jail / "__main__.py"
+    main.write_text(main.read_text().replace("\nmain()", f"\nimport rights\n{WITHOUT[request.param]}main()"))
+    monkeypatch.setattr(sandbox, "_JAIL", str(jail))
+    monkeypatch.setattr(tempfile, "tempdir", str(folders := tmp_path / "folders"))
+    folders.mkdir()
+    yield request.param
+    assert list(folders.iterdir()) == []
+    assert not children_of(os.getpid())
+    sandbox.shortfalls.cache_clear()
+
+
+def children_of(pid):
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+PATIENT = Limits(seconds=120.0)  # for what ends by itself: the machine may be busy
+
+
+def run_all(*jobs, limits=PATIENT):
+    """The reports of several pieces of code (or dicts of arguments), run one after the other in one sandbox."""
+
+    async def one_by_one():
+        async with Sandbox(limits) as box:
+            return [await box.run(**job) if isinstance(job, dict) else await box.run(job) for job in jobs]
+
+    return asyncio.run(one_by_one())
+
+
+def run(code, *, limits=PATIENT, **asked):
+    return run_all({"code": code, **asked}, limits=limits)[0]
+
+
+def outcomes(*attacks):
+    """What became of statements that should be refused: `done`, or the error's name."""
+    reports = run_all(*map(_caught, attacks))
+    return {attack: report.output.strip() or report.ended for attack, report in zip(attacks, reports, strict=True)}
+
+
+def _caught(attack):
+    lines = "\n".join(f"    {line}" for line in attack.strip().splitlines())
+    after = "    print('done')\nexcept BaseException as error:\n    print(type(error).__name__)"
+    return f"import os, sys\ntry:\n{lines}\n{after}"
+
+
+def assert_refused(*attacks, by=("PermissionError",)):
+    assert {attack: what for attack, what in outcomes(*attacks).items() if what not in by} == {}
+
+
+def test_a_program_an_expression_and_statements(machine):
+    function = "def f(x): return {x: (1, 2.5)}"
+    reports = run_all(
+        {"code": "print(input()[::-1])", "stdin": "abc\n"},
+        {"code": function, "evaluate": "f('a')"},
+        {"code": function, "test": "assert f(1)[1] == (1, 2.5)", "token": "n0nce"},
+        {"code": function, "test": "assert f(1) == 2", "token": "n0nce"},
+        "import sys; sys.exit(7)",
+        "import os; os.abort()",
+        "this is no Python",
+        "import numpy; print(numpy.ones(3).sum())",
+    )
+    assert [(r.ended, r.output, r.answer) for r in reports] == [
+        ("exit 0", "cba\n", ""),
+        ("exit 0", "", "{'a': (1, 2.5)}"),
+        ("exit 0", "", "n0nce"),
+        ("exit 1", "", ""),
+        ("exit 7", "", ""),
+        ("signal 6", "", ""),
+        ("exit 1", "", ""),
+        ("exit 0", "3.0\n", ""),
+    ]
+
+
+def test_what_is_needed_to_work_is_there(machine):
+    threads = "import threading\nt = [threading.Thread(target=lambda: None) for _ in range(8)]\n[x.start() for x in t]"
+    seen = outcomes(
+        "import asyncio\nasyncio.run(asyncio.sleep(0))",
+        "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x' * 1000)",
+        "open('a', 'w').write('x')\nassert os.listdir() == ['a']\nos.rename('a', 'b')\nos.remove('b')",
+        threads,
+    )
+    assert list(seen.values()) == ["done"] * 3 + ["RuntimeError" if machine == "no rights at all" else "done"]
+
+
+def test_endless_loop_and_endless_sleep(machine):
+    begun = time.monotonic()
+    endless = ("while True: pass", "import time; time.sleep(1e6)", "import signal; signal.pause()")
+    assert [report.ended for report in run_all(*endless, limits=Limits(seconds=0.2))] == ["seconds"] * 3
+    assert time.monotonic() - begun < 60
+
+
+def test_ten_gigabytes_of_output(machine):
+    to_all = "import os\nwhile True: os.write({}, b'x' * 10**6)"
+    reports = run_all("for _ in range(10**4): print('x' * 10**6)", to_all.format(1), to_all.format(3))
+    assert [report.ended for report in reports] == ["output"] * 3
+    assert all(len(report.output) <= (256 << 10) + (1 << 16) for report in reports)
+
+
+def test_memory_bomb(machine):
+    bombs = ("x = bytearray(10**9)", "x = []\nwhile True: x.append(bytearray(10**6))", "x = 'x' * 10**9")
+    small = Limits(seconds=120.0, memory_mb=100)
+    assert [report.ended for report in run_all(*bombs, limits=small)] == ["exit 1"] * 3
+    assert_refused("import mmap\nmmap.mmap(-1, 10**9)", "os.memfd_create('x')", by=("OSError", "PermissionError"))
+
+
+BOMB = """
+import os, threading, time
+started = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(100)
+        started += 1
+except OSError:
+    print(started)
+"""
+
+
+def test_fork_bomb(machine):
+    assert run(BOMB).output == "0\n"
+    some = Limits(seconds=120.0, processes=6)
+    assert run(BOMB, limits=some).output == ("5\n" if machine == "everything" else "0\n")
+    relentless = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert run(relentless, limits=Limits(seconds=0.5, processes=6)).ended == "seconds"
+
+
+def test_threads_have_a_limit(machine):
+    many = BOMB.replace("os.fork() == 0", "threading.Thread(target=time.sleep, args=(0.5,)).start()")
+    started = int(run(many.replace("OSError", "RuntimeError")).output)
+    assert started == {"no rights at all": 0}.get(machine, 31)
+
+
+def test_nothing_of_ours_can_be_read(machine, tmp_path):
+    (tmp_path / "secret").write_text(SECRET)
+    system = ("/etc/passwd", "/root/.bashrc", "/proc/self/environ", "/proc/1/cmdline", "/dev/mem", "/dev/shm/x")
+    reads = [f"open({str(path)!r})" for path in (tmp_path / "secret", __file__, sandbox.__file__, *system)]
+    writes = [read.replace(")", ", 'a')") for read in reads]
+    places = ("/", "/root", "/home", "/tmp", "/proc", str(tmp_path), str(Path(__file__).parents[2]))
+    lists = [f"os.listdir({place!r})" for place in places]
+    assert_refused(*reads, *writes, *lists, by=("PermissionError", "FileNotFoundError"))
+
+
+def test_nor_our_environment_and_memory(machine, monkeypatch):
+    monkeypatch.setenv("API_KEY", SECRET)
+    assert SECRET not in run("import os; print(dict(os.environ))").output
+    ours, peek = os.getpid(), "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nif libc.{} < 0: raise OSError"
+    files = [
+        f"open(f'/proc/{{{pid}}}/{name}', 'rb').read()"
+        for pid in (ours, "os.getppid()", 1)
+        for name in ("environ", "mem", "maps", "fd/0")
+    ]
+    calls = (f"ptrace(16, {ours}, 0, 0)", "ptrace(16, os.getppid(), 0, 0)", f"process_vm_readv({ours}, 0, 0, 0, 0, 0)")
+    refusals = ("PermissionError", "FileNotFoundError", "OSError")
+    assert_refused(*files, *map(peek.format, calls), f"os.pidfd_open({ours})", by=refusals)
+
+
+def test_no_open_file_is_passed_on(machine, tmp_path):
+    with open(tmp_path / "open", "w") as file:
+        os.set_inheritable(file.fileno(), True)
+        seen = "import os\nfor fd in range(256):\n    try: os.fstat(fd); print(fd)\n    except OSError: pass"
+        assert run(seen).output.split() == ["0", "1", "2", "3", "4"]
+
+
+def test_nothing_can_be_written_outside(machine, tmp_path):
+    (tmp_path / "data").write_text("good")
+    path = str(tmp_path / "data")
+    assert_refused(
+        f"open({path!r}, 'w')",
+        f"os.remove({path!r})",
+        f"os.rename({path!r}, 'mine')",
+        f"os.truncate({path!r}, 0)",
+        f"os.chmod({path!r}, 0)",
+        f"os.utime({path!r})",
+        f"os.setxattr({path!r}, 'user.x', b'')",
+        f"os.symlink({path!r}, 'link')",
+        f"os.link({path!r}, 'link')",
+        f"os.mkdir({str(tmp_path / 'new')!r})",
+        f"open({str(tmp_path / 'escaped')!r}, 'w')",
+        "os.mkdir('inside')",
+        "os.mkfifo('pipe')",
+        "os.chroot('.')",
+        by=("PermissionError", "OSError"),
+    )
+    assert (tmp_path / "data").read_text() == "good"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["data", "folders", "jail"]
+
+
+def test_its_own_files_have_limits(machine):
+    stay = "\nimport time\ntime.sleep(1000)"
+    reports = run_all(
+        "open('big', 'w').write('x' * 2 * 10**6)",
+        "for i in range(8): open(str(i), 'w').write('x' * 900_000)" + stay,
+        "for i in range(1000): open(str(i), 'w')" + stay,
+        limits=Limits(seconds=120.0, file_mb=1),
+    )
+    assert [report.ended for report in reports] == ["exit 1", "files", "files"]
+
+
+def test_each_run_starts_in_an_empty_folder(machine):
+    assert run_all("open('left', 'w').write('for the next')", "import os; print(os.listdir())")[1].output == "[]\n"
+
+
+def test_no_network_of_any_kind(machine, tmp_path):
+    stream, datagram = socket.SOCK_STREAM, socket.SOCK_DGRAM
+    with socket.socket() as tcp, socket.socket(type=datagram) as udp, socket.socket(socket.AF_UNIX, stream) as unix:
+        tcp.bind(("127.0.0.1", 0))
+        udp.bind(("127.0.0.1", 0))
+        unix.bind(str(tmp_path / "socket"))
+        tcp.listen(), unix.listen(), udp.setblocking(False)
+        attacks = (
+            f"socket.create_connection(('127.0.0.1', {tcp.getsockname()[1]}))",
+            f"socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {udp.getsockname()[1]}))",
+            f"socket.socket(socket.AF_UNIX).connect({str(tmp_path / 'socket')!r})",
+            "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+            "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+            "socket.getaddrinfo('example.com', 80)",
+        )
+        assert_refused(*(f"import socket\n{attack}" for attack in attacks), by=("PermissionError", "gaierror"))
+        with pytest.raises(BlockingIOError):
+            udp.recv(1)
+
+
+def test_nobody_else_can_be_killed(machine):
+    gone = ("PermissionError", "ProcessLookupError")
+    alone = (*gone, "done") if machine == "everything" else gone  # among its own kind it may
+    assert_refused(f"os.kill({os.getpid()}, 9)", by=gone)
+    assert_refused("os.kill(os.getppid(), 9)", "os.kill(1, 9)", "os.kill(-1, 9)", by=alone)
+    assert_refused("import resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))")
+    assert run("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)").ended == "signal 15"
+
+
+def test_the_supervisor_survives_attacks_on_it(machine):
+    attack = "import os\nfor p in (os.getppid(), 1, 0, -1):\n    try: os.kill(p, {})\n    except OSError: pass"
+    assert run_all(*(attack.format(number) for number in (9, 19, 15)), "print('well')")[-1].output == "well\n"
+
+
+DAEMON = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while True: time.sleep(0.01)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_daemon_does_not_outlive_its_job():
+    if "processes" in shortfalls(6):
+        pytest.skip("processes cannot be started here")
+    before = processes()
+    assert run(DAEMON, limits=Limits(seconds=120.0, processes=6)).ended == "exit 0"
+    assert not {p for p in processes() - before if is_of_ours(p)}
+
+
+def processes():
+    return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()}
+
+
+def is_of_ours(pid):
+    try:
+        return b"rewards/jail" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_it_dies_with_whoever_started_it(tmp_path):
+    script = (
+        "import asyncio, sys\nfrom coalign.rewards.sandbox import *\nasync def main():\n"
+        "    async with Sandbox(Limits(seconds=600)) as box:\n        print('begun', flush=True)\n"
+        "        await box.run('while True: pass')\nasyncio.run(main())"
+    )
+
+    async def killed():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
+        )
+        await process.stdout.readline()
+        while not (inside := [p for child in children_of(process.pid) for p in descendants(child)][1:]):
+            await asyncio.sleep(0.01)
+        process.kill()
+        await process.wait()
+        return inside
+
+    inside = asyncio.run(killed())
+    for _ in range(500):
+        if not any(map(is_of_ours, inside)):
+            return
+        time.sleep(0.02)
+    pytest.fail(f"still there: {inside}")
+
+
+def descendants(pid):
+    try:
+        return [pid, *(p for child in children_of(pid) for p in descendants(child))]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def test_cancelling_ends_it(machine):
+    async def cancelled():
+        async with asyncio.timeout(0.5), Sandbox(Limits(seconds=600)) as box:
+            await box.run("while True: pass")
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cancelled())
+
+
+def test_a_supervisor_that_dies_is_an_error_not_a_verdict():
+    async def died():
+        async with Sandbox(Limits(seconds=600)) as box:
+            running = asyncio.ensure_future(box.run("while True: pass"))
+            await asyncio.sleep(0.1)
+            os.kill(box._process.pid, signal.SIGKILL)
+            await running
+
+    with pytest.raises(SandboxError, match="ended unexpectedly"):
+        asyncio.run(died())
+
+
+def test_this_machine_is_attacked_before_it_is_trusted(machine):
+    assert shortfalls() == {}
+    assert list(shortfalls(4)) == ([] if machine == "everything" else ["processes"])
+
+
+def test_a_machine_that_cannot_keep_a_limit_is_refused_by_name(tmp_path, monkeypatch):
+    jail = shutil.copytree(sandbox._JAIL, tmp_path / "jail")
+    main = jail / "__main__.py"
+    weak = "landlock.apply = seccomp.apply = lambda **_: False\nrights.isolate = lambda: False\nmain()"
+    main.write_text(main.read_text().replace("\nmain()", f"\nimport landlock, seccomp, rights\n{weak}"))
+    monkeypatch.setattr(sandbox, "_JAIL", str(jail))
+    shortfalls.cache_clear()
+    with pytest.raises(
+        Unenforceable, match=r"network \(needs a seccomp.*files \(needs Landlock.*`require: \[memory, time\]`"
+    ):
+        demand(("network", "files", "memory", "processes", "time"))
+    demand(("memory", "time"))
+    shortfalls.cache_clear()
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="there is no 'net'; there are network, files"):
+        demand(("net",))
+    with pytest.raises(ValueError, match="memory_mb is 0"):
+        Limits(memory_mb=0)
