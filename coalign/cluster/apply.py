@@ -43,6 +43,17 @@ def apply_columns(
     return batch.with_(**columns), stats | metrics
 
 
+def transform_batches(
+    function: Callable[..., Any], batches: Sequence[Batch], keywords: Mapping[str, Any]
+) -> tuple[Batch, Stats]:
+    """Call ``function`` on whole batches; it returns a batch, or a batch and metrics. ValueError for anything else."""
+    result = function(*batches, **keywords)
+    batch, stats = result if isinstance(result, tuple) else (result, {})
+    if not isinstance(batch, Batch):
+        raise ValueError(f"{name_of(function)} returned a {type(batch).__name__}; expected a Batch")
+    return batch, stats
+
+
 def merge_columns(batches: Sequence[Batch]) -> Batch:
     """One batch with the columns of all; of one name, the later. Same sequences throughout."""
     base = batches[0]

@@ -74,7 +74,10 @@ class Cluster(ABC):
         return self._compute("apply", function, inputs, keywords)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
-        """A pure function from whole batches to another one (other rows, other tokens), in a CPU worker: a BatchRef."""
+        """A pure function from whole batches to another one (other rows, other tokens), in a CPU worker: a BatchRef.
+
+        It returns the batch, or the batch and metrics.
+        """
         return self._compute("transform", function, inputs, keywords)
 
     def _compute(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.apply import apply_columns, merge_columns, name_of, sort_result
+from coalign.cluster.apply import apply_columns, merge_columns, name_of, sort_result, transform_batches
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
 from coalign.cluster.graph import Graph
 from coalign.cluster.local import Cell, LocalStore
@@ -80,10 +80,10 @@ class DryCluster:
         """Runs the function; every column of its result counts as made by it."""
         refs = [self.resolve(value) for value in inputs]
         given = [ref.fetch() for ref in refs]
-        batch = function(*given, **keywords)
+        batch, stats = transform_batches(function, given, keywords)
         sources = self.sources(refs)
         reads = _by_source(sources, list(sources))
-        return self.answer(name_of(function), batch, {}, reads, _columns(batch), {}, given[0])
+        return self.answer(name_of(function), batch, stats, reads, _columns(batch), {}, given[0])
 
     def shutdown(self) -> None:
         """Nothing was started."""

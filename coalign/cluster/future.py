@@ -7,6 +7,7 @@ driver needs to cut them up and hand them on.
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -106,12 +107,23 @@ class BatchRef:
         refs = [ref for ref in refs if len(ref)] or refs[:1]
         groups = [ref.group for ref in refs]
         return BatchRef(
-            tuple(part for ref in refs for part in ref.parts),
+            _joined(part for ref in refs for part in ref.parts),
             torch.cat([ref.lengths for ref in refs]),
             None if any(group is None for group in groups) else torch.cat(groups),
             refs[0].columns,
             refs[0].store,
         )
+
+
+def _joined(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The parts, neighbours of one stored batch as one: a payload is then read once, not once for each slice of it."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].ref is part.ref and joined[-1].stop == part.start:
+            joined[-1] = Part(part.ref, joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from coalign.cluster.apply import apply_columns, name_of, sort_result
+from coalign.cluster.apply import apply_columns, sort_result, transform_batches
 from coalign.cluster.future import Failure, Meta, Share, Store
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
@@ -80,11 +80,9 @@ class Worker:
         return Meta.of(batch, stats), batch
 
     def transform(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
-        """A pure function from whole batches to another one."""
-        batch = function(*(share.gather(self.store) for share in inputs), **keywords)
-        if not isinstance(batch, Batch):
-            raise ValueError(f"{name_of(function)} returned a {type(batch).__name__}; expected a Batch")
-        return Meta.of(batch), batch
+        """A pure function from whole batches to another one; see coalign.cluster.apply."""
+        batch, stats = transform_batches(function, [share.gather(self.store) for share in inputs], keywords)
+        return Meta.of(batch, stats), batch
 
     def close(self) -> Answer:
         """Let the module give back what it took."""

@@ -89,10 +89,10 @@ class Loader:
         """Metrics of the data so far: `data/epoch`, a mean over the sources; `data/dropped` of streams."""
         return merge_stats(order.stats() for order in self._drawable)
 
-    def next(self) -> Batch:
-        """The next draws."""
+    def next(self, rows: int | None = None) -> Batch:
+        """The next draws: ``rows`` of them (None: those of a batch)."""
         first = self.drawn
-        drawn = self._rows_of_a_batch()
+        drawn = self._rows_of_a_batch() if rows is None else [self._draw() for _ in range(rows)]
         if self._packing is not None:
             drawn = self._packing.order(drawn)
         return to_batch(drawn, range(first, self.drawn))

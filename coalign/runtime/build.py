@@ -20,7 +20,9 @@ from coalign.runtime.buffer import Buffer
 from coalign.runtime.engine import Engine
 from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator
+from coalign.runtime.filtering import filter_function
 from coalign.runtime.reference import BaseWeights, shared_bases
+from coalign.runtime.replay import Replay, replay_function
 from coalign.runtime.trainer import Trainer
 from coalign.runtime.vocabulary import check_tokens_fit
 from coalign.types import Context, Rollout, Trainable
@@ -47,6 +49,10 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
         roles = cls.roles(config)
         cls.check(config)
         environment_of(config.rollout)
+        if config.filter:
+            filter_function(config.filter)
+        if config.replay:
+            replay_function(config.replay)
         for i, reward in enumerate(config.reward):
             bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
         for name, role in roles.items():
@@ -166,6 +172,21 @@ def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[s
     engine.models_running = started
 
 
+def environment(engine: Engine, data: Loader) -> Environment:
+    """The roll-out side of a run; a step takes a fixed number of groups where something decides which they are."""
+    config = engine.config
+    return Environment(
+        engine.cluster,
+        engine.env_flow,
+        data,
+        Buffer(config.runtime.max_staleness, engine.last),
+        wanted=config.runtime.prompts_per_step if config.filter else None,
+        max_rounds=config.filter.max_rounds if config.filter else 1,
+        keep=filter_function(config.filter) if config.filter else None,
+        replay=Replay(engine.cluster, config.replay) if config.replay else None,
+    )
+
+
 def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) -> Engine:
     """Data, models and engine, ready to ``learn``; with ``only`` these models alone, ready to be evaluated."""
     cls, models = prepare(config)
@@ -178,7 +199,7 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     engine.last = steps
     engine.ptx_loader = ptx_loader(config, tokenizer)
     spawn(engine, models, {name: context(name, model, config, steps) for name, model in models.items()})
-    engine.environment = Environment(cluster, engine.env_flow, data, Buffer(config.runtime.max_staleness, steps))
+    engine.environment = environment(engine, data)
     overlap = config.runtime.max_staleness > 0
     pairs = [(a, b) for a, b in cls.sync if a in models and b in models]
     syncs = [WeightSync(engine.models_running[a], engine.models_running[b], overlap=overlap) for a, b in pairs]

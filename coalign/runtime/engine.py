@@ -169,7 +169,8 @@ def join() -> dict[str, Any]:
 
 
 def pace(stats: Stats, seconds: float) -> Stats:
-    """The step's wall time (s) and its rates (tokens/s)."""
+    """The step's wall time (s) and its rates (tokens/s, samples/s)."""
     rates = {f"throughput/{what}": stats.get(f"tokens/{what}") for what in ("generated", "trained")}
-    found = {name: Total(tokens.value / seconds) for name, tokens in rates.items() if tokens and tokens.value}
+    rates["throughput/samples"] = stats.get("samples/count")
+    found = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}
     return {"time/step": Total(seconds), **found}

@@ -31,24 +31,13 @@ def fill(engine: Engine, directory: Path) -> None:
         "step": engine.step,
         "tokens": engine.tokens,
         "algorithm": engine.config.algorithm,
-        "loader": environment["loader"],
+        "loader": environment.pop("loader"),
         "ptx": engine.ptx_loader.state_dict() if engine.ptx_loader else None,
         "recipe": engine.state_dict(),
         "hooks": {type(hook).__name__: hook.state_dict() for hook in engine.hooks},
     }
     (directory / "state.json").write_text(json.dumps(state, indent=1))
-    buffered = [
-        {
-            **e,
-            "batch": {
-                "lengths": e["batch"].lengths,
-                "token": dict(e["batch"].token),
-                "sequence": dict(e["batch"].sequence),
-            },
-        }
-        for e in environment["buffer"]
-    ]
-    torch.save(buffered, directory / "buffer.pt")
+    torch.save(_plain(environment), directory / "buffer.pt")
     saves = []
     for i, name in enumerate(engine.learning):
         model, own = engine.models_running[name], "" if i == 0 else f"_{name}"
@@ -74,14 +63,34 @@ def restore(engine: Engine, directory: Path) -> None:
     for load in loads:
         load.result()
     engine.step, engine.tokens = state["step"], state["tokens"]
-    buffered = [{**e, "batch": Batch(**e["batch"])} for e in torch.load(directory / "buffer.pt", weights_only=True)]
-    engine.environment.load_state_dict({"loader": state["loader"], "buffer": buffered}, engine.step)
+    environment = _batches(torch.load(directory / "buffer.pt", weights_only=True))
+    engine.environment.load_state_dict({"loader": state["loader"], **environment}, engine.step)
     if engine.ptx_loader:
         engine.ptx_loader.load_state_dict(state["ptx"])
     engine.load_state_dict(state["recipe"])
     for hook in engine.hooks:
         if saved := state["hooks"].get(type(hook).__name__):
             hook.load_state_dict(saved)
+
+
+def _plain(value: Any) -> Any:
+    """A state with its batches as dictionaries of tensors and lists, which load without running any code."""
+    if isinstance(value, Batch):
+        return {"lengths": value.lengths, "token": dict(value.token), "sequence": dict(value.sequence)}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _batches(value: Any) -> Any:
+    """What ``_plain`` was given."""
+    if isinstance(value, list):
+        return [_batches(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"lengths", "token", "sequence"}:
+        return Batch(**value)
+    return {key: _batches(item) for key, item in value.items()}
 
 
 class Save(Hook):

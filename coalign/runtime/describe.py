@@ -1,0 +1,50 @@
+"""What roll-outs and batches are like, as metrics: pure functions of columns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coalign.types import Max, Metric, Stat, Status, Total
+
+
+def count(loss_mask: Tensor, versions: Tensor | None = None, reward: Tensor | None = None) -> dict[str, Metric]:
+    """Metrics of one roll-out as it leaves its flow, before any filter."""
+    stats: dict[str, Metric] = {
+        "tokens/generated": Total(float(loss_mask.sum()) if versions is not None else 0.0),
+    }
+    if reward is not None:
+        stats["rollout/reward"] = Stat.of(reward)
+    return stats
+
+
+def describe(
+    loss_mask: Tensor,
+    segment: Tensor,
+    lengths: Tensor,
+    status: Tensor | None = None,
+    versions: Tensor | None = None,
+    reward: Tensor | None = None,
+    *,
+    version: int,
+) -> dict[str, Metric]:
+    """Metrics of a batch as it is trained on: lengths (tokens), endings, age of its weights (versions), rewards."""
+    trained = torch.zeros(len(lengths), dtype=torch.int64).index_add_(0, segment, loss_mask.long())
+    stats: dict[str, Metric] = {
+        "tokens/response": Stat.of(trained),
+        "tokens/response_max": Max(float(trained.max()) if len(trained) else 0.0),
+        "tokens/prompt": Stat.of(lengths - trained),
+        "samples/count": Total(float(len(lengths))),
+        "samples/empty": Stat.of(trained == 0),
+    }
+    if status is not None:
+        stats["samples/truncated"] = Stat.of(status == int(Status.TRUNCATED))
+    if versions is not None:
+        ages = version - versions[loss_mask]
+        stats["samples/staleness"] = Stat.of(ages)
+        stats["samples/staleness_max"] = Max(float(ages.max()) if len(ages) else 0.0)
+    if reward is not None and len(reward):
+        stats["reward/mean"] = Stat.of(reward)
+        stats["reward/std"] = Stat(float(reward.double().std(unbiased=False)))
+        stats["reward/max"] = Max(float(reward.max()))
+    return stats

@@ -1,0 +1,65 @@
+"""The pool: groups stay whole, leave in order, and not too old."""
+
+import pytest
+import torch
+
+from coalign.cluster.future import BatchRef, Meta
+from coalign.cluster.local import LocalStore
+from coalign.data.batch import Batch
+from coalign.runtime.pool import Pool
+
+STORE = LocalStore()
+
+
+def stored(*groups: int) -> BatchRef:
+    """One row of one token for each entry; its token is the group."""
+    group = torch.tensor(groups)
+    batch = Batch(torch.ones(len(groups)), {"tokens": group.int()}, {"group": group})
+    return BatchRef.of(Meta.of(batch), STORE.put(batch), STORE)
+
+
+def taken(pool: Pool, groups: int | None) -> list[int]:
+    return pool.take(groups).fetch()["tokens"].tolist()
+
+
+def test_the_oldest_groups_leave_first_and_whole():
+    pool = Pool(max_age=0)
+    pool.add(stored(1, 1, 2, 2, 2), 0)
+    pool.add(stored(3, 3, 4), 0)
+    assert len(pool) == 4
+    assert taken(pool, 3) == [1, 1, 2, 2, 2, 3, 3]
+    assert len(pool) == 1
+    assert taken(pool, 5) == [4]
+    with pytest.raises(RuntimeError, match="no group"):
+        pool.take(1)
+
+
+def test_neighbours_that_were_never_apart_are_one_part_again():
+    pool = Pool(max_age=3)
+    pool.add(stored(1, 1, 2, 2, 3), torch.tensor([0, 1, 2]))
+    assert [ready.version for ready in pool.entries()] == [0, 1, 2]
+    assert len(pool.take(None).parts) == 1
+
+
+def test_groups_beyond_the_age_are_dropped_and_counted():
+    pool = Pool(max_age=1)
+    pool.add(stored(1, 1, 2, 3, 3), torch.tensor([0, 0, 1]))
+    assert pool.expire(1) == 0
+    assert pool.expire(2) == 2
+    assert taken(pool, None) == [3, 3]
+
+
+def test_a_restored_pool_goes_on():
+    pool, copy = Pool(2), Pool(2)
+    pool.add(stored(1, 2, 2, 3), 5)
+    pool.take(1)
+    copy.restore(pool.entries())
+    assert copy.expire(7) == 0 and taken(copy, 1) == [2, 2]
+    assert copy.expire(8) == 1
+
+
+def test_rows_without_groups_count_one_by_one():
+    batch = Batch(torch.ones(3), {"tokens": torch.arange(3).int()})
+    pool = Pool(0)
+    pool.add(BatchRef.of(Meta.of(batch), STORE.put(batch), STORE), 0)
+    assert taken(pool, 2) == [0, 1]
