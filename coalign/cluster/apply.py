@@ -24,9 +24,9 @@ def apply_columns(
 ) -> tuple[Batch, Stats]:
     """Call ``function`` on the merged columns of the batches, without the rows whose status is ERROR.
 
-    The function returns a mapping: tensors and lists become columns of the result, those of the metrics' types become metrics.
-    Raises ValueError for batches that do not belong together, for a column that nobody produced, and for a result of
-    another kind.
+    The function returns a mapping: tensors and lists become columns of the result, those of the metrics' types become
+    metrics. Raises ValueError for batches that do not belong together, for a column that nobody produced, and for a
+    result of another kind.
     """
     batch, stats = drop_errors(merge_columns(batches))
     result = function(*bind(function, batch), **keywords)

@@ -134,8 +134,8 @@ class DryModel:
     def __init__(self, name: str, config: ModelConfig, context: Context, cluster: DryCluster) -> None:
         self.name, self.config, self.context, self.cluster = name, config, context, cluster
         self.store = cluster.store
-        # Backends of Coalign import large libraries; what they add follows from the head alone.
-        own = ":" in config.module
+        # Backends of Coalign import large libraries; what they add follows from the head alone, but for judges.
+        own = ":" in config.module or config.judge
         self._scores = module_class(config).columns(config, context) if own else (HEAD_COLUMNS[config.head],)
 
     def generate(self, prompts: BatchRef | Future, *, samples: int | None = None, **_: Any) -> Future:
@@ -163,7 +163,8 @@ class DryModel:
         ref = self._batch("forward_step", batch)
         given = ref.fetch()
         names = [into or self._scores[0], *self._scores[1:]]
-        made = Batch(given.lengths, *_zeros(given, names, per_token=self.config.head != "reward"))
+        per_token = self.config.head != "reward" and self.config.judge is None
+        made = Batch(given.lengths, *_zeros(given, names, per_token=per_token))
         reads = _by_source(self.cluster.sources([ref]), ["tokens"])
         return self.cluster.answer(f"{self.name}.forward_step", made, {}, reads, names, {}, given)
 
@@ -232,7 +233,8 @@ def _zeros(given: Batch, names: list[str], per_token: bool) -> tuple[dict[str, A
     """(token columns, sequence columns) of zeros; declared names have their own kind and dtype."""
     token, sequence = {}, {}
     for name in names:
-        if name in TOKEN_COLUMNS or (per_token and name not in SEQUENCE_COLUMNS):
+        of_sequence = name in SEQUENCE_COLUMNS or name.startswith("reward/")
+        if name in TOKEN_COLUMNS or (per_token and not of_sequence):
             token[name] = torch.zeros(given.tokens_total, dtype=TOKEN_COLUMNS.get(name, torch.float32))
         else:
             sequence[name] = torch.zeros(len(given), dtype=SEQUENCE_COLUMNS.get(name, torch.float32))

@@ -32,8 +32,11 @@ def cores() -> int:
 
 
 def module_class(config: ModelConfig) -> type:
-    """The Module subclass that a configuration names (`fsdp`, or a dotted path); with a cache, the one before it."""
-    return resolve_class("cached" if config.cache else config.module, "coalign.modules", "Module")
+    """The Module subclass that a configuration names (`fsdp`, or a dotted path), or the one that stands before it: with
+    a cache, and for a reward model with a template to read by."""
+    reads_text = config.head == "reward" and config.chat_template
+    name = "cached" if config.cache else "retokenize" if reads_text else config.module
+    return resolve_class(name, "coalign.modules", "Module")
 
 
 class Worker:

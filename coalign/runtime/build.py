@@ -23,9 +23,10 @@ from coalign.runtime.evaluator import Evaluator
 from coalign.runtime.filtering import filter_function
 from coalign.runtime.reference import BaseWeights, shared_bases
 from coalign.runtime.replay import Replay, replay_function
+from coalign.runtime.rewarding import Reward, reward_models, reward_names, reward_parts
 from coalign.runtime.trainer import Trainer
-from coalign.runtime.vocabulary import check_tokens_fit
-from coalign.types import Context, Rollout, Trainable
+from coalign.runtime.vocabulary import check_tokens_fit, tokenizer_directory
+from coalign.types import Context, Rollout, Scorer, Trainable
 from coalign.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)
@@ -41,20 +42,17 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
     cls = recipe(config.algorithm)
     if cls.source not in KINDS:
         raise ValueError(f"{cls.__name__}.source: '{cls.source}' is no kind of data{near(cls.source, KINDS)}")
-    models = dict(config.models)
-    if config.reward:
-        models["reward"] = ModelConfig(module="reward", head="reward")
     with located(config):
-        check_names(config, cls.models)
-        roles = cls.roles(config)
+        check_names(config, [*cls.models, *(reward.model for reward in config.reward if reward.model)])
         cls.check(config)
         environment_of(config.rollout)
         if config.filter:
             filter_function(config.filter)
         if config.replay:
             replay_function(config.replay)
-        for i, reward in enumerate(config.reward):
-            bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
+        roles, models = roles_of(cls, config), dict(config.models)
+        if cls.roles(config).get("reward") is Scorer:
+            models |= reward_models(config)
         for name, role in roles.items():
             if name not in models:
                 needed = f"`{config.algorithm}` needs the model `{name}` ({role.__name__})"
@@ -65,6 +63,15 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
     return cls, {name: models[name] for name in roles}
 
 
+def roles_of(cls: type[Engine], config: RunConfig) -> dict[str, type]:
+    """The models that the run starts: those of the recipe, with the parts of the reward in place of `reward`."""
+    roles, parts = dict(cls.roles(config)), reward_names(config)
+    if parts and roles.get("reward") is Scorer:
+        del roles["reward"]
+        roles |= {name: Scorer for name in parts if name not in roles}
+    return roles
+
+
 def _check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:
     loss, where = (model.loss, f"models.{name}.loss") if model.loss else (config.loss, "loss")
     if loss is None:
@@ -72,15 +79,6 @@ def _check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:
     fn = resolve(loss.fn, "coalign.algorithms.losses")
     bind(fn, loss.arguments, where)
     check_aggregation(fn, loss.fn, loss.aggregation, where)
-
-
-def tokenizer_directory(config: RunConfig) -> str:
-    """Where the run's tokenizer lies: that of the policy, else of the first model that has one."""
-    named = [config.models[n] for n in ("policy", "trainer") if n in config.models]
-    for model in [*named, *config.models.values()]:
-        if directory := model.tokenizer or model.load:
-            return directory
-    raise ValueError("models: none of them has `load` (a Hugging Face model directory), so there is no tokenizer")
 
 
 def load_tokenizer(config: RunConfig) -> Any:
@@ -93,8 +91,10 @@ def load_tokenizer(config: RunConfig) -> Any:
     trust = any(model.trust_remote_code for model in config.models.values())
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
     highest = max(tokenizer.get_vocab().values(), default=-1)
+    own = {name for name, model in reward_models(config).items() if model.chat_template}  # they read text
     for name, model in config.models.items():
-        check_tokens_fit(f"models.{name}.load", model, highest=highest)
+        if name not in own:
+            check_tokens_fit(f"models.{name}.load", model, highest=highest)
     return tokenizer
 
 
@@ -110,7 +110,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
         tokens=config.runtime.tokens,
         samples_per_prompt=config.runtime.samples_per_prompt,
         loss=loss.model_dump() if loss else None,
-        rewards=tuple(reward.model_dump() for reward in config.reward),
+        rewards=tuple(reward.model_dump() for reward in config.reward if reward.fn),
         rollout=config.rollout.model_dump() if role is Rollout else None,
         tokenizer=tokenizer_directory(config),
         chat_template=config.data.chat_template,
@@ -165,10 +165,14 @@ def packing(config: RunConfig, cls: type[Engine]) -> Packing | None:
 
 def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[str, Context]) -> None:
     """Start the models and make them the engine's attributes; one that only shares another's base is not started."""
-    shared = shared_bases(models, engine.roles(engine.config))
+    config = engine.config
+    shared = shared_bases(models, roles_of(type(engine), config))
     started = {n: engine.cluster.spawn(n, models[n], contexts[n]) for n in models if n not in shared}
-    engine.attach(started)
-    engine.attach({name: BaseWeights(started[owner]) for name, owner in shared.items()})
+    running = started | {name: BaseWeights(started[owner]) for name, owner in shared.items()}
+    if engine.roles(config).get("reward") is Scorer:
+        engine.rewards = Reward(engine.cluster, reward_parts(config), running)
+        running = {**running, "reward": engine.rewards}
+    engine.attach(running)
     engine.models_running = started
 
 
@@ -190,7 +194,9 @@ def environment(engine: Engine, data: Loader) -> Environment:
 def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) -> Engine:
     """Data, models and engine, ready to ``learn``; with ``only`` these models alone, ready to be evaluated."""
     cls, models = prepare(config)
-    models = {name: model for name, model in models.items() if only is None or name in only}
+    if only is not None:
+        only = [*only, *(reward_names(config) if "reward" in only else [])]
+        models = {name: model for name, model in models.items() if name in only}
     tokenizer = load_tokenizer(config)
     data = loader(config, cls, tokenizer, "train")
     steps = length(config, data)

@@ -14,10 +14,11 @@ from coalign.cluster.graph import Call, Graph, draw
 from coalign.config import located
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.standins import STANDINS
-from coalign.runtime.build import context, prepare, spawn
+from coalign.runtime.build import context, prepare, roles_of, spawn
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.runtime.memory import Estimate, estimate
+from coalign.runtime.rewarding import composition
 from coalign.types import LossInput
 
 # What a model with this head hands to its loss.
@@ -33,6 +34,8 @@ def check(config: RunConfig, display: Display) -> None:
     display.show(draw(graph) + "\n")
     with located(config):
         _try_adapters(models)
+    if rewards := composition(models, config):
+        display.show(rewards + "\n")
     display.show(_memory(cls, models, config))
     display.show("\nno problem found")
 
@@ -93,7 +96,7 @@ def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunCon
     table = Table(box=None, pad_edge=False, title="memory, over all processes of a model", title_justify="left")
     for column in ("model", "size", "weights", "gradients", "optimizer", "activations", "KV", "total"):
         table.add_column(column, justify="left" if column == "model" else "right")
-    for name, role in cls.roles(config).items():
+    for name, role in roles_of(cls, config).items():
         if models[name].load is None:
             continue
         e: Estimate = estimate(models[name], role, config)

@@ -52,6 +52,7 @@ class Engine:
         self.evaluator: Evaluator | None = None
         self.hooks: list[Hook] = []
         self.models_running: dict[str, Any] = {}
+        self.rewards: Any = None  # the combination behind self.reward (coalign.runtime.rewarding), for a checkpoint
         self.tokenizer: Any = None
         if config.advantage:
             fn = resolve(config.advantage.fn, "coalign.algorithms.advantages")

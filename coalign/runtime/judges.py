@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from coalign.config.schema import JudgeConfig, ModelConfig
-from coalign.data.batch import Batch
 from coalign.data.messages import Message, prompt_text, text_of
-from coalign.data.templates import load_template
 from coalign.modules.fsdp import FSDPModule
+from coalign.modules.retokenize import Reader
 from coalign.modules.reward import reward_functions
 from coalign.rewards.calls import Caller, Failure, RewardError
 from coalign.types import Context, Sample
@@ -24,6 +23,7 @@ class Answer:
     """A response (the messages that follow the prompt) to score; ``row`` is what a reward function may compare with.
 
     Neighbours of one ``group`` answer the same prompt. ``tokens`` of the response, if somebody has counted them.
+    ``text``: the whole conversation as it was rendered already; a reward model then reads that, without its template.
     """
 
     prompt: list[Message]
@@ -33,21 +33,26 @@ class Answer:
     index: int = 0
     tokens: int = 0
     tools: list[dict[str, Any]] | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A score (higher is better; None: there is none, counted by the judge), and of several functions each value."""
+    """A score (higher is better; None: there is none, counted by the judge, and ``why`` says the reason), and of
+    several functions each value."""
 
     score: float | None
     parts: dict[str, float] = field(default_factory=dict)
+    why: str = ""
 
 
 class Judge(Protocol):
-    """``failed`` counts the responses without a score by their reason; ``first`` says what happened to the first."""
+    """``failed`` counts the responses without a score by their reason; ``first`` says what happened to the first.
+    ``compares`` names the functions that see the responses to a prompt together."""
 
     failed: Counter[str]
     first: str
+    compares: Sequence[str]
 
     def __call__(self, answers: Sequence[Answer]) -> list[Verdict]: ...
 
@@ -70,6 +75,7 @@ class FunctionJudge:
         self.failed: Counter[str] = Counter()
         self.first = ""
         self._functions = reward_functions(config.reward)
+        self.compares = [function.name for function in self._functions if function.takes == "group"]
         self._caller = Caller()
         self._scored = False
 
@@ -95,16 +101,14 @@ class FunctionJudge:
                 parts[function.name] = outcome["reward"]
                 total += function.weight * outcome["reward"]
             elif function.weight:
-                self._note(function.name, outcome, answer)
-                return Verdict(None, parts)
+                return Verdict(None, parts, self._noted(function.name, outcome, answer))
         return Verdict(total, parts if len(self._functions) > 1 else {})
 
-    def _note(self, name: str, failure: Failure, answer: Answer) -> None:
+    def _noted(self, name: str, failure: Failure, answer: Answer) -> str:
+        why = f"{failure.reason}: {type(failure.error).__name__}: {failure.error}"
         self.failed[failure.reason] += 1
-        self.first = self.first or (
-            f"reward function '{name}' on group {answer.group}, index {answer.index}: {failure.reason}: "
-            f"{type(failure.error).__name__}: {failure.error}"
-        )
+        self.first = self.first or f"reward function '{name}' on group {answer.group}, index {answer.index}: {why}"
+        return why
 
 
 class ModelJudge:
@@ -112,29 +116,27 @@ class ModelJudge:
 
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ValueError if the directory has no reward head, or its tokenizer no template."""
-        from transformers import AutoTokenizer
-
         self.failed: Counter[str] = Counter()
         self.first = ""
+        self.compares = ()
         model = ModelConfig(
             load=config.reward_model,
             head="reward",
             frozen=True,
             dtype=config.dtype,
             max_tokens_per_micro=config.reward_tokens,
+            chat_template=config.reward_template,
         )
         self._module = FSDPModule(model, Context(model="reward_model", device=config.device))
         self._module.setup()
-        self._template = load_template(AutoTokenizer.from_pretrained(config.reward_model), config.reward_template)
-        text = self._module.model.model.config.get_text_config()
-        self._limit = getattr(text, "max_position_embeddings", None) or 2**31
+        self._reader = Reader(model)
 
     def __call__(self, answers: Sequence[Answer]) -> list[Verdict]:
-        encoded = [self._template.conversation([*a.prompt, *a.response], a.tools) for a in answers]
-        fits = [i for i, (tokens, _) in enumerate(encoded) if self._within(len(tokens), answers[i])]
-        verdicts = [Verdict(None)] * len(answers)
-        if fits:
-            scores = self._module.forward_step(_packed([encoded[i] for i in fits], [answers[i].group for i in fits]))
+        read = [self._read(answer) for answer in answers]
+        verdicts = [self._verdict(len(tokens), answer) for (tokens, _), answer in zip(read, answers, strict=True)]
+        if fits := [i for i, verdict in enumerate(verdicts) if not verdict.why]:
+            batch = self._reader.packed([read[i] for i in fits], [answers[i].group for i in fits])
+            scores = self._module.forward_step(batch)
             for i, score in zip(fits, scores["reward"].tolist(), strict=True):
                 verdicts[i] = Verdict(score)
         return verdicts
@@ -142,25 +144,19 @@ class ModelJudge:
     def close(self) -> None:
         self._module.close()
 
-    def _within(self, length: int, answer: Answer) -> bool:
-        if length <= self._limit:
-            return True
+    def _read(self, answer: Answer) -> tuple[list[int], int]:
+        if answer.text is not None:
+            return self._reader.rendered(answer.text)
+        return self._reader.read([*answer.prompt, *answer.response], answer.tools)
+
+    def _verdict(self, length: int, answer: Answer) -> Verdict:
+        """Before it is scored; for good, if it is too long."""
+        if length <= self._reader.longest:
+            return Verdict(None)
+        why = f"has {length} tokens; the reward model takes {self._reader.longest}"
         self.failed["long"] += 1
-        where = f"group {answer.group}, index {answer.index}"
-        self.first = self.first or f"{where} has {length} tokens; the reward model's context is {self._limit}"
-        return False
-
-
-def _packed(encoded: Sequence[tuple[list[int], list[bool]]], groups: Sequence[int]) -> Batch:
-    """Conversations as a Batch; neighbours of a group share their prompt."""
-    return Batch(
-        torch.tensor([len(tokens) for tokens, _ in encoded]),
-        {"tokens": torch.tensor([t for tokens, _ in encoded for t in tokens], dtype=torch.int32)},
-        {
-            "group": torch.tensor(groups),
-            "prompt_length": torch.tensor([mask.index(True) for _, mask in encoded], dtype=torch.int32),
-        },
-    )
+        self.first = self.first or f"group {answer.group}, index {answer.index} {why}"
+        return Verdict(None, why=why)
 
 
 def _sample(answer: Answer) -> Sample:

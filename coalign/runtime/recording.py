@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from coalign.data.texts import read_samples
 from coalign.runtime.folder import RunFolder, flatten
 from coalign.runtime.hooks import Hook
-from coalign.types import Sample, Stats
+from coalign.types import Stats
 
 if TYPE_CHECKING:
     from coalign.runtime.display import Display
     from coalign.runtime.engine import Engine
-
-
-def readable(sample: Sample, tokenizer: Any) -> Sample:
-    """The sample with its texts filled in: the prompt up to the first trained token, the response after it."""
-    start = int(sample.loss_mask.int().argmax()) if bool(sample.loss_mask.any()) else len(sample.tokens)
-    sample.prompt = tokenizer.decode(sample.tokens[:start])
-    sample.response = tokenizer.decode(sample.tokens[start:])
-    return sample
 
 
 class Record(Hook):
@@ -51,8 +44,7 @@ class Record(Hook):
         """The first few rows of a batch, as people read them."""
         if not self.samples or engine.source != "prompts":
             return
-        for sample in batch.fetch(rows=self.samples).samples():
-            readable(sample, engine.tokenizer)
+        for sample in read_samples(batch.fetch(rows=self.samples), engine.tokenizer):
             self.folder.samples.append(
                 {
                     "step": engine.step,
@@ -65,7 +57,8 @@ class Record(Hook):
                     "rewards": sample.rewards,
                     "status": sample.status.name.lower(),
                     "versions": [list(pair) for pair in sample.versions],
-                    "row": json.loads(json.dumps(sample.meta, default=str)),
+                    "row": _jsonable(sample.meta),
+                    **({} if sample.turn_rewards is None else {"messages": _jsonable(sample.messages)}),
                 }
             )
 
@@ -74,6 +67,10 @@ class Record(Hook):
             self._board.close()
         if self._wandb:
             self._wandb.finish()
+
+
+def _jsonable(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
 
 
 def _tensorboard(folder: RunFolder) -> Any:

@@ -33,6 +33,7 @@ def fill(engine: Engine, directory: Path) -> None:
         "algorithm": engine.config.algorithm,
         "loader": environment.pop("loader"),
         "ptx": engine.ptx_loader.state_dict() if engine.ptx_loader else None,
+        "rewards": engine.rewards.state_dict() if engine.rewards else None,
         "recipe": engine.state_dict(),
         "hooks": {type(hook).__name__: hook.state_dict() for hook in engine.hooks},
     }
@@ -67,6 +68,8 @@ def restore(engine: Engine, directory: Path) -> None:
     engine.environment.load_state_dict({"loader": state["loader"], **environment}, engine.step)
     if engine.ptx_loader:
         engine.ptx_loader.load_state_dict(state["ptx"])
+    if engine.rewards:
+        engine.rewards.load_state_dict(state["rewards"])
     engine.load_state_dict(state["recipe"])
     for hook in engine.hooks:
         if saved := state["hooks"].get(type(hook).__name__):

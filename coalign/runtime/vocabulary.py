@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, RunConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+
+
+def tokenizer_directory(config: RunConfig) -> str:
+    """Where the run's tokenizer lies: that of the policy, else of the first model that has one."""
+    named = [config.models[n] for n in ("policy", "trainer") if n in config.models]
+    for model in [*named, *config.models.values()]:
+        if directory := model.tokenizer or model.load:
+            return directory
+    raise ValueError("models: none of them has `load` (a Hugging Face model directory), so there is no tokenizer")
 
 
 def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str, str]) -> None:
     """ValueError with the first difference of their tokenizer.json files; nothing where one has none."""
-    here, there = _tokens(one), _tokens(other)
+    here, there = (_tokens(Path(model.tokenizer or model.load or ".")) for model in (one, other))
     if here is None or there is None or here == there:
         return
     differing = sorted({*here.items()} ^ {*there.items()}, key=lambda pair: pair[1])
@@ -39,9 +50,34 @@ def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
         )
 
 
-def _tokens(model: ModelConfig) -> dict[str, int] | None:
-    directory = model.tokenizer or model.load
-    file = Path(directory or ".") / "tokenizer.json"
+def reads_alike(model: ModelConfig, other: str) -> bool:
+    """Whether the tokenizer of ``model`` makes of a conversation the tokens that the one in the directory ``other``
+    makes: the same vocabulary, and no other chat template. A model without a tokenizer of its own reads any tokens."""
+    own = Path(model.tokenizer or model.load or other)
+    if own.resolve() == Path(other).resolve() or not any((own / name).is_file() for name in TOKENIZER_FILES):
+        return True
+    if (own / "tokenizer.json").is_file() and (Path(other) / "tokenizer.json").is_file():
+        same = _tokens(own) == _tokens(Path(other))
+    else:
+        same = all(_bytes(own / name) == _bytes(Path(other) / name) for name in TOKENIZER_FILES)
+    templates = {template for template in (_chat_template(own), _chat_template(Path(other))) if template}
+    return same and len(templates) < 2
+
+
+def _chat_template(directory: Path) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    file = directory / "tokenizer_config.json"
+    return json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+
+
+def _bytes(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def _tokens(directory: Path) -> dict[str, int] | None:
+    file = directory / "tokenizer.json"
     if not file.is_file():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))

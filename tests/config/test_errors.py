@@ -29,7 +29,10 @@ from coalign.config.functions import bind
             "models.policy.dtype: is 'bfloat'; expected float32 | bfloat16; did you mean 'bfloat16'?",
         ),
         ("models: {policy: {optimizer: {betas: [1]}}}", "models.policy.optimizer.betas[1]: missing"),
-        ("reward: {weight: 1}", "reward.fn: missing"),
+        (
+            "reward: {weight: 1}",
+            "reward: has neither of `fn` (a function) and `model` (a reward model of the run); expected one",
+        ),
         ("reward: [math, {fn: x, weight: a}]", "reward[1].weight: is 'a'; expected a number"),
         (
             "loss: {aggregation: constant}",

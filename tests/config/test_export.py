@@ -67,7 +67,11 @@ RUN = st.fixed_dictionaries(
         "data": section(
             train=st.lists(st.just("train.jsonl"), max_size=2), system=st.none() | TEXT, shuffle=st.booleans()
         ),
-        "reward": st.lists(st.builds(lambda fn, w: {"fn": fn, "weight": w}, NAMES, NUMBER), max_size=2),
+        "reward": st.lists(
+            st.builds(lambda fn, w: {"fn": fn, "weight": w}, NAMES, NUMBER.filter(bool)),
+            max_size=2,
+            unique_by=lambda reward: reward["fn"],
+        ),
         "runtime": section(steps=st.none() | POSITIVE, call_timeout=NUMBER.filter(bool)),
         "models": st.dictionaries(NAMES, MODEL, max_size=2),
     },
@@ -128,6 +132,12 @@ def test_the_template_reads_as_what_it_was_made_from(here):
     assert "\n  # Training steps; null: as many as `epochs` give.\n  # steps: null\n" in text
     assert "\n  samples_per_prompt: 8\n" in text
     assert "\n  trainer: {module: fsdp, like: policy}\n" in text
+
+
+def test_references_of_defaults_stay_references_in_the_template(here):
+    given_keys = {"algorithm": "grpo", "seed": "${runtime.samples_per_prompt}", "runtime": {"samples_per_prompt": 8}}
+    (here / "template.yaml").write_text(to_commented_yaml(given_keys))
+    assert load("template.yaml").seed == 8
 
 
 def test_every_commented_key_of_the_template_can_be_uncommented(here):

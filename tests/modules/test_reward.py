@@ -1,7 +1,6 @@
 """The reward module: text in, columns out, failures kept apart."""
 
 import logging
-import math
 
 import pytest
 import torch
@@ -81,26 +80,15 @@ def spy(sample):
     return 0.0
 
 
-def test_columns_of_several_functions_and_their_weighted_sum(build):
-    module = build({"fn": "math"}, {"fn": HERE + "group_rank", "weight": 0.5, "scale": 3.0})
+def test_a_column_of_each_function(build):
+    module = build(
+        {"fn": "math"}, {"fn": HERE + "group_rank", "weight": 0.5, "scale": 3.0}, {"fn": "math", "name": "m"}
+    )
     columns = module.forward_step(batch("so 4", "so 5", "#### 4", "#### 3"))
-    assert columns["reward/math"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert columns["reward/math"].tolist() == columns["reward/m"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert columns["reward/group_rank"].tolist() == [0.0, 3.0, 3.0, 0.0]
-    assert columns["reward"].tolist() == [1.0, 1.5, 2.5, 0.0]
-    assert columns["reward"].dtype == torch.float32
-    assert columns["status"].tolist() == [0] * 4 and columns["status"].dtype == torch.uint8
-    assert columns["reward/math/mean"] == Stat(2.0, 4.0) and columns["reward/group_rank/mean"] == Stat(6.0, 4.0)
-    assert {name for name, value in columns.items() if isinstance(value, torch.Tensor)} == {
-        "reward",
-        "reward/math",
-        "reward/group_rank",
-        "status",
-    }
-
-
-def test_into_renames_the_columns(build):
-    columns = build({"fn": "math", "name": "right"}).forward_step(batch("4", "5"), into="score")
-    assert set(columns) == {"score", "score/right", "score/right/mean", "status"}
+    assert set(columns) == set(RewardModule.columns(module.config, module.context))
+    assert all(column.dtype == torch.float32 for column in columns.values())
 
 
 def test_what_a_function_sees(build):
@@ -121,43 +109,40 @@ def test_the_conversation_comes_from_the_row_where_it_is_there(build):
     assert SEEN[0].messages == [*question, {"role": "assistant", "content": "4"}]
 
 
-def test_a_failed_sample_is_an_error_and_never_a_number(build, caplog):
+def test_a_failed_sample_is_never_a_number(build, caplog):
     with caplog.at_level(logging.WARNING):
         columns = build({"fn": HERE + "fails_on_words"}).forward_step(batch("0", "word", "nan", "7"))
-    assert columns["status"].tolist() == [Status.OK, Status.ERROR, Status.ERROR, Status.OK]
-    assert columns["reward"][0] == 0.0 and columns["reward"][3] == 7.0
-    assert columns["reward"][1:3].isnan().all() and columns["reward/fails_on_words"][1:3].isnan().all()
+    assert columns["reward/fails_on_words"].isnan().tolist() == [False, True, True, False]
+    assert columns["reward/fails_on_words"][[0, 3]].tolist() == [0.0, 7.0]
     assert columns["reward/failed/raised"] == Total(1.0) and columns["reward/failed/not_finite"] == Total(1.0)
     assert columns["reward/fails_on_words/length"] == Stat(2.0, 2.0)
-    assert columns["reward/fails_on_words/mean"] == Stat(7.0, 2.0)
     assert "'fails_on_words' failed on 2 of 4 samples" in caplog.text and "group 0, index 1" in caplog.text
     assert "could not convert string to float" in caplog.text
 
 
-def test_rows_that_failed_before_are_not_scored(build):
+@pytest.mark.parametrize("status", [Status.ERROR, Status.PARTIAL])
+def test_rows_that_are_not_at_their_end_are_not_scored(build, status):
     SEEN.clear()
-    module = build({"fn": HERE + "spy"})
-    columns = module.forward_step(batch("1", "2", "3", errors=(1,)))
-    assert [sample.response for sample in SEEN] != [] and {s.response for s in SEEN} == {"1", "3"}
-    assert columns["status"].tolist() == [0, 2, 0] and math.isnan(columns["reward"][1])
-    everything = module.forward_step(batch("1", "2", errors=(0, 1)))
-    assert everything["status"].tolist() == [2, 2]
-    assert len(module.forward_step(batch("1").slice(0, 0))["reward"]) == 0
+    module, given = build({"fn": HERE + "spy"}), batch("1", "2", "3")
+    given = given.with_(status=torch.tensor([0, status, Status.TRUNCATED], dtype=torch.uint8))
+    columns = module.forward_step(given)
+    assert {s.response for s in SEEN} == {"1", "3"}
+    assert columns["reward/spy"].isnan().tolist() == [False, True, False]
+    assert module.forward_step(given.slice(1, 2))["reward/spy"].isnan().all()
+    assert len(module.forward_step(given.slice(0, 0))["reward/spy"]) == 0
 
 
 def test_if_nothing_can_be_scored_the_run_stops_with_the_cause(build):
     with pytest.raises(
-        RewardError, match=r"'as_number' failed on 2 of 2 samples \(2 attempts each\).*ValueError"
+        RewardError, match=r"'as_number' failed on 2 of 2 samples \(at most 2 attempts each\).*ValueError"
     ) as raised:
         build({"fn": HERE + "as_number", "retries": 1}).forward_step(batch("a", "b"))
     assert isinstance(raised.value.__cause__, ValueError)
     assert raised.value.__cause__.__traceback__.tb_next.tb_next.tb_frame.f_code.co_name == "as_number"
 
 
-def test_a_function_of_weight_zero_is_only_logged(build, caplog):
-    module = build({"fn": "math"}, {"fn": HERE + "as_number", "weight": 0.0})
-    columns = module.forward_step(batch("x 4", "x 5"))
-    assert columns["reward"].tolist() == [1.0, 0.0] and columns["status"].tolist() == [0, 0]
+def test_a_function_of_weight_zero_may_fail(build, caplog):
+    columns = build({"fn": HERE + "as_number", "weight": 0.0}).forward_step(batch("x 4", "x 5"))
     assert columns["reward/as_number"].isnan().all() and columns["reward/failed/raised"] == Total(2.0)
 
 
@@ -168,7 +153,6 @@ def test_a_function_of_weight_zero_is_only_logged(build, caplog):
         ([{"fn": "maths"}], "math"),
         ([{"fn": HERE + "absent"}], "absent"),
         ([{"fn": "math", "answer": "x"}], r"reward\[0\]\.answer.*'answer_key'"),
-        ([{"fn": "math"}, {"fn": "math"}], "two reward functions are called 'math'"),
     ],
 )
 def test_bad_configurations_are_refused_at_once(build, rewards, message):

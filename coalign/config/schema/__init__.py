@@ -6,7 +6,7 @@ function's keyword-only arguments are the schema, checked by coalign.config.func
 
 from coalign.config.schema.base import Function, Input, Section
 from coalign.config.schema.data import DataConfig, SourceConfig
-from coalign.config.schema.functions import LossConfig, RewardConfig
+from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig
 from coalign.config.schema.model import EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
 from coalign.config.schema.pipeline import (
     STAGES,
@@ -21,8 +21,10 @@ from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, Guards
 from coalign.config.schema.run import PtxConfig, RunConfig
 from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, RuntimeConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
+from coalign.config.schema.serving import ServeConfig
 
 __all__ = [
+    "FUNCTIONS",
     "STAGES",
     "CurriculumConfig",
     "DataConfig",
@@ -51,6 +53,7 @@ __all__ = [
     "ScoreConfig",
     "Section",
     "SelectConfig",
+    "ServeConfig",
     "SourceConfig",
     "StageConfig",
 ]

@@ -80,6 +80,10 @@ class ModelConfig(Section):
     """`random` takes only config and tokenizer from the directory and draws the weights from the seed."""
     tokenizer: Annotated[str, Input("directory")] | None = None
     """A tokenizer directory, when it is not in `load`."""
+    chat_template: str | None = None
+    """Of a model that only scores: it reads the conversation with its own tokenizer, as this template renders it:
+    `auto` (its tokenizer's), `none`, a Jinja template or a file that holds one. None: `auto` if the policy's tokenizer
+    is another one, else it reads the policy's tokens."""
     judge: Annotated[Function | None, Field(examples=[{"fn": "pairwise"}])] = None
     """Of a language model that scores responses (module `judge` or `preference`): what it is asked about them, and what
     its answers are worth: a class of coalign.rewards.judging."""

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import Input, Section, Several
 from coalign.config.schema.data import DataConfig
-from coalign.config.schema.functions import RewardConfig
+from coalign.config.schema.functions import RewardConfig, check_rewards
 from coalign.config.schema.run import RunConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 
@@ -34,6 +34,16 @@ class JudgeConfig(Section):
     def _one_judge(self) -> Self:
         if self.reward and self.reward_model:
             raise Conflict(("reward_model",), "there is a `reward` as well; scores come from one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_are_functions(self) -> Self:
+        check_rewards(self.reward)
+        for index, reward in enumerate(self.reward):
+            if reward.model:
+                raise Conflict(("reward", index, "model"), "names a model of a run; give the directory: `reward_model`")
+            if reward.normalise != "none":
+                raise Conflict(("reward", index, "normalise"), "has no effect here; scores are kept as they are")
         return self
 
 

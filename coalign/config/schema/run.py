@@ -6,11 +6,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
-from coalign.config.errors import Conflict, near
+from coalign.config.errors import Conflict, Key, near
 from coalign.config.places import Places
 from coalign.config.schema.base import Function, Section, Several
 from coalign.config.schema.data import DataConfig, SourceConfig
-from coalign.config.schema.functions import LossConfig, RewardConfig
+from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig, check_rewards
 from coalign.config.schema.model import ModelConfig
 from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig
 from coalign.config.schema.runtime import RuntimeConfig
@@ -70,11 +70,28 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _colocated_models_exist(self) -> Self:
-        known = [*self.models, *(["reward"] if self.reward else [])]
+        known = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
         for index, group in enumerate(self.runtime.colocation):
             for name in group:
                 if name not in known:
                     raise Conflict(("runtime", "colocation", index), f"there is no model '{name}'{near(name, known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_fit(self) -> Self:
+        check_rewards(self.reward)
+        scorers = [name for name, model in self.models.items() if model.head == "reward" or model.judge]
+        for index, reward in enumerate(self.reward):
+            if reward.model is None or reward.model in scorers:
+                continue
+            key: Key = ("reward", index, "model")
+            if reward.model not in self.models:
+                raise Conflict(key, f"there is no model '{reward.model}'{near(reward.model, scorers or self.models)}")
+            raise Conflict(
+                key,
+                f"models.{reward.model} scores nothing: its head is `{self.models[reward.model].head}` (a reward "
+                "model has `head: reward`, a judge has `judge`)",
+            )
         return self
 
     @model_validator(mode="after")
