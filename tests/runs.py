@@ -68,21 +68,25 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
         "data": {"train": data, "eval": data, "chat_template": "none"},
     }
     model_keys = {"load": str(model), "max_tokens_per_micro": 256}
+    others = {}
+    if "teacher" in recipe(algorithm).models:
+        others["teacher"] = {"load": str(other_model(directory / "teacher", seed=5)), "candidates": 8}
     if recipe(algorithm).source != "prompts":
-        config["models"] = {"trainer": model_keys | {"optimizer": {"lr": 3e-3}}}
-        if algorithm == "distill":
-            teacher = directory / "teacher"
-            if not teacher.exists():
-                tiny_model_dir(teacher, seed=5)
-            config["models"]["teacher"] = {"load": str(teacher), "candidates": 8}
+        config["models"] = {"trainer": model_keys | {"optimizer": {"lr": 3e-3}}, **others}
         return config
     config["reward"] = {"fn": "tests.runs:digits"}
     config["runtime"] |= {"samples_per_prompt": 4, "eval_prompts": 4} | runtime
     config["models"] = {
         "policy": model_keys | {"sampling": {"max_new_tokens": 8}},
         "trainer": {"optimizer": {"lr": 3e-3}},
+        **others,
     }
     return config
+
+
+def other_model(directory: Path, **settings: Any) -> Path:
+    """A model directory, made if it is not there."""
+    return directory if directory.exists() else tiny_model_dir(directory, **settings)
 
 
 def run(config: dict[str, Any], *overrides: str) -> int:

@@ -1,6 +1,6 @@
 """What a language model that judges is asked about the responses to a prompt, and what its answers are worth.
 
-A judging is a class whose keyword-only arguments are configuration: `models.<name>.judge: {fn: pairwise, opponents: 2}`.
+A judging is a class whose keyword-only arguments are configuration: `models.judge.judge: {fn: pairwise, opponents: 2}`.
 One of one's own is named by its dotted path (``my.pkg:Class``).
 """
 
@@ -99,7 +99,9 @@ class Pairwise:
 
     Two responses are shown twice, each of them first once, so that a judge which prefers the first one (2306.05685,
     section 3.3) calls a tie: 1, ½ or 0 in both orders, and their mean. If one of the two answers cannot be read, the
-    comparison does not count. Every response meets the ``opponents`` that follow it in the group (None: all others).
+    comparison does not count. Every response meets the ``opponents`` that follow it in the group (None: all others), or
+    only the text that the data set's row has under ``against``: then the reward tells how good a response is, and not
+    just how good for its group.
 
     ``template`` has the fields prompt, first, second, first_label, second_label, tie. ``pattern`` finds the verdict
     (its first group; of several the last one), which is one of the two ``labels`` or ``tie``.
@@ -113,17 +115,24 @@ class Pairwise:
         tie: str = "tie",
         pattern: str = r"verdict\W*(\w+)",
         opponents: int | None = None,
+        against: str | None = None,
     ) -> None:
         check_template(template, {"prompt", "first", "second", "first_label", "second_label", "tie"})
         if opponents is not None and opponents < 1:
             raise ValueError(f"judge.opponents is {opponents}: a response is compared with one other at least")
-        self.template, self.labels, self.tie, self.opponents = template, labels, tie, opponents
+        if opponents is not None and against is not None:
+            raise ValueError("judge.opponents and judge.against: a response is compared with others, or with the row's")
+        self.template, self.labels, self.tie, self.opponents, self.against = template, labels, tie, opponents, against
         self.pattern = re.compile(pattern, re.IGNORECASE)
         self.worth = {labels[0].lower(): 1.0, tie.lower(): 0.5, labels[1].lower(): 0.0}
 
     def ask(self, group: Sequence[Sample]) -> list[Messages]:
-        orders = [order for a, b in self.matches(len(group)) for order in ((a, b), (b, a))]
-        return [self._question(group[first], group[second]) for first, second in orders]
+        matches = [(a, self._text(group, a), self._text(group, b)) for a, b in self.matches(len(group))]
+        return [
+            self._question(group[a], first, second)
+            for a, one, two in matches
+            for first, second in ((one, two), (two, one))
+        ]
 
     def verdict(self, answer: str) -> float | None:
         """1.0 if the response shown first is the better one, 0.0 if the second is, 0.5 for a tie."""
@@ -137,19 +146,32 @@ class Pairwise:
             if forth is None or back is None:
                 continue
             share = (forth + 1 - back) / 2  # of a: what it wins as the first, and what is left to it as the second
-            won[a], won[b] = won[a] + share, won[b] + 1 - share
-            met[a], met[b] = met[a] + 1, met[b] + 1
+            for response, won_here in ((a, share), (b, 1 - share)):
+                if response is not None:
+                    won[response] += won_here
+                    met[response] += 1
         return [w / m if m else None for w, m in zip(won, met, strict=True)]
 
-    def matches(self, responses: int) -> list[tuple[int, int]]:
-        """Who meets whom: every response the ``opponents`` that follow it, the first ones after the last."""
+    def matches(self, responses: int) -> list[tuple[int, int | None]]:
+        """Who meets whom: every response the ``opponents`` that follow it, the first ones after the last; or the row's
+        text (None)."""
+        if self.against is not None:
+            return [(i, None) for i in range(responses)]
         reach = responses - 1 if self.opponents is None else min(self.opponents, responses - 1)
         pairs = [(i, (i + step) % responses) for i in range(responses) for step in range(1, reach + 1)]
         return sorted({(min(pair), max(pair)) for pair in pairs})
 
-    def _question(self, first: Sample, second: Sample) -> Messages:
+    def _text(self, group: Sequence[Sample], which: int | None) -> str:
+        if which is not None:
+            return group[which].response
+        row = group[0].meta
+        if self.against not in row:
+            raise KeyError(f"judge.against: the row has no '{self.against}'; it has {sorted(row)}")
+        return str(row[self.against])
+
+    def _question(self, about: Sample, first: str, second: str) -> Messages:
         labels = {"first_label": self.labels[0], "second_label": self.labels[1], "tie": self.tie}
-        return user(self.template.format(prompt=asked(first), first=first.response, second=second.response, **labels))
+        return user(self.template.format(prompt=asked(about), first=first, second=second, **labels))
 
 
 def user(text: str) -> Messages:

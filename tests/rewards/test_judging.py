@@ -110,6 +110,16 @@ def test_a_response_alone_has_no_reward():
     assert Pairwise().rewards(1, []) == [None]
 
 
+def test_every_response_may_meet_the_text_of_the_row_instead():
+    judging = Pairwise(template="{first}<{second}", against="gold")
+    group = [sample("x", row={"gold": "z"}), sample("y", row={"gold": "z"})]
+    assert [q[0]["content"] for q in judging.ask(group)] == ["x<z", "z<x", "y<z", "z<y"]
+    assert judging.rewards(2, [1.0, 0.0, 0.5, 1.0]) == [1.0, 0.25]
+    assert judging.rewards(1, [0.0, 1.0]) == [0.0]
+    with pytest.raises(KeyError, match=r"judge.against: the row has no 'gold'; it has \['answer'\]"):
+        judging.ask([sample("x", row={"answer": "z"})])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -117,6 +127,7 @@ def test_a_response_alone_has_no_reward():
         (lambda: Pairwise(template="{prompt} {0}"), r"has the field \{0\}"),
         (lambda: Pointwise(low=5, high=5), "from the lower to the higher"),
         (lambda: Pairwise(opponents=0), "compared with one other at least"),
+        (lambda: Pairwise(opponents=1, against="answer"), "with others, or with the row's"),
     ],
 )
 def test_what_it_refuses(make, message):

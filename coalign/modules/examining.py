@@ -1,0 +1,132 @@
+"""Between a policy's responses and a model that judges them: samples become questions in the judge's own tokens, and
+its verdicts become rewards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoTokenizer
+
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.data.templates import load_template
+from coalign.data.texts import at_their_end, read_samples
+from coalign.modules.pretrained import read_config
+from coalign.rewards.calls import RewardError
+from coalign.rewards.judging import Judging
+from coalign.types import Context, Sample, Stat, Stats, Status, Total, merge_stats
+
+log = logging.getLogger(__name__)
+
+# Each question is a group of its own to the judge: else all about one group would be answered by the same random
+# numbers.
+QUESTIONS = 2**16
+
+
+class Answer(NamedTuple):
+    """A verdict, or None and the reason why there is none; ``text``: what the judge said, for messages."""
+
+    verdict: float | None
+    reason: str = "unreadable"
+    text: str = ""
+
+
+def judging(config: ModelConfig, name: str) -> Judging:
+    """What ``models.<name>.judge`` names. ValueError (ConfigError) where it is missing or has wrong arguments."""
+    if config.judge is None:
+        raise ValueError(f"models.{name}.judge is missing: what the model is asked (`pointwise`, `pairwise`)")
+    cls = resolve(config.judge.fn, "coalign.rewards.judging")
+    return cls(**bind(cls, config.judge.arguments, f"models.{name}.judge"))
+
+
+class Examiner:
+    """Asks what ``config.judge`` says, in the words of the model's own tokenizer and ``config.chat_template``.
+
+    ``reserved``: tokens of the model's context that a question has to leave free.
+    """
+
+    def __init__(self, config: ModelConfig, context: Context, reserved: int) -> None:
+        """Raises ValueError where nobody says whose tokens the responses are, or how to ask."""
+        if context.tokenizer is None:
+            raise ValueError(f"model '{context.model}' reads responses, and the context names no tokenizer for them")
+        trust = config.trust_remote_code
+        self.judging = judging(config, context.model)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.load, trust_remote_code=trust)
+        self._template = load_template(self.tokenizer, config.chat_template or "auto")
+        self._policys = AutoTokenizer.from_pretrained(context.tokenizer, trust_remote_code=trust)
+        self._longest = (
+            getattr(read_config(config).get_text_config(), "max_position_embeddings", None) or 2**31
+        ) - reserved
+
+    def score(self, batch: Batch, answer: Callable[[Batch], list[Answer]], name: str) -> dict[str, Any]:
+        """The columns ``name`` f32[N] and ``status`` u8[N], NaN and ERROR where a response has no reward; rows that are
+        not at their end are left as they are. Stats: the mean verdict `<name>/verdict` (of a pairwise judge the share
+        of the response shown first: ½ unless it is biased), the counts `<name>/failed/<reason>` of answers.
+
+        ``answer`` is given questions (columns tokens and group). Raises RewardError if nothing could be judged.
+        """
+        rows = at_their_end(batch["status"]).nonzero().flatten()
+        samples = read_samples(batch.select(rows), self._policys)
+        groups = [list(some) for _, some in groupby(samples, key=lambda sample: sample.group)]
+        answers = self._ask(groups, answer)
+        verdicts = [[one.verdict for one in some] for some in answers]
+        rewards = [self.judging.rewards(len(group), some) for group, some in zip(groups, verdicts, strict=True)]
+        column = torch.full((len(batch),), float("nan"))
+        column[rows] = torch.tensor([float("nan") if r is None else r for some in rewards for r in some])
+        status = batch["status"].clone()
+        status[rows[column[rows].isnan()]] = int(Status.ERROR)
+        flat = [one for some in answers for one in some]
+        self._report(flat, fatal=bool(len(rows)) and bool(column[rows].isnan().all()))
+        return {name: column, "status": status, **_stats(flat, name)}
+
+    def _ask(self, groups: Sequence[list[Sample]], answer: Callable[[Batch], list[Answer]]) -> list[list[Answer]]:
+        """The answers about each group, in the order of its questions; those that are too long are not asked."""
+        questions = [[self._template.prompt(messages) for messages in self.judging.ask(group)] for group in groups]
+        fitting = [
+            (group[0].group * QUESTIONS + number, tokens)
+            for group, some in zip(groups, questions, strict=True)
+            for number, tokens in enumerate(some)
+            if len(tokens) <= self._longest
+        ]
+        given = iter(answer(_packed(fitting)) if fitting else [])
+        return [
+            [next(given) if len(tokens) <= self._longest else Answer(None, "long") for tokens in some]
+            for some in questions
+        ]
+
+    def _report(self, answers: Sequence[Answer], *, fatal: bool) -> None:
+        if fatal and not answers:
+            raise RewardError(
+                "the judge has nothing to compare: no prompt has two responses (in evaluation as many as "
+                "runtime.eval_samples says)"
+            )
+        failed = [answer for answer in answers if answer.verdict is None]
+        first = f"; the first: {failed[0].reason}: {failed[0].text!r:.300}" if failed else ""
+        message = f"{len(failed)} of {len(answers)} questions to the judge have no verdict{first}"
+        if fatal:
+            raise RewardError(f"no response could be judged: {message}")
+        if failed:
+            log.warning(message)
+
+
+def _packed(questions: Sequence[tuple[int, list[int]]]) -> Batch:
+    """(group, tokens) as a Batch."""
+    return Batch(
+        torch.tensor([len(tokens) for _, tokens in questions]),
+        {"tokens": torch.tensor([token for _, tokens in questions for token in tokens], dtype=torch.int32)},
+        {"group": torch.tensor([group for group, _ in questions])},
+    )
+
+
+def _stats(answers: Sequence[Answer], name: str) -> Stats:
+    return merge_stats(
+        {f"{name}/failed/{answer.reason}": Total(1.0)}
+        if answer.verdict is None
+        else {f"{name}/verdict": Stat(answer.verdict)}
+        for answer in answers
+    )

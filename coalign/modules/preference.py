@@ -1,0 +1,65 @@
+"""A language model that compares two responses by the probability of the next token: of the one label, or the other.
+
+Pairwise preference models (2405.07863, section 2.2), and direct judgements of any model (RLAIF, 2309.00267, section
+2.2): one forward pass in place of an answer in words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.modules.base import IDLE
+from coalign.modules.examining import Answer, Examiner, judging
+from coalign.modules.fsdp import FSDPModule
+from coalign.types import Context
+
+
+class PreferenceModule(FSDPModule):
+    """Frozen. The questions are those of ``config.judge``, which has ``labels``: two texts of one token each."""
+
+    @classmethod
+    def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
+        judging(config, context.model)
+        return ("reward", "status")
+
+    def setup(self) -> None:
+        """Raises ValueError for a model that is not frozen, and for a label that is no single token."""
+        if not self.config.frozen:
+            raise ValueError(f"models.{self.context.model}.frozen: a preference model does not learn; set it to true")
+        self.examiner = Examiner(self.config, self.context, reserved=1)
+        self.labels = [self._token(label) for label in self.examiner.judging.labels]
+        super().setup()
+
+    def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Any]:
+        """See Examiner.score; ``into`` is another name for `reward`. A verdict is P(first) / (P(first) + P(second))."""
+        return self.examiner.score(batch, self._answers, into or "reward")
+
+    def _answers(self, questions: Batch) -> list[Answer]:
+        micros = self._micros(_answered(questions, self.labels))
+        computed = zip(micros, self.run(micros, needs=("candidate_logprobs",)), strict=True)
+        chances = [out["candidate_logprobs"].softmax(1)[:, 0] for micro, out in computed if micro is not IDLE]
+        return [Answer(chance) for chance in torch.cat(chances).tolist()]
+
+    def _token(self, label: str) -> int:
+        tokens = self.examiner.tokenizer(label, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1:
+            raise ValueError(
+                f"models.{self.context.model}.judge.labels: '{label}' is {len(tokens)} tokens; a preference model "
+                "compares the probabilities of two single ones"
+            )
+        return tokens[0]
+
+
+def _answered(questions: Batch, labels: list[int]) -> Batch:
+    """The questions with a label after each, where the candidates are compared."""
+    lengths = questions.lengths + 1
+    last = lengths.cumsum(0) - 1
+    mask = torch.zeros(int(lengths.sum()), dtype=torch.bool).index_fill(0, last, True)
+    tokens = torch.full((len(mask),), labels[0], dtype=torch.int32)
+    tokens[~mask] = questions["tokens"]
+    candidates = torch.tensor(labels, dtype=torch.int32).repeat(len(mask), 1)
+    return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "candidates": candidates})

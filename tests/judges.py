@@ -1,0 +1,38 @@
+"""Judges whose answers are known: everything is real but what they say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coalign.data.batch import Batch
+from coalign.modules.judge import JudgeModule
+from coalign.modules.rollout import begin, extend
+from coalign.native.request import Response
+from coalign.types import Status
+
+
+def answered(questions: Batch, answers: Sequence[str], tokenizer: Any) -> Batch:
+    """What a model that answers the questions so would have generated."""
+    tokens = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32) for text in answers]
+    responses = [Response(t, torch.zeros(len(t)), torch.zeros_like(t), Status.OK) for t in tokens]
+    return extend(begin(questions, 1), range(len(questions)), responses)
+
+
+class DigitJudge(JudgeModule):
+    """Likes digits, and says so in the words that the templates of coalign.rewards.judging ask for."""
+
+    def generate(self, questions: Batch, *, samples: int) -> Batch:
+        texts = [self.tokenizer.decode(row["tokens"]) for row in questions.rows()]
+        return answered(questions, [self.opinion(text) for text in texts], self.tokenizer)
+
+    def opinion(self, question: str) -> str:
+        shown = re.findall(r"<response(?: \w)?>\n(.*?)\n</response", question, re.DOTALL)
+        shares = [sum(c.isdigit() for c in text) / max(1, len(text)) for text in shown]
+        if len(shares) == 1:
+            return f"Some digits. Grade: {1 + 9 * shares[0]:.2f}"
+        first, second = shares
+        return f"Verdict: {'tie' if first == second else 'A' if first > second else 'B'}"

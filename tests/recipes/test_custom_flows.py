@@ -1,0 +1,172 @@
+"""The worked examples of docs/custom_flow.md, as they stand: drawn by `coalign check`, run here, run on Ray."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from coalign.config import load
+from coalign.data.batch import Batch
+from coalign.runtime.build import recipe
+from coalign.runtime.checking import check as examine
+from coalign.runtime.display import Display
+from examples.arithmetic import make_data, make_model
+from examples.custom import committee, second_try
+from tests.runs import ROOT, metrics, other_model
+from tests.tiny import tiny_model_dir
+
+FLOWS = ("committee", "second_try")
+SHORT = ["runtime.steps=2", "runtime.prompts_per_step=4", "runtime.tensorboard=false", "runtime.plots=false"]
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """A function from an example's name to its configuration: that file, with the models of a test, and few steps."""
+    monkeypatch.chdir(ROOT)
+    for name, value in {"DEMO": tmp_path / "demo", "PROMPTS": tmp_path / "prompts.jsonl"}.items():
+        monkeypatch.setenv(name, str(value))
+    for seed, name in enumerate(("POLICY", "HELPFUL", "SAFE", "JUDGE")):
+        monkeypatch.setenv(name, str(other_model(tmp_path / name.lower(), seed=seed)))
+    rows = [{"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)} for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make_model(tmp_path / "demo" / "sft" / "model", hidden=16, layers=1)
+    make_data(tmp_path / "demo" / "data")
+
+    def example(name, *overrides):
+        own = {
+            "committee": [
+                "models.policy.sampling.max_new_tokens=6",
+                "models.helpful.head_init=zero",
+                "models.safe.head_init=zero",
+                "models.judge.module=tests.judges:DigitJudge",
+            ],
+            "second_try": ["runtime.eval_every=0", "runtime.eval_at_start=false", "runtime.prompts_per_step=8"],
+        }[name]
+        settings = [*SHORT, f"output={tmp_path / 'run'}", *own, *overrides]
+        file = ROOT / "examples" / "custom" / f"{name}.yaml"
+        return load(file, settings, defaults=lambda name: recipe(name).defaults)
+
+    return example
+
+
+def train(config):
+    from coalign.runtime.run import train
+
+    assert train(config, Display(quiet=True)) == 0
+    return metrics({"output": config.output})
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        committee.Committee.env_flow,
+        committee.Committee.train_flow,
+        committee.Committee.eval_flow,
+        committee.Committee.assessed,
+        second_try.SecondTry.env_flow,
+    ],
+    ids=lambda method: method.__qualname__,
+)
+def test_the_page_shows_the_example_as_it_is(method):
+    page = (ROOT / "docs" / "custom_flow.md").read_text()
+    assert textwrap.dedent(inspect.getsource(method)).strip() in page
+
+
+def test_check_draws_five_models(example, capsys):
+    examine(example("committee"), Display())
+    shown = capsys.readouterr().out
+    assert "Committee: 5 models" in shown and "no problem found" in shown
+    decide = shown[shown.index("\ndecide\n") : shown.index("\ngroup\n")]
+    assert all(f"◀ {name}.forward_step" in decide for name in ("helpful", "safe", "judge"))
+
+
+def test_check_draws_every_turn_of_the_loop(example, capsys):
+    examine(example("second_try"), Display())
+    shown = capsys.readouterr().out
+    assert "policy.generate#3" in shown and "policy.generate#4" not in shown
+    assert "value.train_step" in shown and "no problem found" in shown
+
+
+def test_the_committee_decides(example):
+    for line in train(example("committee")):
+        assert line["unsafe"] == 0.0  # heads of zeros: nothing is below the limit
+        assert line["reward/mean"] == pytest.approx(0.5 + 0.5)  # σ(0), and half of all comparisons are won
+        assert {"time/helpful.forward_step", "time/safe.forward_step", "judge/verdict"} <= set(line)
+
+
+def test_what_is_not_safe_counts_for_nothing_else():
+    out = committee.decide(
+        torch.tensor([0.0, 9.0, 0.0]), torch.tensor([0.1, -0.5, 0.0]), torch.tensor([1.0, 1.0, 0.0]), limit=0.0
+    )
+    assert out["reward"].tolist() == [1.5, -0.5, 0.5]
+    assert out["unsafe"].value == pytest.approx(1 / 3)
+
+
+def test_the_loop_ends_when_all_is_solved(example):
+    config = example("second_try")
+    for line in train(config):
+        assert 1 <= line["tries"] <= 3
+        assert line["samples/count"] == 8  # one of each prompt
+        assert line["time/policy.generate"] > 0
+    easy = example("second_try", "reward={fn: tests.recipes.test_custom_flows:always}", f"output={config.output}_easy")
+    assert [line["tries"] for line in train(easy)] == [1.0, 1.0]
+
+
+def always(sample):
+    return 1.0
+
+
+def samples(group, reward, at=0):
+    rows = len(group)
+    return Batch(torch.full((rows,), 2)).with_(
+        tokens=torch.arange(at, at + 2 * rows, dtype=torch.int32),
+        group=torch.tensor(group),
+        reward=torch.tensor(reward),
+    )
+
+
+def test_what_is_solved_is_not_tried_again_and_the_best_of_all_tries_is_kept():
+    far = second_try.APART
+    first = samples([4, 4, 9, 9, 5], [0.2, 0.0, 1.0, 0.5, 0.0])
+    prompts = samples([4, 9, 5], [0.0] * 3).only("tokens", "group")
+    left = second_try.unsolved(prompts, first, enough=1.0)
+    assert left["group"].tolist() == [4, 5]
+    assert second_try.renumbered(left, number=1)["group"].tolist() == [4 + far, 5 + far]
+    second = samples([4 + far, 4 + far, 5 + far], [0.1, 0.2, 0.3], at=100)
+    best, stats = second_try.best_of(first, second)
+    assert best["group"].tolist() == [4, 5, 9]
+    assert best["tokens"].tolist() == [0, 1, 104, 105, 4, 5]
+    assert stats["tries"].value == pytest.approx((1 + 2 + 1) / 3)
+    assert len(second_try.unsolved(left, second, enough=0.2)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOWS)
+def test_the_same_on_ray(example, name):
+    here = train(example(name))
+    config = example(name, "runtime.cluster=ray", f"output={example(name).output}_ray")
+    there = train(config)
+    for key in ("reward/mean", "loss/grad_norm"):
+        assert [line[key] for line in there] == pytest.approx([line[key] for line in here], rel=1e-4)
+
+
+def test_the_flow_from_nothing(tmp_path, monkeypatch):
+    """The code and the YAML of the page, written to files and run."""
+    page = (ROOT / "docs" / "custom_flow.md").read_text()
+    code, rest = page.split("```python\n", 1)[1].split("```", 1)
+    yaml = rest.split("```yaml\n", 1)[1].split("```", 1)[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("mine.py").write_text(code)
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("mine.yaml").write_text(yaml.replace("/path/to/model", str(tiny_model_dir(tmp_path / "model"))))
+    own = ["runtime.steps=1", "models.policy.sampling.max_new_tokens=4", "runtime.plots=false", "runtime.threads=1"]
+    config = load("mine.yaml", own, defaults=lambda name: recipe(name).defaults)
+    examine(config, Display())
+    assert "advantage/std" in train(config)[0]

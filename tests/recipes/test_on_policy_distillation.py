@@ -1,0 +1,92 @@
+"""On-policy distillation from its YAML: the student comes closer to its teacher on what it writes itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from coalign.config import load
+from coalign.runtime.build import prepare, recipe
+from coalign.runtime.checking import trace
+from tests.runs import metrics, other_model, run, settings, weights_hash
+from tests.tiny import tiny_tokenizer
+
+GKD = {"fn": "distillation", "divergence": "jsd", "jsd_beta": 0.5}
+
+
+def configuration(directory, **runtime):
+    """The teacher is sure of what it says; no reward."""
+    config = settings(directory, "on_policy_distillation", **{"steps": 2, "eval_at_start": False} | runtime)
+    config.pop("reward")
+    config["models"]["teacher"]["load"] = str(other_model(directory / "sure", seed=5, initializer_range=0.1))
+    return config
+
+
+def calls(config):
+    checked = load(config, [], defaults=lambda name: recipe(name).defaults)
+    return {call.label: call for call in trace(*prepare(checked), checked).calls}
+
+
+def test_the_teacher_is_asked_for_what_the_loss_reads(tmp_path):
+    config = configuration(tmp_path)
+    assert "teacher.forward_step" in calls(config) and "teacher.top_logprobs" not in calls(config)
+    top = calls(config | {"loss": GKD})
+    assert "teacher.top_logprobs" in top and "reverse_kl" not in top
+    assert "teacher_logprobs" in top["trainer.train_step"].reads["teacher.top_logprobs"]
+
+
+@pytest.mark.parametrize("loss", ["policy_gradient", pytest.param(GKD, id="gkd")])
+def test_the_student_comes_closer(tmp_path, loss):
+    config = configuration(tmp_path, steps=20, prompts_per_step=8, eval_every=20, eval_at_start=True) | {"loss": loss}
+    config["models"]["trainer"]["optimizer"] = {"lr": 1e-2}
+    run(config)
+    lines = metrics(config)
+    assert lines[-1]["eval/teacher_kl"] < 0.7 * lines[0]["eval/teacher_kl"]
+    if loss == "policy_gradient":
+        assert lines[-1]["teacher_kl"] < 0.7 * lines[1]["teacher_kl"]
+    else:
+        assert lines[-1]["loss/kd"] < 0.8 * lines[1]["loss/kd"]
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path):
+    config = configuration(tmp_path, steps=1, samples_per_prompt=1)
+    config["models"]["teacher"]["load"] = config["models"]["policy"]["load"]
+    run(config)
+    (line,) = [line for line in metrics(config) if line["step"] == 1]
+    assert line["teacher_kl"] == pytest.approx(0.0, abs=1e-5)
+    assert line["loss/grad_norm"] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_reward_is_for_evaluation(tmp_path):
+    config = configuration(tmp_path, steps=1, eval_every=1) | {"reward": "tests.runs:digits"}
+    run(config)
+    line = metrics(config)[-1]
+    assert {"eval/mean@1", "eval/teacher_kl"} <= set(line) and "reward/mean" not in line
+
+
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
+    whole = configuration(tmp_path, steps=4, save_every=2)
+    run(whole)
+    cut = whole | {"output": str(tmp_path / "cut")}
+    run(cut, "runtime.steps=2")
+    run(cut)
+    assert weights_hash(cut, 4) == weights_hash(whole, 4)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
+    config = configuration(tmp_path)
+    other = other_model(tmp_path / "other", seed=5)
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(other)
+    config["models"]["teacher"]["load"] = str(other)
+    with pytest.raises(ValueError, match=r"models.teacher.load: its tokenizer is another one .*'<think>' = 259"):
+        run(config)
+
+
+def test_another_temperature_is_refused(tmp_path):
+    config = configuration(tmp_path)
+    config["models"]["policy"]["sampling"]["temperature"] = 0.7
+    with pytest.raises(ValueError, match=r"models.teacher.sampling.temperature is 1.0, that of models.policy 0.7"):
+        run(config)
+    config["models"]["teacher"]["sampling"] = {"temperature": 0.7}
+    assert run(config) == 0
