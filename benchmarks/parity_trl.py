@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from common import GSM8K, make_model, prompts
 from datasets import disable_progress_bars
+from parity_policy import LENGTH, online
 from parity_sides import Case, Row, Setting, distillation, dpo, kto, module, odds, packed, reward, sft
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -36,6 +37,15 @@ TOLERANCE = 1e-5
 
 EQUAL = "TRL: NLL is a mean over the batch's tokens; here a mean per response, which no cut of the batch changes"
 SMOOTH = {"label_smoothing": 0.1}
+POLICY = {"fn": "policy_gradient"}
+
+
+def weights(mode: str, low: float, high: float) -> dict:
+    """Coalign's name for a mode of TRL, whose weight of a sequence is the product of its tokens'."""
+    level, mode = mode.split("_")
+    return {"is_level": "product" if level == "sequence" else level, "is_mode": mode, "is_low": low, "is_high": high}
+
+
 CASES = [
     Case("SFT", sft, {}, {"fn": "sft"}),
     Case("DPO", dpo, {}, {"fn": "dpo"}),
@@ -95,6 +105,58 @@ CASES = [
     Case("reward", reward, {}, {"fn": "bradley_terry"}),
     Case("reward, margin", reward, {}, {"fn": "bradley_terry"}),
     Case("reward, centred", reward, {"center_rewards_coefficient": 0.01}, {"fn": "bradley_terry", "centre_coef": 0.01}),
+    *(
+        Case(
+            name,
+            online,
+            {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": corrected},
+            POLICY | {"kl_coef": 0.04, "kl_corrected": corrected, "aggregation": "sequence_mean_token_mean"},
+        )
+        for name, corrected in (("GRPO", False), ("GRPO, corrected KL", True))
+    ),
+    Case(
+        "GRPO, drift limit",
+        online,
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.02},
+        POLICY | {"drift_limit": 0.02},
+    ),
+    Case(
+        "DAPO clip-higher",
+        online,
+        {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28},
+        POLICY | {"clip_low": 0.1, "clip_high": 0.28},
+    ),
+    Case("BNPO, entropy", online, {"loss_type": "bnpo", "entropy_coef": 0.01}, POLICY | {"entropy_coef": 0.01}),
+    Case("Dr. GRPO", online, {"loss_type": "dr_grpo"}, POLICY | {"aggregation": "constant", "constant_length": LENGTH}),
+    Case("PPO dual clip", online, {"loss_type": "dapo", "delta": 1.3}, POLICY | {"dual_clip": 1.3}),
+    *(
+        Case(
+            name,
+            online,
+            {"loss_type": theirs, "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
+            {"fn": "gspo", "clip_low": 0.02, "clip_high": 0.03, "aggregation": aggregation, **form},
+        )
+        for name, theirs, aggregation, form in (
+            ("GSPO", "grpo", "sequence_mean_token_mean", {}),
+            ("GSPO-token", "grpo", "sequence_mean_token_mean", {"form": "token"}),
+            ("LUSPO", "luspo", "sequence_mean_token_sum", {}),
+        )
+    ),
+    Case("CISPO", online, {"loss_type": "cispo", "epsilon_high": 1.2}, {"fn": "cispo", "clip_high": 0.2}),
+    *(
+        Case(
+            f"IS {mode}",
+            online,
+            {"loss_type": "dapo", "weights": (mode, low, high)},
+            POLICY | weights(mode, low, high),
+        )
+        for mode, low, high in (
+            ("token_truncate", 0.0, 1.2),
+            ("token_mask", 0.8, 1.3),
+            ("sequence_truncate", 0.5, 1.5),
+            ("sequence_mask", 0.2, 3.0),
+        )
+    ),
     Case("KD forward (GKD)", distillation, {"beta": 0.0}, {"fn": "distillation"}),
     Case("KD reverse (GKD)", distillation, {"beta": 1.0}, {"fn": "distillation", "divergence": "reverse"}),
     Case("KD jsd (GKD)", distillation, {"beta": 0.3}, {"fn": "distillation", "divergence": "jsd", "jsd_beta": 0.3}),
