@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.aggregate import Totals, trained_sequences
+from coalign.algorithms.segments import segment_count
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.layout import trained
@@ -270,6 +271,8 @@ class TrainableModule(Module):
             seen.append({"loss/value": Stat(value.item() * self.context.world_size, 0.0)})
             return value
 
+        if objective.per == "token":  # a row that was masked whole adds nothing and would cost as much as any
+            batch = batch.select(segment_count(batch.segment[trained(batch)], len(batch)) > 0)
         return self._micros(batch, objective.per), measure, seen
 
     def _micros(self, batch: Batch, per: str = "token") -> list[Batch]:
