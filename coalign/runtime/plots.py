@@ -38,6 +38,10 @@ _PLOTS = (
     _Plot("loss", "Loss", ("loss/value", "loss/nll")),
     _Plot("kl", "Divergence from the reference", ("loss/kl_ref", "kl_per_token"), "nats per token"),
     _Plot("entropy", "Entropy", ("loss/entropy",), "nats per token"),
+    _Plot(
+        "mismatch", "Trainer against sampler", ("loss/mismatch", "loss/mismatch_kl"), "nats per token", from_zero=True
+    ),
+    _Plot("ess", "Effective sample size of the importance weights", ("loss/ess",), from_zero=True),
     _Plot("grad_norm", "Gradient norm", ("loss/grad_norm",), from_zero=True),
     _Plot("length", "Response length", ("tokens/response", "tokens/response_max"), "tokens", from_zero=True),
     _Plot("throughput", "Throughput", ("throughput/*",), "per second", from_zero=True),
