@@ -44,7 +44,7 @@ class Limits:
 
     seconds: float = 5.0  # of wall-clock time
     memory_mb: int = 512  # address space of each process
-    processes: int = 1  # 1: it can start none (but 31 threads); n: processes and threads together
+    processes: int = 1  # 1: it can start none, but 31 threads; n: processes and threads together
     output_kb: int = 256
     file_mb: int = 16  # of all its files together (256 at most, in one folder without sub-folders)
 
