@@ -39,7 +39,7 @@ def to_commented_yaml(config: RunConfig | Mapping[str, Any]) -> str:
     ``config`` may be partial, in the shape of the YAML (a recipe's defaults). Of several models the first shows all
     keys, the others only theirs. ``load`` reads the result as it reads ``config``.
     """
-    given = config.model_dump() if isinstance(config, RunConfig) else config
+    given = _escaped(config.model_dump()) if isinstance(config, RunConfig) else config
     return "\n".join(_section(RunConfig, given, "")).lstrip() + "\n"
 
 
@@ -121,7 +121,6 @@ def _comment(field: FieldInfo, indent: str) -> Iterator[str]:
 
 
 def _lines(name: str, value: Any, indent: str) -> Iterator[str]:
-    value = _escaped(value)
     text = f"{name}: {emit(value, flow=True)}" if isinstance(value, dict | list) else emit({name: value})
     yield from (indent + line for line in text.splitlines())
 
