@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from coalign.data.messages import Message, prompt_text
+from coalign.data.messages import Message, as_tools
 from coalign.data.templates import Tools
 from coalign.rollout.clock import Clock
 from coalign.rollout.rendering import Rendering
@@ -87,7 +87,7 @@ class Episode:
     it, ``log`` the tokens.
     """
 
-    clock: Clock  # of the environment's call that calls this episode
+    clock: Clock  # of the environment's call that plays this episode
 
     def __init__(
         self,
@@ -113,9 +113,9 @@ class Episode:
         self.prompt_length = 0
         self._prompt = list(prompt)
         self._render_opening = False  # from the messages; otherwise it is the prompt
-        self._tools: Tools | None = row.get("tools") or None
+        self._tools: Tools | None = as_tools(row["tools"], "tools") if row.get("tools") else None
         self._said: list[Message] = []  # since the last turn, and not in the log yet
-        self._wrote = False  # since the last turn
+        self._written: list[int] = []  # likewise
         self._answer: list[int] | None = None  # the last turn
         self._left = max_new_tokens
         self._policy, self._rendering = policy, rendering
@@ -137,11 +137,11 @@ class Episode:
     def say(self, *messages: Message) -> None:
         """The environment's messages (tool results, a user's words), which the policy reads before its next turn.
 
-        Their tokens are not trained on. What nobody reads any more leaves no tokens. RuntimeError together with
-        `write`.
+        Their tokens are not trained on. What the policy does not get to read leaves no tokens. RuntimeError together
+        with `write`.
         """
         self._check()
-        if self._wrote:
+        if self._written:
             raise RuntimeError(_EITHER)
         self.messages += messages
         self._said += messages
@@ -151,10 +151,8 @@ class Episode:
         self._check()
         if self._said:
             raise RuntimeError(_EITHER)
-        self._wrote = True
-        self._open()
         self.messages.append({"role": "user", "content": text})
-        self.log.add(self._rendering.text(text))
+        self._written += self._rendering.text(text)
 
     async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """The policy's next turn, of at most ``max_new_tokens``; ``stop``: strings that end it (None: the run's).
@@ -165,20 +163,18 @@ class Episode:
         self._check()
         if self._generating:
             raise RuntimeError("an episode generates one turn at a time")
-        self._read()
-        left = self._room()
-        if left < 1 and self._answer is None:
-            raise ValueError(f"the opening has {len(self.log.tokens)} tokens, and {self._policy.room} fit")
+        fresh = self._unread()
+        left = self._room(len(fresh))
         turn = Turn("", "", [], Status.TRUNCATED)
         if left > 0:
+            self.log.add(fresh)
+            self.prompt_length = self.prompt_length or len(fresh)
             limit = left if max_new_tokens is None else min(left, max_new_tokens)
-            self._generating = True
-            try:
-                turn = await self._respond(limit, (stop,) if isinstance(stop, str) else stop)
-            finally:
-                self._generating = False
-        self.counts["turns"] += 1
-        self.status, self._answer, self._wrote = turn.status, turn.tokens, False
+            turn = await self._respond(limit, (stop,) if isinstance(stop, str) else stop)
+        elif self._answer is None:
+            raise ValueError(f"the opening has {len(fresh)} tokens, and {self._policy.room} fit")
+        self._said, self._written = [], []
+        self.status, self._answer = turn.status, turn.tokens
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
 
@@ -211,41 +207,35 @@ class Episode:
         if self._over:
             raise EpisodeOver(f"group {self.group}, index {self.index} has ended")
 
-    def _room(self) -> int:
-        """Tokens that the policy may still choose."""
+    def _room(self, fresh: int) -> int:
+        """Tokens that the policy may still choose after ``fresh`` more of others."""
         room = self._policy.room
-        return self._left if room is None else min(self._left, room - len(self.log.tokens))
+        return self._left if room is None else min(self._left, room - len(self.log.tokens) - fresh)
 
-    def _open(self) -> None:
-        if not self.log.tokens:
-            render = self._rendering.opening
-            self.log.add(render(self.messages, self._tools) if self._render_opening else self._prompt)
-
-    def _read(self) -> None:
-        """Put what has been said since the last turn into the log."""
-        said, self._said = self._said, []
+    def _unread(self) -> list[int]:
+        """The tokens that the policy has not seen: the opening, or what has come since its last turn."""
         if self._answer is not None:
-            if said:
-                self.log.add(self._rendering.following(self._answer, said, self._tools))
+            said = self._rendering.following(self._answer, self._said, self._tools) if self._said else []
+        elif self._said or self._render_opening:
+            said = self._rendering.opening(self.messages, self._tools)
         else:
-            self._render_opening |= bool(said)
-            self._open()
-        self.prompt_length = self.prompt_length or len(self.log.tokens)
+            said = self._prompt
+        return said + self._written
 
     async def _respond(self, limit: int, stop: Sequence[str] | None) -> Turn:
         asked = {"group": self.group, "index": self.index, "limit": limit}
-        with self.clock.paused():
-            answer = await self._policy.respond(
-                list(self.log.tokens), stop=None if stop is None else tuple(stop), **asked
-            )
+        self._generating = True
+        try:
+            with self.clock.paused():
+                answer = await self._policy.respond(
+                    list(self.log.tokens), stop=None if stop is None else tuple(stop), **asked
+                )
+        finally:
+            self._generating = False
         self._check()
+        self.counts["turns"] += 1
         tokens = answer.tokens.tolist()
         self.log.add(tokens, answer.logprobs.tolist(), answer.versions.tolist())
         self._left -= len(tokens)
         decode = self._policy.decode
         return Turn(decode(tokens, special=False), decode(tokens, special=True), tokens, answer.status)
-
-    @property
-    def prompt(self) -> str:
-        """The question as people read it."""
-        return self.row.get("prompt") or prompt_text(self.messages)

@@ -18,7 +18,7 @@ async def single_turn(episode: Episode) -> None:
 async def simulated_user(
     episode: Episode, *, user: str, max_turns: int = 4, tokens_per_turn: int | None = None
 ) -> None:
-    """A conversation with a function that calls the user, of at most ``max_turns`` turns of the policy.
+    """A conversation with a function that plays the user, of at most ``max_turns`` turns of the policy.
 
     ``user(messages, row, random)`` (a dotted path; plain or async) returns what the user says next, or None when there
     is nothing more to say. ``random`` is the episode's own generator.

@@ -1,4 +1,4 @@
-"""A policy that says what it is told to, and what calls episodes with it."""
+"""A policy that says what it is told to, and what plays episodes with it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ async def tool_agent(client, row, *, temperature: float = 0.3):
     messages = list(QUESTION)
     for _ in range(3):
         answer = await client.chat.completions.create(
-            model="gpt", messages=messages, tools=TOOLS, temperature=temperature, max_tokens=80
+            model="gpt", messages=messages, tools=TOOLS, temperature=temperature, max_tokens=200
         )
         message = answer.choices[0].message
         messages.append(message)

@@ -10,6 +10,7 @@ from coalign.rollout.games import GuessTheNumber, IllegalMove, Nim
 from coalign.rollout.playing import game, self_play
 from coalign.rollout.simple import simulated_user
 from coalign.types import Status
+from examples.custom_environment import higher_or_lower
 from tests.rollout.helpers import TOKENIZER, episode, play
 
 
@@ -116,6 +117,16 @@ def test_in_self_play_an_illegal_move_loses():
 def test_self_play_needs_pairs():
     running = play(self_play, *[episode("a", index=i) for i in range(3)])
     assert "there are 3; make them even" in str(running.calls[0].error)
+
+
+def test_the_example_of_ones_own():
+    number = episode().random.randint(1, 50)
+    wrong = 10 if number > 10 else 40
+    one = episode(f"Is it {wrong}?", f"{wrong}", "no idea", f"It is {number}!")
+    play(higher_or_lower, one)
+    rewards = [value for value in one.log.turn_rewards if value]
+    assert rewards == pytest.approx([(10 if number > 10 else 11) / 50, -0.1, -0.1, 1.0])
+    assert one.counts["found"] == 1
 
 
 def asks_on(messages, row, random):

@@ -1,0 +1,99 @@
+"""GRPO with the calculator's environment: in one process, and on Ray, killed and gone on with."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from coalign.config import load
+from coalign.runtime.build import prepare, recipe
+from tests.rollout.helpers import TOOLS_CHATML
+from tests.runs import command, metrics, run, settings, weights_hash
+from tests.runtime.test_processes import finish, wait_for_step
+from tests.tiny import tiny_model_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def calculating(directory: Path, **runtime) -> dict:
+    config = settings(directory, "grpo", eval_at_start=False, **runtime)
+    config["data"] |= {"chat_template": TOOLS_CHATML}
+    config["data"].pop("eval")
+    config["rollout"] = {"fn": "tests.rollout.test_native:calculates", "turns": 2}
+    config["reward"] = [{"fn": "episode"}, {"fn": "tests.runs:digits", "weight": 0.1}]
+    config["models"]["policy"] |= {"sampling": {"max_new_tokens": 20}, "max_tokens_per_micro": 2048}
+    return config
+
+
+def test_grpo_learns_from_episodes(tmp_path):
+    config = calculating(tmp_path, steps=2)
+    assert run(config) == 0
+    for line in metrics(config):
+        assert line["episode/turns"] == 2.0 and line["episode/tool_calls"] == 2.0
+        assert line["samples/count"] == 16 and line["reward/episode/mean"] > 0
+        assert line["loss/mismatch"] < 1e-4  # the trainer computes what the sampler saw, tool tokens included
+    for line in (Path(config["output"]) / "samples.jsonl").read_text().splitlines():
+        assert [m["role"] for m in json.loads(line)["messages"]] == ["user", "assistant", "tool", "assistant"]
+    again = config | {"output": str(tmp_path / "again")}
+    assert run(again) == 0
+    assert weights_hash(again, 2) == weights_hash(config, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_ray_killed_and_gone_on_with_the_weights_are_the_same(tmp_path):
+    pytest.importorskip("ray")
+    config = calculating(tmp_path, steps=4, save_every=1)
+    run(config)
+    there = config | {"output": str(tmp_path / "ray")}
+    there["runtime"] = config["runtime"] | {"cluster": "ray"}
+    there["models"] = json.loads(json.dumps(config["models"]))
+    there["models"]["policy"]["num_process"] = 2
+    process = command(there)
+    wait_for_step(process, there, 2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    finish(command(there))
+    assert weights_hash(there, 4) == weights_hash(config, 4)
+
+
+def test_the_example_with_a_calculator(tmp_path, monkeypatch):
+    rows = "".join(json.dumps({"question": f"{i}+{i}?", "answer": str(2 * i)}) + "\n" for i in range(8))
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+        (tmp_path / name).write_text(rows)
+    monkeypatch.setenv("GSM8K", str(tmp_path))
+    monkeypatch.setenv("MODEL", str(tiny_model_dir(tmp_path / "model")))
+    runtime = [
+        "steps=1",
+        "prompts_per_step=2",
+        "samples_per_prompt=2",
+        "eval_every=0",
+        "eval_at_start=false",
+        "threads=1",
+    ]
+    changes = {
+        "data.chat_template": json.dumps(TOOLS_CHATML),
+        "models.policy.sampling.max_new_tokens": "12",
+        "models.policy.compute_dtype": "float32",
+        "output": str(tmp_path / "run"),
+    }
+    overrides = [f"runtime.{key}" for key in runtime] + [f"{key}={value}" for key, value in changes.items()]
+    assert run(ROOT / "examples" / "gsm8k_calculator.yaml", *overrides) == 0
+    [line] = metrics({"output": tmp_path / "run"})
+    assert line["episode/turns"] >= 1.0
+
+
+def test_an_environment_is_checked_before_anything_loads(tmp_path):
+    def wrong(**rollout):
+        config = load(calculating(tmp_path) | {"rollout": rollout}, defaults=lambda name: recipe(name).defaults)
+        return prepare(config)
+
+    with pytest.raises(ValueError, match=r"(?s)rollout.*tols"):
+        wrong(fn="tool_use", tols=["calculator"])
+    with pytest.raises(ValueError, match=r"tool_user.*did you mean 'tool_use'"):
+        wrong(fn="tool_user")
+    with pytest.raises(ValueError, match=r"rollout\.round_tokens: 'tool_use' cannot be cut"):
+        wrong(fn="tool_use", tools=["calculator"], round_tokens=8)
