@@ -24,13 +24,14 @@ from coalign.config.errors import ConfigError, Problem, near, readable, undotted
 def resolve(name: str, home: str) -> Any:
     """The function (or class) called ``name``: ``pkg.mod:attr``, or a public attribute of the module ``home``.
 
-    Case does not matter for short names. Raises ValueError with the nearest names, or if the module does not exist.
+    Case does not matter for short names, and `cosine_length` is the class CosineLength. Raises ValueError with the
+    nearest names, or if the module does not exist.
     """
     if ":" in name:
         return _dotted(name)
     module = importlib.import_module(home)
     names = _public(module)
-    if match := _ignoring_case(name, names):
+    if match := _ignoring_case(name, names) or _ignoring_case(name.replace("_", ""), names):
         return getattr(module, match)
     raise ValueError(f"'{name}' is not in {home}{near(name, names)} (a function of your own: `my.module:name`)")
 

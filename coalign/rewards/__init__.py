@@ -39,10 +39,32 @@ reward NaN, leave the batch before any baseline sees them, and are counted in ``
 of a batch could be scored the run stops with the function's own traceback.
 """
 
+from coalign.rewards.choice import multiple_choice
 from coalign.rewards.code import code
 from coalign.rewards.episodes import episode
+from coalign.rewards.groups import Pairwise, Tournament
+from coalign.rewards.length import CosineLength, length_penalty, length_range, length_target
 from coalign.rewards.math import math
 from coalign.rewards.remote import Remote
-from coalign.rewards.rules import contains, exact_match, length_penalty, regex
+from coalign.rewards.repetition import repetition_penalty, script
+from coalign.rewards.rules import contains, exact_match, regex, tags
 
-__all__ = ["Remote", "code", "contains", "episode", "exact_match", "length_penalty", "math", "regex"]
+__all__ = [
+    "CosineLength",
+    "Pairwise",
+    "Remote",
+    "Tournament",
+    "code",
+    "contains",
+    "episode",
+    "exact_match",
+    "length_penalty",
+    "length_range",
+    "length_target",
+    "math",
+    "multiple_choice",
+    "regex",
+    "repetition_penalty",
+    "script",
+    "tags",
+]

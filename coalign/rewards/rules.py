@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+from pydantic import Field
 
 from coalign.types import Sample
 
@@ -34,10 +37,27 @@ def regex(sample: Sample, *, pattern: str) -> float:
     return float(re.fullmatch(pattern, sample.response.strip(), re.DOTALL) is not None)
 
 
-def length_penalty(sample: Sample, *, max_tokens: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_tokens - buffer response tokens, falling
-    linearly to -1 at max_tokens, -1 beyond. Counts trained tokens."""
-    if not 0 < buffer <= max_tokens:
-        raise ValueError(f"length_penalty: buffer={buffer} must lie in 1..max_tokens={max_tokens}")
-    over = int(sample.loss_mask.sum()) - (max_tokens - buffer)
-    return -min(max(over / buffer, 0.0), 1.0)
+def tags(
+    sample: Sample,
+    *,
+    tags: Annotated[list[str], Field(min_length=1)] = ("think", "answer"),
+    opened: bool = False,
+    text_outside: bool = False,
+) -> float:
+    """1.0 if the response is `<think>…</think> <answer>…</answer>`: every one of ``tags`` opened once and closed once,
+    one after the other in this order, something inside each, and nothing but space outside. Else 0.0.
+
+    ``opened``: the prompt has already opened the first one. ``text_outside``: text before, between and behind is fine.
+    """
+    text = f"<{tags[0]}>" * opened + sample.response
+    place = 0
+    for tag in tags:
+        start, stop = f"<{tag}>", f"</{tag}>"
+        if text.count(start) != 1 or text.count(stop) != 1:
+            return 0.0
+        first, last = text.index(start), text.index(stop)
+        outside, inside = text[place:first], text[first + len(start) : last]
+        if first < place or not inside.strip() or (outside.strip() and not text_outside):
+            return 0.0
+        place = last + len(stop)
+    return float(text_outside or not text[place:].strip())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.rewards import contains, exact_match, length_penalty, regex
+from coalign.rewards import contains, exact_match, length_penalty, regex, tags
 from tests.rewards.samples import sample
 
 
@@ -38,3 +38,42 @@ def test_length_penalty_falls_linearly_over_the_buffer(tokens, expected):
 def test_length_penalty_refuses_an_impossible_buffer():
     with pytest.raises(ValueError, match="buffer=0"):
         length_penalty(sample(), max_tokens=100, buffer=0)
+
+
+GOOD = "<think>2+2 is 4</think>\n<answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (GOOD, 1.0),
+        (f"  {GOOD}\n", 1.0),
+        ("<think>a</think><answer><b>4</b></answer>", 1.0),
+        ("", 0.0),
+        ("4", 0.0),
+        (f"Sure! {GOOD}", 0.0),
+        (f"{GOOD} Bye.", 0.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0),
+        ("<think></think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer> \n</answer>", 0.0),
+        ("<answer>4</answer><think>a</think>", 0.0),
+        ("<think>a<answer>4</answer></think>", 0.0),
+        ("<think>a</think><answer>4", 0.0),
+        ("a</think><answer>4</answer>", 0.0),
+        ("<think>a</think><think>b</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("<think>I write <answer> next</think><answer>4</answer>", 0.0),
+        ("</think><think>a<answer>4</answer>", 0.0),
+        ("<Think>a</Think><answer>4</answer>", 0.0),
+    ],
+)
+def test_tags_once_each_in_order_and_nothing_else(response, expected):
+    assert tags(sample(response)) == expected
+
+
+def test_tags_with_other_names_and_rules():
+    assert tags(sample("<plan>x</plan>"), tags=["plan"]) == 1.0
+    assert tags(sample("a</think><answer>4</answer>"), opened=True) == 1.0
+    assert tags(sample(GOOD), opened=True) == 0.0
+    assert tags(sample(f"Sure! {GOOD} Bye."), text_outside=True) == 1.0
+    assert tags(sample("<answer>4</answer> x <think>a</think>"), text_outside=True) == 0.0

@@ -269,7 +269,7 @@ def test_a_run_rewarded_over_http_learns_the_same(served, tmp_path, monkeypatch)
     remote = direct | {"output": str(tmp_path / "remote")}
     remote["reward"] = {"fn": "remote", "url": url, "api_key_env": "REWARD_KEY", "batch_size": 3, "timeout": 120}
     assert run(remote) == 0
-    assert call(f"{base}/health")[1]["scored"] == 2 * 4 * 4
+    assert call(f"{base}/health")[1]["scored"] >= 2 * 4 * 4
     assert weights_hash(remote, 2) == weights_hash(direct, 2)
     for one, other in zip(metrics(direct), metrics(remote), strict=True):
         assert one["reward/digits/mean"] == other["reward/remote/mean"]

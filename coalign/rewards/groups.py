@@ -1,0 +1,113 @@
+"""Rewards from comparisons within a group: the responses to a prompt are ranked against one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from coalign.rewards.nested import Named, Nested
+from coalign.rewards.ranking import Game, bradley_terry, swiss_round, win_rates
+from coalign.types import Sample
+
+Score = Literal["win_rate", "bradley_terry"]
+
+
+class Pairwise:
+    """Every sample is compared with every other one of its group: n (n - 1) / 2 comparisons.
+
+    - ``by``: the name of a function ``compare(first, second, *, …) -> float`` (the first one's share of the win: 1.0,
+      0.5, 0.0, or a probability between; plain or async), or of a reward function, of whose values the higher wins; or
+      a mapping with ``fn`` and its arguments.
+    - ``score``: `win_rate`, the share of its comparisons that a sample won, in [0, 1]; or `bradley_terry`, strengths
+      whose differences are log-odds of winning, shrunk towards 0 by ``prior`` draws.
+    - ``both_orders`` asks twice, with the two exchanged, and takes the mean, for a judge that favours a place. Without
+      it the places take turns, so that no sample always comes first.
+
+    A comparison that fails fails the group, as every reward function that does: it is repeated (`retries`), then its
+    samples are dropped and counted. Raises ValueError for a group of one, and for a share outside of [0, 1].
+    """
+
+    def __init__(
+        self, *, by: Named, score: Score = "win_rate", both_orders: bool = False, prior: PositiveFloat = 1.0
+    ) -> None:
+        self._by, self._both = Nested(by, "by", arities=(1, 2)), both_orders
+        self._score = _scoring(score, prior)
+
+    async def __call__(self, group: Sequence[Sample]) -> list[float]:
+        pairs = list(combinations(range(_size(group)), 2))
+        return self._score(await Match(self._by, group, self._both).play(pairs), len(group))
+
+
+class Tournament:
+    """The samples of a group meet in a Swiss tournament: ``rounds`` (none given: log2 n, rounded up) times n / 2
+    comparisons, each of samples that have done about equally well so far; the other keys as in Pairwise.
+
+    Far fewer comparisons than all pairs, and most of them where the ranking is still open. Strengths take into account
+    whom a sample has met (win rates do not), so `bradley_terry` is the default here.
+    """
+
+    def __init__(
+        self,
+        *,
+        by: Named,
+        rounds: PositiveInt | None = None,
+        score: Score = "bradley_terry",
+        both_orders: bool = False,
+        prior: PositiveFloat = 1.0,
+    ) -> None:
+        self._by, self._both = Nested(by, "by", arities=(1, 2)), both_orders
+        self._score, self._rounds = _scoring(score, prior), rounds
+
+    async def __call__(self, group: Sequence[Sample]) -> list[float]:
+        match, games = Match(self._by, group, self._both), []
+        for _ in range(self._rounds or math.ceil(math.log2(_size(group)))):
+            games += await match.play(swiss_round(games, len(group)))
+        return self._score(games, len(group))
+
+
+class Match:
+    """The games of one group; those of a call at the same time."""
+
+    def __init__(self, by: Nested, group: Sequence[Sample], both_orders: bool) -> None:
+        self._by, self._group, self._both = by, group, both_orders
+        self._values: list[float] = []
+
+    async def play(self, pairs: Sequence[tuple[int, int]]) -> list[Game]:
+        if self._by.arity == 1:
+            return await self._by_value(pairs)
+        seats = [pair if sum(pair) % 2 else pair[::-1] for pair in pairs]
+        games = await self._compared(seats)
+        if not self._both:
+            return games
+        exchanged = await self._compared([seat[::-1] for seat in seats])
+        return [Game(i, j, (won + 1.0 - lost) / 2) for (i, j, won), (_, _, lost) in zip(games, exchanged, strict=True)]
+
+    async def _compared(self, seats: Sequence[tuple[int, int]]) -> list[Game]:
+        shares = await self._by([(self._group[first], self._group[second]) for first, second in seats])
+        for share in shares:
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(
+                    f"'{self._by.name}' returned {share:g}; expected the first one's share of the win, from 0 to 1"
+                )
+        return [Game(*seat, share) for seat, share in zip(seats, shares, strict=True)]
+
+    async def _by_value(self, pairs: Sequence[tuple[int, int]]) -> list[Game]:
+        self._values = self._values or await self._by([(sample,) for sample in self._group])
+        values = self._values
+        return [Game(i, j, 0.5 * (1 + (values[i] > values[j]) - (values[i] < values[j]))) for i, j in pairs]
+
+
+def _scoring(score: Score, prior: float) -> Callable[[Sequence[Game], int], list[float]]:
+    if score == "win_rate":
+        return win_rates
+    return lambda games, count: bradley_terry(games, count, prior)
+
+
+def _size(group: Sequence[Sample]) -> int:
+    if len(group) < 2:
+        raise ValueError("a group of one sample has nothing to compare; set runtime.samples_per_prompt to 2 or more")
+    return len(group)

@@ -1,0 +1,76 @@
+"""Functions that another reward's configuration names: what a tournament compares by, what a length reward asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from coalign.config.functions import bind, columns_of, resolve
+from coalign.config.schema import Function
+from coalign.rewards.threads import Threads
+from coalign.types import Sample
+
+Named = str | dict[str, Any]
+"""A function's name, or a mapping with ``fn`` and its keyword arguments."""
+
+_SECONDS = 86400.0  # the deadline is that of the reward that asks; it ends the wait for its functions too
+
+
+class Nested:
+    """A plain or async function of ``arity`` 1 (a sample; a reward function) or 2 (two samples); of a class one object
+    is made. A short name is one of coalign.rewards."""
+
+    def __init__(self, named: Named, key: str, arities: Sequence[int] = (1,)) -> None:
+        """``key`` is the configuration key that names it. Raises ConfigError for wrong arguments, ValueError for a
+        function that is not there or takes something else."""
+        config = Function.model_validate(named)
+        fn = resolve(config.fn, "coalign.rewards")
+        arguments = bind(fn, config.arguments, key)
+        self.name = config.fn
+        self._fn = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)
+        needed, optional = columns_of(self._fn)
+        self.arity = len(needed) or len(optional)
+        if self.arity not in arities or needed[:1] in (["group"], ["samples"]):
+            expected = " or ".join(("one sample", "two samples")[arity - 1] for arity in arities)
+            raise ValueError(
+                f"{key}: '{config.fn}' takes ({', '.join(needed + optional)}); expected a function of {expected}"
+            )
+        self._waits = any(map(inspect.iscoroutinefunction, (fn, type(self._fn).__call__)))
+        self._threads = Threads()
+
+    async def __call__(self, calls: Sequence[tuple[Sample, ...]]) -> list[float]:
+        """The value of each call, made concurrently. Raises what the first one that failed raised, and ValueError for
+        what is no finite number."""
+        if self._waits:
+            returned = await _gather([self._fn(*call) for call in calls])
+        else:
+            settled = await self._threads.run(lambda call: self._fn(*call), calls, _SECONDS)
+            for _, error in settled:
+                if error is not None:
+                    raise error
+            returned = [value for value, _ in settled]
+        return [self._number(value) for value in returned]
+
+    def _number(self, value: Any) -> float:
+        value = value["reward"] if isinstance(value, dict) and "reward" in value else value
+        if not hasattr(value, "__float__") or getattr(value, "ndim", 0) or not math.isfinite(value):
+            raise ValueError(f"'{self.name}' returned {value!r:.80}; expected a finite number")
+        return float(value)
+
+
+async def _gather(awaitables: Sequence[Any]) -> list[Any]:
+    """The results in order. The first failure cancels the others, and is raised."""
+
+    async def awaited(one: Any) -> Any:
+        return await one
+
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(awaited(one)) for one in awaitables]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]

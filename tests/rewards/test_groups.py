@@ -1,0 +1,228 @@
+"""Comparisons within a group: all pairs, tournaments, strengths; failures."""
+
+import asyncio
+import math
+from itertools import combinations
+
+import pytest
+
+from coalign.config.errors import ConfigError
+from coalign.rewards import Pairwise, Tournament
+from coalign.rewards.calls import Caller, Failure, RewardFunction
+from coalign.rewards.ranking import Game, bradley_terry, swiss_round, win_rates
+from tests.rewards.samples import sample
+
+HERE = "tests.rewards.test_groups:"
+CALLS = []
+
+
+def group(*responses, number=0):
+    return [sample(response, group=number, index=i) for i, response in enumerate(responses)]
+
+
+def longer(first, second):
+    CALLS.append((first.response, second.response))
+    return 0.5 * (1 + (len(first.response) > len(second.response)) - (len(first.response) < len(second.response)))
+
+
+async def longer_async(first, second, *, sharp=True):
+    await asyncio.sleep(0)
+    return longer(first, second) if sharp else 0.5
+
+
+class Longer:
+    def __init__(self, *, by=1.0):
+        self.by = by
+
+    async def __call__(self, first, second):
+        return longer(first, second)
+
+
+def first_one(first, second):
+    return 0.8
+
+
+def length(s):
+    return float(len(s.response))
+
+
+def strange(first, second, *, returned):
+    return {"none": None, "text": "1", "two": 2.0, "below": -0.1, "nan": float("nan")}[returned]
+
+
+def fails(first, second):
+    raise KeyError(f"{first.response}{second.response}")
+
+
+@pytest.fixture
+def caller():
+    CALLS.clear()
+    caller = Caller()
+    yield caller
+    caller.close()
+
+
+def score(caller, fn, samples, *, retries=0, timeout=30.0, **settings):
+    outcomes = caller.score([RewardFunction("g", fn, settings, retries=retries, timeout=timeout)], samples)[0]
+    return [str(one.error) if isinstance(one, Failure) else one["reward"] for one in outcomes]
+
+
+@pytest.mark.parametrize("by", ["longer", "longer_async", "Longer"])
+def test_win_rates_of_all_pairs(caller, by):
+    # ccc beats all; bb and xx draw and beat a
+    assert score(caller, Pairwise, group("a", "bb", "ccc", "xx"), by=HERE + by) == pytest.approx(
+        [0.0, 1.5 / 3, 1.0, 1.5 / 3]
+    )
+    assert len(CALLS) == 6
+
+
+def test_a_reward_function_is_asked_once_a_sample(caller):
+    for fn in (Pairwise, Tournament):
+        values = score(caller, fn, group("a", "bb", "ccc", "dddd"), by=HERE + "length", score="win_rate")
+        assert sorted(values) == values and values[-1] == 1.0
+    assert score(caller, Pairwise, group("#### 4", "#### 5"), by={"fn": HERE + "length"}) == [0.5, 0.5]
+
+
+def test_groups_are_ranked_apart(caller):
+    samples = [*group("a", "bb"), *group("cccc", "ddd", number=1)]
+    assert score(caller, Pairwise, samples, by=HERE + "longer") == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_places_take_turns_and_both_orders_cancel_a_favour(caller):
+    # whoever comes first wins 0.8: 0 before 1, 2 before 0, 1 before 2
+    values = score(caller, Pairwise, group("a", "b", "c"), by=HERE + "first_one")
+    assert values == pytest.approx([0.5, 0.5, 0.5])
+    assert score(caller, Pairwise, group("a", "b"), by=HERE + "first_one") == pytest.approx([0.8, 0.2])
+    assert score(caller, Pairwise, group("a", "b"), by=HERE + "first_one", both_orders=True) == [0.5, 0.5]
+    assert score(caller, Pairwise, group("a", "b", "c"), by=HERE + "first_one", both_orders=True) == pytest.approx(
+        [0.5] * 3
+    )
+
+
+def test_a_tournament_takes_few_comparisons_and_finds_the_best(caller):
+    responses = ["x" * length for length in (5, 1, 8, 3, 2, 7, 4, 6)]
+    values = score(caller, Tournament, group(*responses), by=HERE + "longer")
+    assert len(CALLS) == 3 * 4
+    assert max(range(8), key=values.__getitem__) == 2 and min(range(8), key=values.__getitem__) == 1
+    assert len({frozenset(pair) for pair in CALLS}) == 12
+    assert score(caller, Tournament, group(*responses), by=HERE + "longer") == values
+
+
+def test_an_odd_group_and_given_rounds(caller):
+    values = score(caller, Tournament, group("a", "bb", "ccc"), by=HERE + "longer", rounds=3)
+    assert len(CALLS) == 3 and values == sorted(values)
+    assert values == pytest.approx([-values[2], 0.0, values[2]], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("none", "returned None; expected a finite number"),
+        ("text", "returned '1'; expected a finite number"),
+        ("nan", "returned nan; expected a finite number"),
+        ("two", "returned 2; expected the first one's share of the win, from 0 to 1"),
+        ("below", "returned -0.1; expected the first"),
+    ],
+)
+def test_what_is_no_share_fails_the_group(caller, returned, message):
+    for fn in (Pairwise, Tournament):
+        values = score(caller, fn, group("a", "b"), by={"fn": HERE + "strange", "returned": returned})
+        assert len(values) == 2 and all(f"'{HERE}strange' {message}" in value for value in values)
+
+
+def test_a_failed_comparison_fails_its_group_alone(caller):
+    samples = [*group("a"), *group("bb", "c", number=1)]
+    assert "a group of one sample" in score(caller, Pairwise, samples, by=HERE + "longer")[0]
+    assert score(caller, Pairwise, samples, by=HERE + "longer")[1:] == [1.0, 0.0]
+    assert score(caller, Pairwise, group("a", "b"), by=HERE + "fails") == ["'ab'"] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"by": "nothing"}, "'nothing' is not in coalign.rewards"),
+        ({"by": {"fn": HERE + "longer_async", "sharpe": 1}}, r"by\.sharpe: unknown argument.*'sharp'"),
+        ({"by": {"fn": HERE + "strange"}}, r"by\.returned: missing"),
+        ({"by": HERE + "group"}, "expected a function of one sample or two samples"),
+        ({"by": {"fn": "pairwise", "by": "math"}}, r"takes \(group\)"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        Pairwise(**settings)
+
+
+def test_short_names_reach_the_classes():
+    from coalign.config.schema import RewardConfig
+    from coalign.modules.reward import reward_function
+
+    function = reward_function(RewardConfig(fn="tournament", by="math", rounds=2), "reward.0")
+    assert function.takes == "group" and function.waits and function.name == "tournament"
+    with pytest.raises(ConfigError, match=r"reward\[0\]\.rounds: is 0"):
+        reward_function(RewardConfig(fn="tournament", by="math", rounds=0), "reward.0")
+    with pytest.raises(ConfigError, match=r"reward\[0\]\.by: missing"):
+        reward_function(RewardConfig(fn="pairwise"), "reward.0")
+    limits = RewardConfig(fn="cosine_length", by="math", max_tokens=10)
+    assert reward_function(limits, "reward.0").name == "cosine_length"
+
+
+def test_win_rates_count_draws_by_half_and_know_nothing_of_the_absent():
+    assert win_rates([Game(0, 1, 1.0), Game(1, 2, 0.5)], 4) == [1.0, 0.25, 0.5, 0.5]
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def test_bradley_terry_of_one_game_by_hand():
+    # d/dθ of log σ(2θ) + ½ log σ(θ) + ½ log σ(-θ), at θ and -θ: σ(-2θ) = σ(θ) - ½
+    strong, weak = bradley_terry([Game(0, 1, 1.0)], 2)
+    assert weak == pytest.approx(-strong) and sigmoid(-2 * strong) == pytest.approx(sigmoid(strong) - 0.5)
+
+
+@pytest.mark.parametrize("prior", [0.1, 1.0, 5.0])
+def test_bradley_terry_stands_where_the_gradient_is_zero(prior):
+    games = [Game(i, j, (i * 7 + j * 3) % 5 / 4) for i, j in combinations(range(5), 2)] + [Game(0, 4, 1.0)]
+    theta = bradley_terry(games, 6, prior)
+    gradient = [prior * (0.5 - sigmoid(t)) for t in theta]
+    for first, second, won in games:
+        surprise = won - sigmoid(theta[first] - theta[second])
+        gradient[first] += surprise
+        gradient[second] -= surprise
+    assert gradient == pytest.approx([0.0] * 6, abs=1e-7) and theta[5] == 0.0
+
+
+def test_beating_the_strong_counts_for_more():
+    # 0 and 3 won one game each, 0 against one that won another, 3 against one that lost another
+    games = [Game(0, 1, 1.0), Game(1, 2, 1.0), Game(3, 4, 1.0), Game(5, 4, 1.0)]
+    theta = bradley_terry(games, 6)
+    assert win_rates(games, 6)[0] == win_rates(games, 6)[3] == 1.0 and theta[0] > theta[3]
+
+
+def test_strengths_of_the_undefeated_are_finite_and_a_weak_prior_lets_them_grow():
+    games = [Game(0, 1, 1.0)] * 10
+    one, other = bradley_terry(games, 2)[0], bradley_terry(games, 2, prior=0.01)[0]
+    assert 0 < one < other < 20
+
+
+def test_a_round_pairs_equals_that_have_not_met():
+    assert swiss_round([], 4) == [(0, 1), (2, 3)]
+    games = [Game(0, 1, 0.0), Game(2, 3, 1.0)]  # 1 and 2 have a point
+    assert swiss_round(games, 4) == [(1, 2), (0, 3)]
+    games += [Game(1, 2, 1.0), Game(0, 3, 1.0)]  # 1: 2, 0 and 2: 1, 3: 0
+    assert swiss_round(games, 4) == [(1, 3), (0, 2)]  # 1 has met 0 and 2
+
+
+def test_of_an_odd_number_each_sits_out_once():
+    games, idle = [], []
+    for _ in range(5):
+        pairs = swiss_round(games, 5)
+        (absent,) = set(range(5)) - {i for pair in pairs for i in pair}
+        idle.append(absent)
+        games += [Game(i, j, float(i > j)) for i, j in pairs]
+    assert sorted(idle) == list(range(5)) and len(games) == 10
+
+
+def test_after_all_have_met_there_are_rematches():
+    games = [Game(i, j, 0.5) for i, j in combinations(range(4), 2)]
+    assert sorted(i for pair in swiss_round(games, 4) for i in pair) == [0, 1, 2, 3]
