@@ -28,7 +28,10 @@ def varied(reward: Tensor, group: Tensor, *, min_std: float = 0.0) -> Tensor:
 
 
 def solve_rate(reward: Tensor, group: Tensor, *, low: float, high: float, solved: float = 1.0) -> Tensor:
-    """Groups whose share of right answers (reward >= ``solved``) is from ``low`` to ``high``, bounds included. bool[N]"""
+    """Groups whose share of right answers (reward >= ``solved``) is from ``low`` to ``high``, bounds included. bool[N].
+
+    Raises ValueError for bounds that are out of order.
+    """
     if not 0.0 <= low <= high <= 1.0:
         raise ValueError(f"filter.low is {low} and filter.high {high}; expected 0 <= low <= high <= 1")
     _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)

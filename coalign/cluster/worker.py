@@ -114,8 +114,7 @@ def _answer(result: Any, base: Batch | None) -> Answer:
         return Meta(value=result), None
     if not columns:
         return Meta(stats=stats), None
-    # An empty share has columns of no entries, whose kind cannot be told; the driver leaves empty parts out.
-    batch = Batch(base.lengths).with_(**(columns if len(base) else {}))
+    batch = Batch(base.lengths).with_(**columns)
     return Meta.of(batch, stats), batch
 
 

@@ -23,13 +23,24 @@ class ReMax(KLInReward):
     }
 
     def env_flow(self, prompts):
-        greedy = self.policy.generate(prompts, samples=1, temperature=0.0)
+        out = self.generate(prompts)
+        greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
-        return self.transform(with_baseline, super().env_flow(prompts), greedy)
+        return self.transform(with_baseline, self.scored(out), greedy)
 
     def shaped(self, batch):
         batch = super().shaped(batch)
         return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if hasattr(self, "reference") else batch
+
+
+def prompts_of(samples: Batch) -> Batch:
+    """The prompt of each group, once."""
+    group = samples["group"].tolist()
+    first = samples.select([i for i in range(len(group)) if i == 0 or group[i] != group[i - 1]])
+    place = torch.arange(first.tokens_total) - first.offsets[first.segment]
+    tokens = first["tokens"][place < first["prompt_length"][first.segment]]
+    sequence = {name: first[name] for name in ("group", "rows")}
+    return Batch(first["prompt_length"].long(), {"tokens": tokens}, sequence)
 
 
 def with_baseline(samples: Batch, greedy: Batch) -> Batch:

@@ -17,12 +17,11 @@ from coalign.data.loader import Loader, build_loader
 from coalign.data.packing import Packing
 from coalign.rollout.naming import environment as environment_of
 from coalign.runtime.buffer import Buffer
+from coalign.runtime.control import check_control, control
 from coalign.runtime.engine import Engine
 from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator
-from coalign.runtime.filtering import filter_function
 from coalign.runtime.reference import BaseWeights, shared_bases
-from coalign.runtime.replay import Replay, replay_function
 from coalign.runtime.rewarding import Reward, reward_models, reward_names, reward_parts
 from coalign.runtime.trainer import Trainer
 from coalign.runtime.vocabulary import check_tokens_fit, tokenizer_directory
@@ -46,10 +45,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
         check_names(config, [*cls.models, *(reward.model for reward in config.reward if reward.model)])
         cls.check(config)
         environment_of(config.rollout)
-        if config.filter:
-            filter_function(config.filter)
-        if config.replay:
-            replay_function(config.replay)
+        check_control(config, cls.source)
         roles, models = roles_of(cls, config), dict(config.models)
         if cls.roles(config).get("reward") is Scorer:
             models |= reward_models(config)
@@ -176,21 +172,6 @@ def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[s
     engine.models_running = started
 
 
-def environment(engine: Engine, data: Loader) -> Environment:
-    """The roll-out side of a run; a step takes a fixed number of groups where something decides which they are."""
-    config = engine.config
-    return Environment(
-        engine.cluster,
-        engine.env_flow,
-        data,
-        Buffer(config.runtime.max_staleness, engine.last),
-        wanted=config.runtime.prompts_per_step if config.filter else None,
-        max_rounds=config.filter.max_rounds if config.filter else 1,
-        keep=filter_function(config.filter) if config.filter else None,
-        replay=Replay(engine.cluster, config.replay) if config.replay else None,
-    )
-
-
 def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) -> Engine:
     """Data, models and engine, ready to ``learn``; with ``only`` these models alone, ready to be evaluated."""
     cls, models = prepare(config)
@@ -205,7 +186,9 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     engine.last = steps
     engine.ptx_loader = ptx_loader(config, tokenizer)
     spawn(engine, models, {name: context(name, model, config, steps) for name, model in models.items()})
-    engine.environment = environment(engine, data)
+    buffer = Buffer(config.runtime.max_staleness, steps)
+    decided = control(config, cluster, data)
+    engine.environment = Environment(cluster, engine.env_flow, data, buffer, engine.ledger, decided)
     overlap = config.runtime.max_staleness > 0
     pairs = [(a, b) for a, b in cls.sync if a in models and b in models]
     syncs = [WeightSync(engine.models_running[a], engine.models_running[b], overlap=overlap) for a, b in pairs]

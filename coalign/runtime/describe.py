@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from coalign.data.batch import Batch
 from coalign.types import Max, Metric, Stat, Status, Total
 
 
@@ -48,3 +49,20 @@ def describe(
         stats["reward/std"] = Stat(float(reward.double().std(unbiased=False)))
         stats["reward/max"] = Max(float(reward.max()))
     return stats
+
+
+def oldest_versions(batch: Batch, *, default: int) -> Tensor:
+    """i64[G]: the oldest weights that chose a token of each group, in the order of the groups; ``default`` for those
+    without a chosen token. Groups are runs of equal neighbours."""
+    _, member = torch.unique_consecutive(batch["group"], return_inverse=True)
+    never = torch.iinfo(torch.int64).max
+    oldest = torch.full((int(member[-1]) + 1 if len(member) else 0,), never)
+    chosen = batch["versions"] >= 0
+    oldest.scatter_reduce_(0, member[batch.segment[chosen]], batch["versions"][chosen].long(), "amin")
+    return oldest.masked_fill(oldest == never, default)
+
+
+def group_ages(batch: Batch, *, default: int) -> Batch:
+    """One row without tokens for each group; column ``oldest``: see ``oldest_versions``."""
+    oldest = oldest_versions(batch, default=default)
+    return Batch(torch.zeros(len(oldest)), {}, {"oldest": oldest})

@@ -18,6 +18,7 @@ from coalign.data.loader import Loader
 from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator, score
 from coalign.runtime.hooks import Hook
+from coalign.runtime.ledger import Ledger
 from coalign.runtime.trainer import Trainer
 from coalign.types import Stats, Total, Trainable, merge_stats
 
@@ -46,6 +47,7 @@ class Engine:
         self.stop: str | None = None  # why the loop should end before its last step
         self.late: Stats = {}  # metrics that came up after their step was recorded: they go into the next one's
         self.phase: Callable[[str], None] = lambda text: None  # told what the loop is waiting for
+        self.ledger = Ledger(cluster, config.rollout, config.runtime.samples_per_prompt)
         self.environment: Environment
         self.trainers: Trainer
         self.ptx_loader: Loader | None = None
@@ -93,6 +95,14 @@ class Engine:
         """Refuse (ValueError) what the schema cannot see, before anything loads."""
 
     # ---- what a flow uses ------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: BatchRef | Future) -> Future:
+        """Complete groups of samples by the policy, as `rollout` says; see coalign.runtime.ledger.
+
+        With `rollout.round_tokens` they are not those of ``prompts``, but those that have come to their end, so a flow
+        asks for whatever else belongs to a group by what this returns.
+        """
+        return self.ledger.generate(self.policy, prompts)
 
     def apply(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
         """Run a pure function on the columns of the batches (same sequences); see docs/design.md §4."""

@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from coalign.cluster.future import BatchRef, Future
+from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.runtime.buffer import Buffer, Entry
 from coalign.runtime.calls import watch
-from coalign.runtime.describe import count, describe
+from coalign.runtime.curriculum import Curriculum, pass_rates
+from coalign.runtime.describe import count, describe, group_ages
 from coalign.runtime.filtering import filter_groups
+from coalign.runtime.ledger import Ledger
 from coalign.runtime.pool import Pool, Ready
 from coalign.runtime.replay import Replay
 from coalign.runtime.round import Round
@@ -26,11 +30,24 @@ from coalign.types import Stats, Total, merge_stats
 LEAST_KEPT = 0.25  # a round is at most this many times larger than what is missing: memory and the age of a surplus
 
 
+@dataclass(frozen=True)
+class Control:
+    """Which groups a step trains on. ``wanted``: how many (None: whatever one round gives). ``max_age``: weight
+    versions that the oldest token of a group may lag behind."""
+
+    wanted: int | None = None
+    max_rounds: int = 1
+    max_age: int = 0
+    keep: partial[Any] | None = None
+    replay: Replay | None = None
+    curriculum: Curriculum | None = None
+
+
 class Environment:
     """Runs a flow on prompts that a loader draws.
 
     ``flow(prompts: BatchRef) -> Future`` is the engine's ``env_flow``; it returns before anything is computed.
-    ``wanted``: groups of a step (None: whatever one round gives). ``max_age``: weight versions that a group may wait.
+    ``ledger`` is what it generates by.
     """
 
     def __init__(
@@ -39,21 +56,16 @@ class Environment:
         flow: Callable[[BatchRef], Future],
         loader: Loader,
         buffer: Buffer[Round],
-        *,
-        wanted: int | None = None,
-        max_rounds: int = 1,
-        keep: partial[Any] | None = None,
-        replay: Replay | None = None,
+        ledger: Ledger,
+        control: Control,
     ) -> None:
         self.cluster = cluster
         self.flow = flow
         self.loader = loader
         self.buffer = buffer
-        self.wanted = wanted
-        self.max_rounds = max_rounds
-        self.keep = keep
-        self.replay = replay
-        self.pool = Pool(buffer.max_staleness)
+        self.ledger = ledger
+        self.control = control
+        self.pool = Pool(control.max_age)
         self.kept = 1.0  # the share of groups that the filter let through in the step before
 
     def next(self, version: int) -> tuple[BatchRef, Stats]:
@@ -63,15 +75,15 @@ class Environment:
         """
         begun = time.perf_counter()
         expired = self.pool.expire(version)
-        self.buffer.fill(version, lambda step: self._begin(version, self._aim()))
-        parts = [self._collect(self.buffer.take(version))]
-        while self._missing and len(parts) < self.max_rounds:
-            parts.append(self._collect(self._begin(version, self._missing)))
+        self.buffer.fill(version, lambda step: self._begin(version, step, self._aim()))
+        parts = [self._collect(self.buffer.take(version), version)]
+        while self._missing and len(parts) < self.control.max_rounds:
+            parts.append(self._collect(self._begin(version, version, self._missing), version))
         stats = merge_stats(parts)
         self._note_kept(stats)
         batch, described = self._taken(version, stats)
         counts: Stats = {"rollout/rounds": Total(len(parts)), "time/rollout": Total(time.perf_counter() - begun)}
-        if self.wanted is not None:
+        if self.control.wanted is not None:
             counts |= {"rollout/expired": Total(expired), "rollout/waiting": Total(len(self.pool))}
         return batch, {**stats, **described, **self.loader.stats(), **counts}
 
@@ -80,32 +92,56 @@ class Environment:
     @property
     def _missing(self) -> int:
         """Groups that the step at hand lacks."""
-        return 0 if self.wanted is None else max(0, self.wanted - len(self.pool))
+        return max(0, (self.control.wanted or 0) - len(self.pool))
 
     def _aim(self) -> int:
         """Groups hoped for from the round of the step after all those begun."""
-        if self.wanted is None:
-            return 0
         under_way = [entry.batch.aim for entry in self.buffer.entries()]
-        return max(0, self.wanted * (len(under_way) + 1) - len(self.pool) - sum(under_way))
+        return max(0, (self.control.wanted or 0) * (len(under_way) + 1) - len(self.pool) - sum(under_way))
 
-    def _begin(self, version: int, aim: int) -> Round:
-        """Run the flow on as many prompts as promise ``aim`` groups, by what the filter kept of late."""
-        rows = None if self.wanted is None else math.ceil(aim / max(self.kept, LEAST_KEPT))
-        if rows == 0:
+    def _begin(self, version: int, step: int, aim: int) -> Round:
+        """Run the flow for ``step`` on as many prompts as promise ``aim`` groups."""
+        rows = self._rows(aim)
+        if rows == 0 and not self.ledger.carried:
             return Round(version)
+        prompts, drawn = self._draw(rows, step)
+        self.ledger.since = step - self.control.max_age
+        batches: dict[str, Future | BatchRef] = {}
         with watch(self.cluster) as calls:
-            batch = self.cluster.apply(count, self.flow(self.cluster.put(self.loader.next(rows))))
-            if self.keep is not None:
-                names = {"keep": self.keep.func, "arguments": self.keep.keywords}
-                batch = self.cluster.transform(filter_groups, batch, **names)
-        return Round(version, aim, batch, calls)
+            groups = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
+            if curriculum := self.control.curriculum:
+                batches["shares"] = self.cluster.transform(pass_rates, groups, solved=curriculum.config.solved)
+            if keep := self.control.keep:
+                groups = self.cluster.transform(filter_groups, groups, keep=keep.func, arguments=keep.keywords)
+            if self.ledger.carries:
+                batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
+        return Round(version, aim, {"groups": groups, **batches}, calls, drawn)
 
-    def _collect(self, done: Round) -> Stats:
+    def _rows(self, aim: int) -> int | None:
+        """Prompts to begin, by what the filter kept of late and by what is on its way; None: those of a batch."""
+        if self.control.wanted is None:
+            return None
+        need = math.ceil(aim / max(self.kept, LEAST_KEPT))
+        surplus = math.ceil((self.ledger.config.oversample - 1) * need - 1e-9)
+        if surplus:
+            carried = self.ledger.carried
+            surplus = max(0, surplus - carried)
+            self.ledger.enough = need / (need + surplus + carried)
+        return need + surplus
+
+    def _draw(self, rows: int | None, step: int) -> tuple[Batch, Stats]:
+        if self.control.curriculum is None:
+            return self.loader.next(rows), {}
+        return self.control.curriculum.draw(self.loader.batch_size if rows is None else rows, step)
+
+    def _collect(self, done: Round, version: int) -> Stats:
         """Wait for a round; its groups go to the pool."""
-        batch, stats = done.wait()
-        if batch is not None and len(batch):
-            self.pool.add(batch, done.version)
+        batches, stats = done.wait()
+        if "shares" in batches:
+            stats = merge_stats([stats, self.control.curriculum.note(batches["shares"].fetch(), version)])
+        if "groups" in batches and len(batches["groups"]):
+            ages = batches["ages"].fetch()["oldest"] if "ages" in batches else done.version
+            self.pool.add(batches["groups"], ages)
         return stats
 
     def _note_kept(self, stats: Stats) -> None:
@@ -120,27 +156,36 @@ class Environment:
         if not len(self.pool):
             raise RuntimeError(self._nothing(version, stats))
         with watch(self.cluster) as calls:
-            batch: BatchRef | Future = self.pool.take(self.wanted)
-            batch = self.replay.mix(batch) if self.replay else batch
+            batch: BatchRef | Future = self.pool.take(self.control.wanted, version)
+            batch = self.control.replay.mix(batch) if self.control.replay else batch
             batch = self.cluster.apply(describe, batch, version=version)
         return batch.result(), calls.stats()
 
     def _nothing(self, version: int, stats: Stats) -> str:
         text = f"step {version + 1}: there is no group to train on"
-        if self.keep is None:
+        if self.control.keep is None:
             return f"{text}: every sample failed"
         dropped = int(stats["filter/dropped"].value) if "filter/dropped" in stats else 0
         return (
-            f"{text}: `{self.keep.func.__name__}` dropped all {dropped} groups of {self.max_rounds} roll-outs "
-            "(filter.max_rounds). Are all rewards of a prompt the same? Look at rewards in samples.jsonl, take more "
-            "samples of a prompt (runtime.samples_per_prompt), or loosen the filter"
+            f"{text}: `{self.control.keep.func.__name__}` dropped all {dropped} groups of {self.control.max_rounds} "
+            "roll-outs (filter.max_rounds). Are all rewards of a prompt the same? Look at rewards in samples.jsonl, "
+            "take more samples of a prompt (runtime.samples_per_prompt), or loosen the filter"
         )
+
+    def restart(self, step: int) -> None:
+        """Forget all samples, also those under way, and go on after ``step`` steps with the loader's next rows."""
+        self.buffer.restore(step, [])
+        self.pool.restore([])
+        self.ledger.load_state_dict(None)
+        if self.control.replay:
+            self.control.replay.load_state_dict([])
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Cursor, and every batch that is not trained on yet. Waits for rounds under way: after a restart their weights
         are gone."""
+        control = self.control
         return {
             "loader": self.loader.state_dict(),
             "kept": self.kept,
@@ -149,7 +194,9 @@ class Environment:
                 for entry in self.buffer.entries()
             ],
             "pool": [{"version": ready.version, "batch": ready.batch.fetch()} for ready in self.pool.entries()],
-            "replay": self.replay.state_dict() if self.replay else [],
+            "unfinished": self.ledger.state_dict(),
+            "replay": control.replay.state_dict() if control.replay else [],
+            "curriculum": control.curriculum.state_dict() if control.curriculum else {},
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -164,5 +211,8 @@ class Environment:
             ],
         )
         self.pool.restore([Ready(self.cluster.put(entry["batch"]), entry["version"]) for entry in state["pool"]])
-        if self.replay:
-            self.replay.load_state_dict(state["replay"])
+        self.ledger.load_state_dict(state["unfinished"])
+        if self.control.replay:
+            self.control.replay.load_state_dict(state["replay"])
+        if self.control.curriculum:
+            self.control.curriculum.load_state_dict(state["curriculum"])

@@ -26,9 +26,7 @@ def filter_function(config: FilterConfig) -> partial[Any]:
     return partial(fn, **bind(fn, config.arguments, "filter"))
 
 
-def filter_groups(
-    batch: Batch, *, keep: Callable[..., Tensor], arguments: Mapping[str, Any]
-) -> tuple[Batch, Stats]:
+def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mapping[str, Any]) -> tuple[Batch, Stats]:
     """The groups all of whose samples ``keep(columns, **arguments) -> bool[N]`` says True of.
 
     Metrics: filter/kept and filter/dropped, in groups. ValueError for a column that nobody produced, or another result.

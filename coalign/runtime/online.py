@@ -39,7 +39,10 @@ class Online(Engine):
             self.truncated = partial(fn, **bind(fn, config.truncated.arguments, "truncated"))
 
     def env_flow(self, prompts: BatchRef) -> Any:
-        out = self.policy.generate(prompts)
+        return self.scored(self.generate(prompts))
+
+    def scored(self, out: BatchRef | Future) -> Future:
+        """Samples with what the other models say of them."""
         scorers = [getattr(self, name) for name in self.scores if hasattr(self, name)]
         return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
 

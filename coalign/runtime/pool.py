@@ -52,12 +52,14 @@ class Pool:
         self._ready = deque(ready for ready in self._ready if version - ready.version <= self.max_age)
         return before - len(self)
 
-    def take(self, groups: int | None) -> BatchRef:
-        """The oldest groups (None: all), or what there is. RuntimeError if there is nothing."""
+    def take(self, groups: int | None, version: int) -> BatchRef:
+        """The oldest groups (None: all), or what there is. RuntimeError if there is nothing; AssertionError if one were
+        older than the bound: a bug, never a setting."""
         taken: list[BatchRef] = []
         missing = len(self) if groups is None else groups
         while self._ready and missing > 0:
             ready = self._ready.popleft()
+            assert version - ready.version <= self.max_age, (version, ready)
             ends = ready.ends
             cut = ends[min(missing, len(ends)) - 1]
             taken.append(ready.batch.slice(0, cut))

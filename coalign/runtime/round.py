@@ -14,37 +14,33 @@ KINDS = {kind.__name__: kind for kind in (Stat, Max, Total)}
 
 @dataclass
 class Round:
-    """``batch`` is None where nothing had to be begun; ``aim`` is how many groups were hoped for."""
+    """``batches`` by name: `groups` (those to train on), and small ones that say something of them: `ages` (see
+    describe.group_ages), `shares` (see curriculum.pass_rates). Nothing is in it where nothing had to be begun."""
 
     version: int  # of the weights it was begun with
-    aim: int = 0
-    batch: Future | BatchRef | None = None
+    aim: int = 0  # groups hoped for
+    batches: dict[str, Future | BatchRef] = field(default_factory=dict)
     calls: Calls = field(default_factory=Calls)
-    before: Stats = field(default_factory=dict)  # metrics of its calls before a restart
+    before: Stats = field(default_factory=dict)  # metrics of what came before its calls, or before a restart
 
-    def wait(self) -> tuple[BatchRef | None, Stats]:
-        """(batch, merged metrics of its calls). Raises what a call raised."""
-        batch = self.batch.result() if isinstance(self.batch, Future) else self.batch
-        return batch, merge_stats([self.before, self.calls.stats()])
+    def wait(self) -> tuple[dict[str, BatchRef], Stats]:
+        """(batches, merged metrics of its calls). Raises what a call raised."""
+        done = {name: b.result() if isinstance(b, Future) else b for name, b in self.batches.items()}
+        return done, merge_stats([self.before, self.calls.stats()])
 
     def state_dict(self) -> dict[str, Any]:
         """Waits for it: after a restart its weights are gone."""
-        batch, stats = self.wait()
+        batches, stats = self.wait()
         coded = {name: [type(metric).__name__, *_numbers(metric)] for name, metric in stats.items()}
-        return {
-            "version": self.version,
-            "aim": self.aim,
-            "stats": coded,
-            "batch": None if batch is None else batch.fetch(),
-        }
+        fetched = {name: batch.fetch() for name, batch in batches.items()}
+        return {"version": self.version, "aim": self.aim, "stats": coded, "batches": fetched}
 
     @staticmethod
     def restored(state: dict[str, Any], cluster: Any) -> Round:
         """The round that ``state_dict`` described, finished."""
         before = {name: KINDS[kind](*numbers) for name, (kind, *numbers) in state["stats"].items()}
-        batch = state["batch"]
-        ref = None if batch is None else cluster.put(batch)
-        return Round(state["version"], state["aim"], ref, before=before)
+        batches = {name: cluster.put(batch) for name, batch in state["batches"].items()}
+        return Round(state["version"], state["aim"], batches, before=before)
 
 
 def _numbers(metric: Stat | Max | Total) -> list[float]:

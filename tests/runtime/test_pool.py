@@ -18,8 +18,8 @@ def stored(*groups: int) -> BatchRef:
     return BatchRef.of(Meta.of(batch), STORE.put(batch), STORE)
 
 
-def taken(pool: Pool, groups: int | None) -> list[int]:
-    return pool.take(groups).fetch()["tokens"].tolist()
+def taken(pool: Pool, groups: int | None, version: int = 0) -> list[int]:
+    return pool.take(groups, version).fetch()["tokens"].tolist()
 
 
 def test_the_oldest_groups_leave_first_and_whole():
@@ -31,14 +31,14 @@ def test_the_oldest_groups_leave_first_and_whole():
     assert len(pool) == 1
     assert taken(pool, 5) == [4]
     with pytest.raises(RuntimeError, match="no group"):
-        pool.take(1)
+        pool.take(1, 0)
 
 
 def test_neighbours_that_were_never_apart_are_one_part_again():
     pool = Pool(max_age=3)
     pool.add(stored(1, 1, 2, 2, 3), torch.tensor([0, 1, 2]))
     assert [ready.version for ready in pool.entries()] == [0, 1, 2]
-    assert len(pool.take(None).parts) == 1
+    assert len(pool.take(None, 2).parts) == 1
 
 
 def test_groups_beyond_the_age_are_dropped_and_counted():
@@ -46,15 +46,15 @@ def test_groups_beyond_the_age_are_dropped_and_counted():
     pool.add(stored(1, 1, 2, 3, 3), torch.tensor([0, 0, 1]))
     assert pool.expire(1) == 0
     assert pool.expire(2) == 2
-    assert taken(pool, None) == [3, 3]
+    assert taken(pool, None, 2) == [3, 3]
 
 
 def test_a_restored_pool_goes_on():
     pool, copy = Pool(2), Pool(2)
     pool.add(stored(1, 2, 2, 3), 5)
-    pool.take(1)
+    pool.take(1, 5)
     copy.restore(pool.entries())
-    assert copy.expire(7) == 0 and taken(copy, 1) == [2, 2]
+    assert copy.expire(7) == 0 and taken(copy, 1, 7) == [2, 2]
     assert copy.expire(8) == 1
 
 
@@ -63,3 +63,10 @@ def test_rows_without_groups_count_one_by_one():
     pool = Pool(0)
     pool.add(BatchRef.of(Meta.of(batch), STORE.put(batch), STORE), 0)
     assert taken(pool, 2) == [0, 1]
+
+
+def test_a_group_that_is_too_old_and_was_not_dropped_is_a_bug():
+    pool = Pool(max_age=1)
+    pool.add(stored(1), 0)
+    with pytest.raises(AssertionError):
+        pool.take(1, 2)

@@ -115,7 +115,7 @@ def test_what_a_filter_lacks_or_returns_is_named(tmp_path):
 def test_a_run_with_nothing_left_to_train_on_says_what_to_look_at(tmp_path):
     config = online(tmp_path) | {"reward": {"fn": "tests.runtime.test_sampling_control:never_differs"}}
     config |= {"filter": {"fn": "varied", "max_rounds": 2}}
-    with pytest.raises(RuntimeError, match=r"step 1: .*`varied` dropped all 8 groups of 2 roll-outs \(filter.max_rounds"):
+    with pytest.raises(RuntimeError, match=r"step 1: .*`varied` dropped all 8 groups of 2 roll-outs \(filter.max_ro"):
         run(config)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from coalign.config.errors import Conflict
 from coalign.config.schema.base import Function, Section
 
 
@@ -16,9 +17,25 @@ class RolloutConfig(Function):
     timeout: PositiveFloat = 300.0
     """Seconds an environment may take for anything but the policy's own turns; its sample then counts as failed."""
     oversample: Annotated[float, Field(ge=1.0)] = 1.0
-    """Prompts begun for each one that is trained on; once enough groups are complete the others are cut short."""
+    """Prompts begun for each one that is trained on; once enough groups are complete the others are cut short: dropped,
+    or, with `round_tokens`, carried on."""
     round_tokens: PositiveInt | None = None
-    """Partial roll-out: a response grows by at most this many tokens a step; what is unfinished goes on in the next."""
+    """Partial roll-out: a response grows by at most this many tokens in one roll-out; what is unfinished goes on in the
+    next, under newer weights."""
+    max_age: NonNegativeInt | None = None
+    """Weight versions that the oldest token of a group may lag behind the step that trains on it; older groups are
+    dropped. None: `runtime.max_staleness`, and with `round_tokens` as many more as the longest response needs, 4 at
+    least."""
+
+    @model_validator(mode="after")
+    def _only_single_turns_go_on(self) -> Self:
+        if self.round_tokens is not None and self.fn != "single_turn":
+            raise Conflict(
+                ("round_tokens",),
+                f"is set, and the environment `{self.fn}` cannot be cut in the middle of an episode: leave it out, or "
+                "use `fn: single_turn` (`oversample` works with every environment)",
+            )
+        return self
 
 
 class FilterConfig(Function):
@@ -37,12 +54,21 @@ class ReplayConfig(Function):
 
 
 class CurriculumConfig(Section):
-    """Prompts whose share of right answers is known to be outside of these bounds are passed over."""
+    """Prompts whose share of right answers is known to be outside of these bounds are passed over. It is that of the
+    samples of the run itself, and stays with the checkpoints."""
 
     low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     high: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     forget: PositiveInt | None = None
     """Steps after which a prompt is tried again; None: never."""
+    solved: float = 1.0
+    """Reward from which on an answer is right."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.low > self.high:
+            raise Conflict(("low",), f"is {self.low}, above high ({self.high})")
+        return self
 
 
 class GuardsConfig(Section):

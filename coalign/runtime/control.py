@@ -1,0 +1,65 @@
+"""From a configuration to the control over which groups a step trains on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from coalign.config.schema import RunConfig
+from coalign.data.loader import Loader
+from coalign.runtime.curriculum import Curriculum
+from coalign.runtime.environment import Control
+from coalign.runtime.filtering import filter_function
+from coalign.runtime.replay import Replay, replay_function
+
+ROUNDS = 10  # roll-outs for one step without a filter, for each round that the longest response takes
+CARRIED = 4  # weight versions that an unfinished group may be carried over at least: one that is cut takes its time
+
+
+def check_control(config: RunConfig, source: str) -> None:
+    """Refuse (ValueError) a filter, a replay or a bound on age that cannot work; ``source``: see Engine."""
+    if config.filter:
+        filter_function(config.filter)
+    if config.replay:
+        replay_function(config.replay)
+    staleness, age = config.runtime.max_staleness, config.rollout.max_age
+    if age is not None and age < staleness:
+        raise ValueError(
+            f"rollout.max_age is {age} and runtime.max_staleness {staleness}: a batch may be begun {staleness} "
+            f"versions ahead, so its tokens would be dropped for their age; make max_age {staleness} or more"
+        )
+    sections = {"curriculum": config.curriculum, "filter": config.filter, "replay": config.replay}
+    given = [name for name, section in sections.items() if section is not None]
+    if given and source != "prompts":
+        raise ValueError(
+            f"{given[0]}: `{config.algorithm}` learns from data, not from samples of a policy; leave it out"
+        )
+
+
+def rounds_of_a_response(config: RunConfig) -> int:
+    """Roll-outs that the longest response takes."""
+    if config.rollout.round_tokens is None:
+        return 1
+    return math.ceil(config.models["policy"].sampling.max_new_tokens / config.rollout.round_tokens)
+
+
+def max_age(config: RunConfig) -> int:
+    """Weight versions that the oldest token of a group may lag behind the step that trains on it."""
+    if config.rollout.max_age is not None:
+        return config.rollout.max_age
+    carried = 0 if config.rollout.round_tokens is None else max(rounds_of_a_response(config) - 1, CARRIED)
+    return config.runtime.max_staleness + carried
+
+
+def control(config: RunConfig, cluster: Any, loader: Loader) -> Control:
+    """A step takes a fixed number of groups where something decides which they are."""
+    rounds, rollout = rounds_of_a_response(config), config.rollout
+    decided = config.filter or rollout.oversample > 1 or rollout.round_tokens
+    return Control(
+        wanted=config.runtime.prompts_per_step if decided else None,
+        max_rounds=(config.filter.max_rounds if config.filter else ROUNDS) * rounds,
+        max_age=max_age(config),
+        keep=filter_function(config.filter) if config.filter else None,
+        replay=Replay(cluster, config.replay) if config.replay else None,
+        curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,
+    )

@@ -1,0 +1,103 @@
+"""Samples on their way: what a roll-out leaves unfinished, the next one goes on with; nothing is lost or done twice.
+
+With `rollout.round_tokens` a response grows by at most that many tokens in one roll-out; with `rollout.oversample` a
+roll-out ends once enough groups are complete. Complete groups are handed on. What is not complete is carried on, under
+the weights of then (its tokens keep the log-probs and versions that they were chosen with), or, without
+`round_tokens`, dropped and counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.cluster.future import BatchRef, Future
+from coalign.config.schema.rollout import RolloutConfig
+from coalign.data.batch import Batch
+from coalign.modules.rollout import begin
+from coalign.runtime.describe import oldest_versions
+from coalign.types import Max, Stats, Status, Total
+
+
+class Ledger:
+    """Keeps the unfinished groups of one policy between roll-outs. Nothing here waits for a roll-out under way, but for
+    ``carried`` and ``state_dict``."""
+
+    def __init__(self, cluster: Any, config: RolloutConfig, samples: int) -> None:
+        self.cluster = cluster
+        self.config = config
+        self.samples = samples  # of each prompt
+        self.carries = config.round_tokens is not None
+        self.since = 0  # groups with tokens of an older version than this are given up
+        self.enough: float | None = None  # the share of groups that ends the next roll-out
+        self._unfinished: BatchRef | Future | None = None
+
+    @property
+    def carried(self) -> int:
+        """Groups that the next roll-out goes on with."""
+        if self._unfinished is None:
+            return 0
+        ref: BatchRef = self.cluster.resolve(self._unfinished)
+        return len(torch.unique(ref.group)) if len(ref) else 0
+
+    def generate(self, policy: Any, prompts: BatchRef | Future) -> Future:
+        """Complete groups, of ``prompts`` and of those begun before."""
+        if not self.carries and self.config.oversample == 1:
+            return policy.generate(prompts)
+        if self._unfinished is not None:
+            options = {"samples": self.samples, "since": self.since}
+            prompts = self.cluster.transform(go_on, self._unfinished, prompts, **options)
+        out = policy.generate(prompts, round_tokens=self.config.round_tokens, enough=self.enough)
+        if self.carries:
+            self._unfinished = self.cluster.transform(unfinished_groups, out)
+        return self.cluster.transform(complete_groups, out, carried=self.carries)
+
+    def state_dict(self) -> Batch | None:
+        """The unfinished groups."""
+        return None if self._unfinished is None else self.cluster.resolve(self._unfinished).fetch()
+
+    def load_state_dict(self, state: Batch | None) -> None:
+        """Take back what ``state_dict`` gave."""
+        self._unfinished = None if state is None else self.cluster.put(state)
+
+
+def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tuple[Batch, Stats]:
+    """Samples to go on with, oldest first, and ``samples`` new ones of each prompt.
+
+    Groups with a token older than version ``since`` are given up: rollout/given_up, in groups, and its tokens.
+    """
+    _, member = torch.unique_consecutive(unfinished["group"], return_inverse=True)
+    old = (oldest_versions(unfinished, default=since) < since)[member]
+    stats = dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
+    return Batch.concat([unfinished.select(~old), begin(prompts, samples)]), stats
+
+
+def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:
+    """The groups that are at their end; without ``carried`` the others are dropped: rollout/cut."""
+    waiting = _waiting(samples)
+    stats = {} if carried else dropped(samples.select(waiting), "cut")
+    return samples.select(~waiting), stats
+
+
+def unfinished_groups(samples: Batch) -> tuple[Batch, Stats]:
+    """The groups of which a sample is not at its end, with those of their samples that are. rollout/carried: groups."""
+    rest = samples.select(_waiting(samples))
+    return rest, {"rollout/carried": Max(float(len(torch.unique(rest["group"]))))}
+
+
+def dropped(samples: Batch, why: str) -> Stats:
+    """rollout/<why>: groups that nobody trains on; rollout/<why>_tokens: what had been generated of them."""
+    return {
+        f"rollout/{why}": Total(float(len(torch.unique(samples["group"])))),
+        f"rollout/{why}_tokens": Total(float(samples["loss_mask"].sum())),
+    }
+
+
+def _waiting(samples: Batch) -> Tensor:
+    """bool[N]: the sample's group has one that is not at its end."""
+    groups, member = torch.unique(samples["group"], return_inverse=True)
+    waiting = torch.zeros(len(groups), dtype=torch.bool)
+    waiting[member[samples["status"] == Status.PARTIAL]] = True
+    return waiting[member]
