@@ -143,6 +143,8 @@ class DryModel:
         ref = self._batch("generate", prompts)
         given, sources = ref.fetch(), self.cluster.sources([ref])
         batch = _responses(given, samples or self.context.samples_per_prompt)
+        if (self.context.rollout or {}).get("fn", "single_turn") != "single_turn":
+            batch = batch.with_(turn_rewards=torch.zeros(batch.tokens_total), messages=[[] for _ in range(len(batch))])
         reads = _by_source(sources, [name for name in _columns(given) if name in batch])
         return self.cluster.answer(f"{self.name}.generate", batch, {}, reads, _columns(batch), {}, given)
 

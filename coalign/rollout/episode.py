@@ -45,6 +45,10 @@ class EpisodeOver(RuntimeError):
     """The environment went on with an episode that has been ended from outside (a timeout, or enough others)."""
 
 
+class NothingLeft(RuntimeError):
+    """The environment asked for another turn after one for which no tokens were left. That ends its episode."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What the policy said. ``text`` leaves special tokens out, ``raw`` keeps them.
@@ -157,10 +161,13 @@ class Episode:
     async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """The policy's next turn, of at most ``max_new_tokens``; ``stop``: strings that end it (None: the run's).
 
-        `max_new_tokens` of the run's sampling settings limits all turns together. Raises RenderingError for a template
-        that does not say what messages add, ValueError for an opening that leaves no room for a token.
+        `max_new_tokens` of the run's sampling settings limits all turns together; once nothing is left there is one
+        empty turn (TRUNCATED), then NothingLeft. Raises RenderingError for a template that does not say what messages
+        add, ValueError for an opening that leaves no room for a token.
         """
         self._check()
+        if self._answer == []:
+            raise NothingLeft(f"group {self.group}, index {self.index} has used all its tokens")
         if self._generating:
             raise RuntimeError("an episode generates one turn at a time")
         fresh = self._unread()

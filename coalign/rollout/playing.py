@@ -60,7 +60,10 @@ async def self_play(
     a group start from the same position. Needs an even `runtime.samples_per_prompt`.
     """
     if len(group) % 2:
-        raise ValueError(f"self_play pairs the samples of a prompt, and there are {len(group)}; make them even")
+        raise ValueError(
+            f"self_play pairs the samples of a prompt, and there are {len(group)}: make runtime.samples_per_prompt "
+            "(and runtime.eval_samples) even"
+        )
     sides = [
         (_Player(first, 0, tries), _Player(second, 1, tries))
         for first, second in zip(group[::2], group[1::2], strict=True)

@@ -6,12 +6,15 @@ are in the log already, are never made from text again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from coalign.data.messages import Message
 from coalign.data.templates import ChatTemplate, Template, Tools
 
-_SAID = "stand-in"  # what the stand-in's assistant says
+_SAID = "stand-in"
+# Some templates (Qwen3's) render an answer without reasoning in another way once it is no longer the last message.
+_ANSWERS = (_SAID, f"<think>\n{_SAID}\n</think>\n\n{_SAID}")
 
 
 class RenderingError(ValueError):
@@ -24,6 +27,8 @@ class Rendering:
     def __init__(self, template: Template) -> None:
         self.template = template
         self.tokenizer: Any = template.tokenizer
+        added = self.tokenizer.added_tokens_decoder.items()
+        self._special = {i for i, token in added if token.special} | {self.tokenizer.eos_token_id}
 
     def opening(self, messages: list[Message], tools: Tools | None) -> list[int]:
         """The tokens after which the policy's first turn comes. BadRow where the template refuses."""
@@ -33,7 +38,7 @@ class Rendering:
         """A text as it is."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def following(self, answer: list[int], messages: list[Message], tools: Tools | None) -> list[int]:
+    def following(self, answer: Sequence[int], messages: list[Message], tools: Tools | None) -> list[int]:
         """What comes between the policy's turn ``answer`` and its next one, when ``messages`` are said.
 
         First what the template puts at the end of an assistant's turn and the answer does not hold yet, then the
@@ -45,23 +50,44 @@ class Rendering:
                 "data.chat_template: none has no form for a second message; set a template (or append plain text with "
                 "`episode.write`)"
             )
-        alone = template.render(_stand_in([]), tools)
-        end = alone[alone.rindex(_SAID) + len(_SAID) :]
-        before = template.render(_stand_in(messages), tools)
-        after = template.render(_stand_in(messages) + messages, tools, generation_prompt=True)
-        if not after.startswith(before):
-            raise RenderingError(
-                "the chat template renders earlier turns differently when more messages follow, so what they add to "
-                "the tokens is not defined; set data.chat_template to one that leaves earlier turns as they are"
-            )
-        ending = self.text(end)
-        missing = ending[ending.index(answer[-1]) + 1 :] if answer and answer[-1] in ending else ending
-        return missing + self.text(after[len(before) :])
+        for said in _ANSWERS:
+            before = self.text(template.render(_stand_in(said, messages), tools))
+            after = self.text(template.render(_stand_in(said, messages) + messages, tools, generation_prompt=True))
+            same = _common(before, after)
+            if self._ends_a_text(before[same:]):
+                return self._continued(list(answer), self._ending(before[:same], tools), after[same:])
+        raise RenderingError(
+            "the chat template renders earlier turns differently when more messages follow, so what they add to the "
+            "tokens is not defined; set data.chat_template to one that leaves earlier turns as they are"
+        )
+
+    def _ends_a_text(self, tokens: Sequence[int]) -> bool:
+        """Whether there is nothing but what a template may put at the end of everything (an end-of-text token)."""
+        return not self.tokenizer.decode([t for t in tokens if t not in self._special]).strip()
+
+    def _ending(self, before: list[int], tools: Tools | None) -> list[int]:
+        """How the assistant's turn ends at the end of ``before``, after what is said in it."""
+        text = self.template.render(_stand_in(_SAID, []), tools)
+        usual = self.text(text[text.rindex(_SAID) + len(_SAID) :])
+        length = max(n for n in range(len(usual) + 1) if before[len(before) - n :] == usual[:n])
+        return usual[:length]
+
+    def _continued(self, answer: list[int], ending: list[int], added: list[int]) -> list[int]:
+        """``ending`` and ``added`` without what the answer has of them. Its last token, if it is a special one, ends
+        the turn whether or not it is the template's (a tool call may have one of its own)."""
+        if not answer or answer[-1] not in self._special:
+            return ending + added
+        if answer[-1] in ending:
+            return ending[ending.index(answer[-1]) + 1 :] + added
+        if added[:1] == answer[-1:]:  # the end of a turn is the beginning of the next one's header
+            return added[1:]
+        last = max((i for i, token in enumerate(ending) if token in self._special), default=-1)
+        return ending[last + 1 :] + added
 
 
-def _stand_in(messages: list[Message]) -> list[Message]:
+def _stand_in(said: str, messages: list[Message]) -> list[Message]:
     """A conversation that ``messages`` may follow: with a call for each result of a tool among them."""
-    answer: Message = {"role": "assistant", "content": _SAID}
+    answer: Message = {"role": "assistant", "content": said}
     results = [m for m in messages if m["role"] == "tool"]
     if results:
         answer["tool_calls"] = [
@@ -73,3 +99,8 @@ def _stand_in(messages: list[Message]) -> list[Message]:
             for i, result in enumerate(results)
         ]
     return [{"role": "user", "content": "-"}, answer]
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

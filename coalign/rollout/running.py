@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from coalign.rollout.clock import Clock
-from coalign.rollout.episode import Episode
+from coalign.rollout.episode import Episode, NothingLeft
 from coalign.types import Status
 
 _GRACE = 10.0  # seconds beyond an environment's timeout after which its event loop counts as blocked
@@ -126,7 +126,7 @@ class EnvironmentBatch:
             where = "".join(traceback.format_stack(sys._current_frames()[self.loop.thread.ident]))
             raise EnvironmentBlocked(
                 f"an environment has blocked its event loop for {self.environment.timeout:g} s: it must await whatever "
-                f"takes time (coalign.rollout.in_thread for plain functions). It is here:\n{where}"
+                f"takes time (coalign.rollout.threads.in_thread for plain functions). It is here:\n{where}"
             )
         self.loop.news.clear()
 
@@ -155,6 +155,8 @@ class EnvironmentBatch:
         except asyncio.CancelledError as error:
             if call in self._tasks:  # nobody here did that
                 call.fail("cancelled", error)
+        except NothingLeft:
+            pass  # it has gone on after its last turn; there is no more to come
         except (Exception, SystemExit) as error:
             call.fail(type(error).__name__, error)
         self._settle(call, Status.ERROR if call.error else None)

@@ -57,6 +57,13 @@ def test_generate_gives_the_columns_of_the_design(cluster):
     assert len(cluster.models["policy"].generate(standins.prompts(), samples=1).result()) == 2
 
 
+def test_episodes_have_rewards_of_their_turns(cluster):
+    context = Context(samples_per_prompt=2, rollout={"fn": "tool_use"})
+    cluster.spawn("player", ModelConfig(module="native"), context)
+    out = cluster.models["player"].generate(standins.prompts()).result().fetch()
+    assert len(out["turn_rewards"]) == out.tokens_total and len(out["messages"]) == len(out)
+
+
 def test_scorers_add_the_column_of_their_head(cluster):
     given = standins.conversations()
     columns = {name: cluster.models[name].forward_step(given).result() for name in ("reference", "critic", "reward")}

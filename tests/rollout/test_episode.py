@@ -73,14 +73,16 @@ def test_a_turn_that_was_cut_is_closed_as_the_template_closes_turns():
 def test_all_turns_share_the_budget():
     async def greedy(one):
         turns = [await one.generate(max_new_tokens=6)]
-        for _ in range(3):
+        one.lengths = []
+        while True:
             one.say({"role": "user", "content": "More"})
             turns.append(await one.generate(max_new_tokens=6))
-        one.lengths = [len(turn.tokens) for turn in turns]
+            one.lengths = [len(turn.tokens) for turn in turns]
 
     one = played(greedy, episode(*["x" * 20] * 3, max_new_tokens=10))
-    assert one.lengths == [6, 4, 0, 0]
-    assert one.status == Status.TRUNCATED
+    assert one.lengths == [6, 4, 0]  # and going on after that is the end
+    assert one.status == Status.TRUNCATED and one.counts["turns"] == 2
+    assert not one.log.loss_mask[one.prompt_length - 1] and one.log.loss_mask[-1]  # what nobody could read is left out
     assert [asked["limit"] for asked in one._policy.asked] == [6, 4]
 
 
