@@ -25,7 +25,7 @@ class Term:
 
 
 def combine(values: Tensor, group: Tensor, terms: Sequence[Term], seen: Mapping[str, Moments]) -> Tensor:
-    """The sum over terms of weight * clip(normalise(value)): f32[N].
+    """The sum over terms of weight * clip(normalise(value)): f64[N].
 
     values [terms, N], finite where the term has weight; group i64[N], in any order. A value is normalised to
     (value - mean) / (std + 1e-6), of this batch, of its group (2601.05242: before the sum, so that no part drowns the
@@ -42,7 +42,7 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[Term], seen: Mapping[
             moments = seen[term.name] if term.normalise == "running" else moments_of(own)
             own = (own - moments.mean) / (moments.std + EPS)
         total += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
-    return total.float()
+    return total
 
 
 def moments_of(values: Tensor) -> Moments:

@@ -12,13 +12,14 @@ from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader, build_loader
 from coalign.data.reader import RowReader
+from coalign.data.texts import read_samples
 from coalign.modules.native import NativeModule
 from coalign.runtime import fingerprint
 from coalign.runtime.display import Display
 from coalign.runtime.judges import Answer, Judge, open_judge
 from coalign.runtime.partial import Partial, Record, Unkept
 from coalign.runtime.scoring import entries, summary, tell
-from coalign.types import Context, Status
+from coalign.types import Context, Sample, Status
 
 # Sequences that are generated, and kept, together, for each one that is decoded at once: with fewer, more of the time
 # goes into waiting for the longest; with more, a killed call loses more.
@@ -105,19 +106,18 @@ def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Any) -
         finished = now
 
     out = module.generate(prompts, samples=samples, progress=progress)
-    return [_record(row, module.tokenizer) for row in out.rows()]
+    return [_record(sample) for sample in read_samples(out, module.tokenizer)]
 
 
-def _record(row: dict[str, Any], tokenizer: Any) -> Record:
-    tokens, start = row["tokens"], int(row["prompt_length"])
+def _record(sample: Sample) -> Record:
     return {
-        **row["rows"],
-        "response": tokenizer.decode(tokens[start:], skip_special_tokens=True, clean_up_tokenization_spaces=False),
-        "group": int(row["group"]),
-        "index": int(row["index"]),
-        "status": Status(int(row["status"])).name.lower(),
-        "tokens": len(tokens) - start,
-        "logprob": float(row["rollout_logprobs"].sum()),
+        **sample.meta,
+        "response": sample.response,
+        "group": sample.group,
+        "index": sample.index,
+        "status": sample.status.name.lower(),
+        "tokens": int(sample.loss_mask.sum()),
+        "logprob": float(sample.logprobs.sum()),
     }
 
 

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
+from coalign.algorithms.combining import combine
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.retokenize import Reader
 from coalign.modules.reward import reward_functions
 from coalign.rewards.calls import Caller, Failure, RewardError
+from coalign.runtime.rewarding import terms_of
 from coalign.types import Context, Sample
 
 
@@ -74,7 +76,7 @@ class FunctionJudge:
         """Raises ValueError (ConfigError) for a function that is not there or gets wrong arguments."""
         self.failed: Counter[str] = Counter()
         self.first = ""
-        self._functions = reward_functions(config.reward)
+        self._functions, self._terms = reward_functions(config.reward), terms_of(config.reward)
         self.compares = [function.name for function in self._functions if function.takes == "group"]
         self._caller = Caller()
         self._scored = False
@@ -95,14 +97,14 @@ class FunctionJudge:
         self._caller.close()
 
     def _verdict(self, outcomes: Sequence[Any], answer: Answer) -> Verdict:
-        total, parts = 0.0, {}
-        for function, outcome in zip(self._functions, outcomes, strict=True):
-            if not isinstance(outcome, Failure):
-                parts[function.name] = outcome["reward"]
-                total += function.weight * outcome["reward"]
-            elif function.weight:
-                return Verdict(None, parts, self._noted(function.name, outcome, answer))
-        return Verdict(total, parts if len(self._functions) > 1 else {})
+        by_name = {term.name: outcome for term, outcome in zip(self._terms, outcomes, strict=True)}
+        parts = {name: outcome["reward"] for name, outcome in by_name.items() if not isinstance(outcome, Failure)}
+        lacking = [term.name for term in self._terms if term.weight and term.name not in parts]
+        if lacking:
+            return Verdict(None, parts, self._noted(lacking[0], by_name[lacking[0]], answer))
+        values = torch.tensor([[parts.get(term.name, 0.0)] for term in self._terms], dtype=torch.float64)
+        total = combine(values, torch.zeros(1, dtype=torch.int64), self._terms, {})
+        return Verdict(total.item(), parts if len(self._terms) > 1 else {})
 
     def _noted(self, name: str, failure: Failure, answer: Answer) -> str:
         why = f"{failure.reason}: {type(failure.error).__name__}: {failure.error}"

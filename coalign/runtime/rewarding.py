@@ -35,7 +35,7 @@ class Reward:
         self._cluster = cluster
         self._models = models
         self._parts = parts
-        self._terms = [Term(part.called, part.weight, part.normalise, part.clip) for part in parts]
+        self._terms = terms_of(parts)
         self._running = _running(self._terms)
         self._seen: BatchRef | Future | None = self._remember({}) if self._running else None
 
@@ -96,7 +96,7 @@ def combine_rewards(
     columns = {into: torch.full((len(out),), float("nan"))}
     columns |= {f"{into}/{term.name}": own for term, own in zip(terms, judged.values, strict=True)}
     for rows, scale in ((judged.whole & judged.training, terms), (judged.whole & ~judged.training, _plain(terms))):
-        columns[into][rows] = combine(judged.values[:, rows], out["group"][rows], scale, seen)
+        columns[into][rows] = combine(judged.values[:, rows], out["group"][rows], scale, seen).float()
     status = out["status"].masked_fill(judged.rows & ~judged.whole, int(Status.ERROR))
     return Batch(out.lengths, {}, {**columns, "status": status}), judged.stats(terms, into)
 
@@ -149,6 +149,11 @@ class Judged:
                 stats[f"{into}/{term.name}/mean"] = Stat.of(there)
                 stats[f"{into}/{term.name}/std"] = Stat(there.double().std(unbiased=False).item())
         return stats
+
+
+def terms_of(parts: Sequence[RewardConfig]) -> list[Term]:
+    """How the parts of a reward are combined."""
+    return [Term(part.called, part.weight, part.normalise, part.clip) for part in parts]
 
 
 def reward_parts(config: RunConfig) -> list[RewardConfig]:

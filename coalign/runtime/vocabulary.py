@@ -69,7 +69,8 @@ def _chat_template(directory: Path) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     file = directory / "tokenizer_config.json"
-    return json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    return json.dumps(template) if isinstance(template, list) else template  # several by name
 
 
 def _bytes(file: Path) -> bytes | None:

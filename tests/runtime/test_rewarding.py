@@ -18,6 +18,7 @@ from coalign.rewards.calls import RewardError
 from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import check
 from coalign.runtime.display import Display
+from coalign.runtime.inference import evaluate
 from coalign.runtime.rewarding import Reward, combine_rewards, reward_models
 from coalign.types import Context, Stat, Status, Total
 from tests.runs import metrics, run, settings, weights_hash
@@ -223,6 +224,7 @@ def loaded(config, *overrides):
         (["reward[1].clip=0.0"], r"reward\[1\].clip: is 0.0; expected a number above 0"),
         (["reward[0].steep=1"], r"reward\[0\].steep: unknown argument"),
         (["reward={fn: math}"], r"models.kind: `grpo` has no such model"),
+        (["models.reward={head: reward}"], r"models.reward: is not among the parts of `reward`"),
         (["runtime.colocation=[[policy, reward]]"], r"there is no model 'reward'"),
     ],
 )
@@ -272,6 +274,13 @@ def test_a_run_with_two_models_and_a_function(tmp_path):
     assert evaluated["eval/mean"] == pytest.approx(2.0 * parts[0] + parts[1] + 0.5 * parts[2], abs=1e-5)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert set(samples[0]["rewards"]) == {"digits", "kind", "terse"} and "<|im_end|>" not in samples[0]["response"]
+
+
+def test_evaluation_asks_the_same_parts(tmp_path, capsys):
+    config = two_judges(tmp_path)
+    evaluate(loaded(config), None, Display())
+    shown = capsys.readouterr().out
+    assert all(f"eval/reward/{name}/mean" in shown for name in ("digits", "kind", "terse"))
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

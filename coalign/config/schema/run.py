@@ -92,6 +92,8 @@ class RunConfig(Section):
                 f"models.{reward.model} scores nothing: its head is `{self.models[reward.model].head}` (a reward "
                 "model has `head: reward`, a judge has `judge`)",
             )
+        if self.reward and "reward" in self.models and all(reward.model != "reward" for reward in self.reward):
+            raise Conflict(("models", "reward"), "is not among the parts of `reward`; list it: {model: reward}")
         return self
 
     @model_validator(mode="after")
