@@ -11,7 +11,8 @@ Item = TypeVar("Item")
 
 
 class Batches(Generic[Item]):
-    """``await batches(item)`` is the item's part of what ``run([items])`` returns, one result for each, in order.
+    """``await batches(item)`` is the item's part of what ``run([items])`` returns, one result for each, in order
+    (ValueError for another number).
 
     Nothing waits for a batch to fill: items that come in the same turn of the event loop, or while ``at_once`` batches
     run, share one of at most ``size``. A result that is an exception is raised to its caller only; what ``run`` raises,
@@ -53,6 +54,8 @@ class Batches(Generic[Item]):
     async def _settle(self, batch: list[tuple[Item, asyncio.Future[Any]]]) -> None:
         try:
             results = await self._run([item for item, _ in batch])
+            if len(results) != len(batch):
+                raise ValueError(f"{len(results)} results for {len(batch)} items")
         except Exception as error:
             results = [error] * len(batch)
         for (_, waiting), result in zip(batch, results, strict=True):

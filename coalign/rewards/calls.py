@@ -35,7 +35,7 @@ class GiveUp(RuntimeError):
 class TryLater(RuntimeError):
     """Raised by a function that knows how many seconds to wait before it is called again."""
 
-    def __init__(self, message: str, seconds: float) -> None:
+    def __init__(self, message: str, seconds: float = 0.0) -> None:
         super().__init__(message)
         self.seconds = seconds
 

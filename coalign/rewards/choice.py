@@ -12,9 +12,9 @@ from coalign.rewards.rules import truth
 from coalign.types import Sample
 
 _DECORATION = r"[\s*_$`\"'(\[{<]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{\s*)*[\s*_$`\"'(\[{<]*"
+_SAYS = r"[*_]{0,3}(?:\s+is\b[*_]{0,3}\s*:?|\s*[:=])"  # bold may end on either side of the colon
 _MARK = re.compile(
-    r"####|\\boxed(?=\s*\{)|\b(?:final|correct|best|right|the)\s+(?:answer|option|choice)(?:\s+is\b)?\s*[:=]?"
-    r"|\b(?:answer|option|choice)(?:\s+is\b\s*:?|\s*[:=])",
+    rf"####|\\boxed(?=\s*\{{)|\banswer{_SAYS}|\b(?:correct|right|best|final)\s+(?:option|choice){_SAYS}",
     re.IGNORECASE,
 )
 _LONGEST = 200  # characters behind a mark
@@ -28,8 +28,8 @@ def multiple_choice(
     The truth is one of ``choices`` (`B`, `(B)`, `B. Paris`), or an index from 0 if the row has a whole number. The
     prediction is read after `</think>`, by this policy:
 
-    1. the letter right behind the last mark that has one: `####`, `\\boxed{}`, "the answer is", "Answer:", "correct
-       option is", with or without brackets, quotes, bold;
+    1. the letter right behind the last mark that has one: `####`, `\\boxed{}`, "answer is", "answer:", "correct (right,
+       best, final) option is" or "choice is", with or without brackets, quotes, bold;
     2. without such a mark, a last line that holds nothing but a letter (`B`, `(b)`, `**B.**`), or that begins with one
        and a bracket or full stop (`B) Paris`);
     3. else none. Nor does a letter count that further letters follow ("A or B", "A, C"), that is a word ("A train"), or

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -208,8 +209,12 @@ def _numbers(logs: Any, expected: int) -> dict[str, list[float]]:
     return {
         name: values
         for name, values in (logs.items() if isinstance(logs, dict) else ())
-        if isinstance(values, list) and len(values) == expected and all(isinstance(v, int | float) for v in values)
+        if isinstance(values, list) and len(values) == expected and all(map(_is_number, values))
     }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _authorization(variable: str | None) -> dict[str, str]:

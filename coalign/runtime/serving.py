@@ -34,11 +34,13 @@ def serve(config: ServeConfig, display: Display) -> None:
     Raises ValueError for a judge that cannot be opened or serve single responses, OSError if the port is taken.
     """
     key = _key(config.api_key_env)
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((config.host, config.port))  # a port that is taken is told before a model loads
     judge = open_judge(config)
     if judge.compares:
         raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.create_server((config.host, config.port), family=family)
+    listener.listen()
     host, port = listener.getsockname()[:2]
     what = config.reward_model or ", ".join(reward.called for reward in config.reward)
     display.note(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}/get_reward")

@@ -102,19 +102,21 @@ def test_samples_travel_in_batches_and_come_back_in_order(caller, service):
 
 
 def test_no_more_requests_at_once_than_allowed(caller, service):
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, full = 0, 0, threading.Lock(), threading.Event()
 
     def slow(body):
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.02)
+            if running == 3:
+                full.set()
+        assert full.wait(60)  # the first ones, until there are three
         with lock:
             running -= 1
         return lengths(body)
 
-    score(caller, remote(service(answer=slow), batch_size=1, concurrency=3))
+    score(caller, remote(service(answer=slow), batch_size=1, concurrency=3, timeout=90))
     assert most == 3
 
 
@@ -199,7 +201,7 @@ def test_retry_after_is_honoured(caller, service, status, form):
     server = service((status, {}, {"Retry-After": after}))
     begun = time.monotonic()
     assert rewards(score(caller, remote(server, retries=1), SAMPLES[3:4])) == [3.0]
-    assert 0.9 <= time.monotonic() - begun < 30
+    assert time.monotonic() - begun >= 0.9
 
 
 def test_a_strange_retry_after_is_no_reason_to_fail(caller, service):
@@ -247,7 +249,7 @@ def test_services_are_taken_in_turn(caller, service):
 
 def test_the_circuit_opens_says_why_and_closes_again(caller, service, caplog):
     server = service(*[(500, {"error": "down"}, {})] * 3)
-    function = remote(server, open_after=3, pause=0.5, batch_size=1, concurrency=1)
+    function = remote(server, open_after=3, pause=30, batch_size=1, concurrency=1)
     with caplog.at_level(logging.WARNING):
         outcomes = score(caller, function, SAMPLES[:8])
     assert rewards(outcomes) == ["raised"] * 8 and len(server.bodies) == 3
@@ -255,8 +257,9 @@ def test_the_circuit_opens_says_why_and_closes_again(caller, service, caplog):
     assert "the circuit is open, no request was made" in last and "3 failures in a row" in last
     assert server.url in last and 'answered 500: {"error": "down"}' in last
     assert caplog.text.count("no requests for") == 1
-    time.sleep(0.6)
-    assert rewards(score(caller, function, SAMPLES[:8])).count("raised") == 0
+    (breaker,) = function.fn._services.values()
+    breaker._clock = lambda: time.monotonic() + 30
+    assert rewards(score(caller, function, SAMPLES[:8])) == [float(i) for i in range(8)]
 
 
 def test_while_one_service_rests_the_others_work(caller, service):
