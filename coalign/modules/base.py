@@ -177,7 +177,8 @@ class TrainableModule(Module):
         `learns_after` calls.
 
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained and
-        the loss's own statistics as loss/<name>. ``loss`` names another loss than the configured one.
+        the loss's own statistics as loss/<name>; loss/not_finite counts updates skipped for their gradient, if any.
+        ``loss`` names another loss than the configured one.
 
         ``ptx`` holds rows of other data, cut into parts for the updates as ``batch`` is: each adds ``ptx_coef`` times
         the mean negative log-likelihood of its tokens (2203.02155, equation 2), which loss/ptx reports.
@@ -241,6 +242,8 @@ class TrainableModule(Module):
             "loss/skipped_updates": Total(first * (not finite)),
             "tokens/trained": Total(float(trained(batch).sum())),
         }
+        if not finite:
+            step["loss/not_finite"] = Total(first)
         return merge_stats([step, *seen])
 
     def _mix_in(self, batch: Batch, coef: float) -> Stats:

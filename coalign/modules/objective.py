@@ -26,7 +26,7 @@ FIELDS = {
     "old_values": "values",
 }
 
-OWN_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates"}
+OWN_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
 
 
 class Objective:

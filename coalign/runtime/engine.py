@@ -45,6 +45,7 @@ class Engine:
         self.tokens = 0  # that the main model was trained on
         self.last = 0
         self.stop: str | None = None  # why the loop should end before its last step
+        self.healthy = True  # whether the last step was (coalign.runtime.guards)
         self.late: Stats = {}  # metrics that came up after their step was recorded: they go into the next one's
         self.phase: Callable[[str], None] = lambda text: None  # told what the loop is waiting for
         self.ledger = Ledger(cluster, config.rollout, config.runtime.samples_per_prompt)
@@ -164,7 +165,10 @@ class Engine:
                 raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
             self.step += 1
             self.tokens += int(training.get("tokens/trained", Total(0.0)).value)
-            stats = merge_stats([self.late, rollout, training, self.trainers.sync(self.step)])
+            stats = merge_stats([self.late, rollout, training])
+            if any(hook.refuses(self, stats, batch) for hook in self.hooks):
+                continue  # before anyone generates with such weights
+            stats = merge_stats([stats, self.trainers.sync(self.step)])
             self.late = {}
             self.after_step(stats)
             stats |= pace(stats, time.perf_counter() - begun)

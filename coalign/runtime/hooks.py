@@ -20,9 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class Hook:
-    """Does nothing at each of the four moments. Hooks run in order and may add to ``stats``."""
+    """Does nothing at each of the five moments. Hooks run in order and may add to ``stats``."""
 
     def begin(self, engine: Engine) -> None: ...
+
+    def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
+        """Whether the step just trained is to be forgotten: then nobody gets its weights, and no other hook sees it."""
+        return False
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None: ...
 

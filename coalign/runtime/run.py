@@ -17,6 +17,7 @@ from coalign.runtime.checkpoint import Checkpoints, verify
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.runtime.folder import RunFolder
+from coalign.runtime.guards import UNHEALTHY, Guards
 from coalign.runtime.hooks import EarlyStop, Evaluate, Hook
 from coalign.runtime.plots import plot_run
 from coalign.runtime.recording import Record
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, display: Display) -> int:
-    """Train as the configuration says; returns the exit code (0, or 128 + the signal that ended the run)."""
+    """Train as the configuration says; returns the exit code: 0, 3 if the run's guards ended it (runtime.guards), or
+    128 + the signal that did."""
     prepare(config)
     folder = RunFolder(config.output)
     with _logged(folder, display):
@@ -47,7 +49,8 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
     save = Save(checkpoints, config.runtime.save_every, config.runtime.best, config.runtime.best_mode)
     record = Record(folder, display, config)
-    engine.hooks = [*_evaluation(engine, record), record, save]
+    guards = Guards(config.runtime.guards, folder, checkpoints, record.write)
+    engine.hooks = [guards, *_evaluation(engine, record), record, save]
     if (found := _resume_from(config, checkpoints)) is not None:
         restore(engine, found)
         log.info("continuing from %s", found)
@@ -63,6 +66,8 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     if config.runtime.plots:
         plot_run(folder.path)
     display.finish(folder.path)
+    if guards.ended:
+        return UNHEALTHY
     return 128 + caught[0] if caught else 0
 
 

@@ -33,7 +33,7 @@ def fill(engine: Engine, directory: Path) -> None:
         "algorithm": engine.config.algorithm,
         "loader": environment.pop("loader"),
         "ptx": engine.ptx_loader.state_dict() if engine.ptx_loader else None,
-        "rewards": engine.rewards.state_dict() if engine.rewards else None,
+        "rewards": engine.rewards.state_dict() if engine.rewards else {},
         "recipe": engine.state_dict(),
         "hooks": {type(hook).__name__: hook.state_dict() for hook in engine.hooks},
     }
@@ -54,26 +54,43 @@ def fill(engine: Engine, directory: Path) -> None:
 
 def restore(engine: Engine, directory: Path) -> None:
     """Continue from a checkpoint, hooks included. ValueError if it is of another recipe or of other data."""
-    state = json.loads((directory / "state.json").read_text())
+    state = _read(directory)
     if state["algorithm"] != engine.config.algorithm:
         raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{engine.config.algorithm}`")
     if (state["ptx"] is None) != (engine.ptx_loader is None):
         there, here = ("with", "without") if state["ptx"] else ("without", "with")
         raise ValueError(f"{directory} is of a run {there} `ptx`; this one is {here} it")
-    loads = [engine.models_running[name].load(str(directory / "models" / name)) for name in engine.learning]
-    for load in loads:
-        load.result()
-    engine.step, engine.tokens = state["step"], state["tokens"]
+    _learn_again(engine, directory, state)
     environment = _batches(torch.load(directory / "buffer.pt", weights_only=True))
     engine.environment.load_state_dict({"loader": state["loader"], **environment}, engine.step)
     if engine.ptx_loader:
         engine.ptx_loader.load_state_dict(state["ptx"])
-    if engine.rewards:
-        engine.rewards.load_state_dict(state["rewards"])
-    engine.load_state_dict(state["recipe"])
     for hook in engine.hooks:
         if saved := state["hooks"].get(type(hook).__name__):
             hook.load_state_dict(saved)
+
+
+def rewind(engine: Engine, directory: Path) -> None:
+    """Take back all that was learned since a checkpoint of this run, and go on from its step with data not drawn yet.
+    Samples made since are forgotten, also those under way; hooks keep what they know."""
+    _learn_again(engine, directory, _read(directory))
+    engine.environment.restart(engine.step)
+    engine.trainers.sync(engine.step)
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "state.json").read_text())
+
+
+def _learn_again(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
+    """The models that learn, the recipe, and how far they had come."""
+    loads = [engine.models_running[name].load(str(directory / "models" / name)) for name in engine.learning]
+    for load in loads:
+        load.result()
+    engine.step, engine.tokens = state["step"], state["tokens"]
+    if engine.rewards:
+        engine.rewards.load_state_dict(state["rewards"])
+    engine.load_state_dict(state["recipe"])
 
 
 def _plain(value: Any) -> Any:
@@ -99,6 +116,8 @@ def _batches(value: Any) -> Any:
 class Save(Hook):
     """Takes a checkpoint every ``every`` steps, at the end, and when the loop is asked to stop.
 
+    None of an unhealthy step (coalign.runtime.guards), unless the run ends there.
+
     A checkpoint that cannot be written does not end the run: it goes on with the last good one and says so. Whatever
     the reason: writers of tensors report a full disk by errors of their own. Only the first checkpoint (a run that
     cannot save should not go on) and the last one must succeed.
@@ -114,10 +133,11 @@ class Save(Hook):
 
     def after_step(self, engine: Engine, stats: Stats, batch: Any) -> None:
         last = engine.complete or engine.stop is not None
-        if self.metric and self.metric in stats and self._is_best(stats[self.metric].value):
+        if engine.healthy and self.metric in stats and self._is_best(stats[self.metric].value):
             self.best = (stats[self.metric].value, engine.step)
         best_now = self.best is not None and self.best[1] == engine.step
-        if not (last or best_now or (self.every and engine.step % self.every == 0)):
+        due = best_now or (self.every and engine.step % self.every == 0)
+        if not (last or (due and engine.healthy)):
             return
         try:
             self.checkpoints.write(engine.step, lambda directory: fill(engine, directory))

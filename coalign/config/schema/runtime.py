@@ -103,6 +103,12 @@ class RuntimeConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rolling_back_needs_checkpoints(self) -> Self:
+        if self.guards.action == "rollback" and not self.save_every:
+            raise Conflict(("guards", "action"), "is `rollback`, to the last checkpoint: set runtime.save_every")
+        return self
+
+    @model_validator(mode="after")
     def _each_model_in_one_group(self) -> Self:
         first: dict[str, int] = {}
         for index, group in enumerate(self.colocation):
