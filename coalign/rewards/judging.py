@@ -29,6 +29,8 @@ class Judging(Protocol):
         """The reward of each response, from the verdicts on the group's questions in their order; None: it has none."""
 
 
+NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
 GRADE = """Grade how well the response answers the user.
 
 <user>
@@ -87,8 +89,10 @@ class Pointwise:
 
     def verdict(self, answer: str) -> float | None:
         found = self.pattern.findall(answer)
-        grade = float(found[-1]) if found else self.low - 1
-        return (grade - self.low) / (self.high - self.low) if self.low <= grade <= self.high else None
+        if not found or not NUMBER.fullmatch(found[-1]):
+            return None
+        share = (float(found[-1]) - self.low) / (self.high - self.low)
+        return share if 0.0 <= share <= 1.0 else None
 
     def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
         return list(verdicts)

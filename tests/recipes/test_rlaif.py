@@ -42,7 +42,7 @@ def test_pairs_of_online_dpo_from_a_judge_that_compares(tmp_path):
     config = configuration(tmp_path, "online_dpo", judge="pairwise", steps=1)
     run(config)
     (line,) = metrics(config)
-    assert line["reward/mean"] == 0.5  # the shares of comparisons won
+    assert line["reward/mean"] == pytest.approx(0.5)  # the shares of comparisons won
     assert line["reward/judge/verdict"] == 0.5  # this judge does not mind who comes first
     assert line["pairs/count"] + line["pairs/tied"] == 4 and line["pairs/count"] > 0
 
@@ -52,7 +52,7 @@ def test_a_real_model_judges(tmp_path):
     config = configuration(tmp_path, steps=1)
     config["models"]["judge"] |= {
         "module": "judge",
-        "judge": {"fn": "pointwise", "template": "{response}", "low": 0, "high": 9, "pattern": r"(\d|$)"},
+        "judge": {"fn": "pointwise", "template": "{response}", "pattern": r"never(\d)"},
         "sampling": {"max_new_tokens": 4},
     }
     with pytest.raises(Exception, match="no response could be judged: 16 of 16 questions to the judge have no verdict"):

@@ -40,6 +40,11 @@ def test_grades_have_a_scale_of_ones_own():
     assert all(part in question[0]["content"] for part in ("How far is the moon?", "Far.", "0 (useless)", "5 (could"))
 
 
+def test_a_grade_in_words_is_none():
+    judging = Pointwise(pattern=r"grade: (\w*)")
+    assert [judging.verdict(f"Grade: {said}") for said in ("10", "ten", "")] == [1.0, None, None]
+
+
 def test_the_prompt_is_shown_as_people_read_it():
     (question,) = Pointwise().ask([sample("Far.", prompt="<|im_start|>user", row={"prompt": "Moon?"})])
     assert "Moon?" in question[0]["content"] and "im_start" not in question[0]["content"]
