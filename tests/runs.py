@@ -7,12 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.tiny import tiny_model_dir
 
 ROOT = Path(__file__).resolve().parents[1]
+MARK = "COALIGN_TEST_RUN"  # in the environment of every process of a run that `command` started
 
 
 def digits(sample: Any) -> float:
@@ -106,11 +110,21 @@ def command(config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "coalign.cli", "train", str(path), *overrides],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: config["output"]},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def processes_of(config: dict[str, Any]) -> list[psutil.Process]:
+    """What `command` started and what that started in turn, Ray's daemons and workers included, wherever they hang."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == config["output"]:
+                found.append(process)
+    return found
 
 
 def metrics(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,14 +1,12 @@
 """Whole runs in processes of their own: killed, interrupted, on Ray."""
 
-import os
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.runs import command, metrics, run, settings, weights_hash
+from tests.runs import command, metrics, processes_of, run, settings, weights_hash
 
 
 def wait_for_step(process, config, step, seconds=90):
@@ -69,10 +67,6 @@ def test_an_error_is_one_message_and_an_exit_code(tmp_path):
 pytest.importorskip("ray")
 
 
-def children():
-    return {p.pid for p in psutil.process_iter(["cmdline"]) if any("ray" in part for part in p.info["cmdline"] or [])}
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("algorithm", "workers"),
@@ -87,16 +81,15 @@ def test_ray_gives_the_weights_of_one_process(tmp_path, algorithm, workers):
     config["data"].pop("eval")
     run(config)
     there = config | {"output": str(tmp_path / "ray")}
-    before = children()
     placed = [f"models.policy.num_process={workers}", "models.trainer.num_process=1"]
     finish(command(there, "runtime.cluster=ray", *placed))
     assert weights_hash(there, 4) == weights_hash(config, 4)
     for key in ("reward/mean", "loss/value", "loss/grad_norm", "tokens/response"):
         assert [line[key] for line in metrics(there)] == [line[key] for line in metrics(config)]
     end = time.monotonic() + 20
-    while children() - before and time.monotonic() < end:
+    while processes_of(there) and time.monotonic() < end:
         time.sleep(0.2)
-    assert not children() - before, "processes were left behind"
+    assert not processes_of(there), "processes were left behind"
 
 
 @pytest.mark.slow
@@ -105,10 +98,7 @@ def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
     config = settings(tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray")
     process = command(config)
     wait_for_step(process, config, 2, seconds=150)
-    worker = next(
-        p for p in psutil.process_iter(["cmdline"]) if any(":policy:" in part for part in p.info["cmdline"] or [])
-    )
-    os.kill(worker.pid, signal.SIGKILL)
+    next(p for p in processes_of(config) if any(":policy:" in part for part in p.cmdline())).kill()
     output, _ = process.communicate(timeout=120)
     assert process.returncode not in (0, None)
     assert "policy" in output
