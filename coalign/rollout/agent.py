@@ -13,17 +13,24 @@ from coalign.rollout.episode import Episode
 from coalign.rollout.simple import call
 
 
-async def agent(episode: Episode, *, run: str, serve_http: bool = False, arguments: dict[str, Any] = {}) -> None:  # noqa: B006
+async def agent(
+    episode: Episode,
+    *,
+    run: str,
+    arguments: dict[str, Any] = {},  # noqa: B006  (never changed)
+    parser: str = "hermes",
+    serve_http: bool = False,
+) -> None:
     """``run(client, row, **arguments)``, a dotted path to a plain or async function, with the policy behind ``client``.
 
     ``client.chat.completions.create(messages=…, tools=…)`` answers as OpenAI's client does (to be awaited in an async
     function). With ``serve_http`` the function gets the address of an HTTP endpoint instead, for clients of its own
     (``base_url``) or for other programs. Every request must go on with the conversation: see coalign.rollout.chat. A
-    number that the function returns is the reward.
+    number that the function returns is the reward. ``parser``: how the model writes tool calls.
     """
     fn = resolve(run, "coalign.rollout.agent")
     settings = bind(fn, arguments, "rollout.arguments")
-    client = Client(episode)
+    client = Client(episode, resolve(parser, "coalign.rollout.parsers"))
     if serve_http:
         async with serve(client.chat.completions) as address:
             value = await call(fn, address, episode.row, **settings)

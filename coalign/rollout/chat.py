@@ -7,15 +7,17 @@ the policy has said before stays the tokens that it chose.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from coalign.data.messages import text_of
 from coalign.rollout.episode import Episode, Turn
-from coalign.rollout.tools import read_calls, without_calls
+from coalign.rollout.parsers import Call, hermes
 from coalign.types import Status
+
+Parser = Callable[[Turn], tuple[str, list[Call]]]
 
 
 class HistoryRewritten(ValueError):
@@ -69,8 +71,8 @@ class ChatCompletion(_Record):
 class Client:
     """``await client.chat.completions.create(messages=…)`` takes the episode's next turn."""
 
-    def __init__(self, episode: Episode) -> None:
-        self.chat = Chat(Completions(episode))
+    def __init__(self, episode: Episode, parser: Parser = hermes) -> None:
+        self.chat = Chat(Completions(episode, parser))
 
 
 class Chat:
@@ -79,10 +81,11 @@ class Chat:
 
 
 class Completions:
-    """The conversation so far, as the agent has to send it."""
+    """The conversation so far, as the agent has to send it. ``parser``: how the model writes tool calls."""
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, parser: Parser) -> None:
         self.episode = episode
+        self.parser = parser
         self._seen: list[tuple[Any, ...]] = []
         self._tools: Any = None
 
@@ -111,7 +114,7 @@ class Completions:
         limit = max_completion_tokens or max_tokens
         before = len(self.episode.log.tokens)
         turn = await self.episode.generate(max_new_tokens=limit, stop=stop)
-        answer = _answer(turn, self.episode)
+        answer = self._answer(turn)
         said = answer.model_dump(exclude_none=True)
         self.episode.messages[-1] = _with_objects(said)
         self._seen = [*map(_essence, sent), _essence(said)]
@@ -121,6 +124,22 @@ class Completions:
             model=model,
             choices=[Choice(message=answer, finish_reason=_reason(turn, answer))],
             usage=Usage(prompt_tokens=total - len(turn.tokens), completion_tokens=len(turn.tokens), total_tokens=total),
+        )
+
+    def _answer(self, turn: Turn) -> ChatMessage:
+        """The turn with its tool calls apart; one that cannot be read stays text, and is counted."""
+        text, calls = self.parser(turn) if turn.status == Status.OK else (turn.text, [])
+        if unreadable := sum(call.error is not None for call in calls):
+            self.episode.count("tool_failed/bad_json", unreadable)
+        if not calls or unreadable:
+            return ChatMessage(content=turn.text)
+        at = len(self.episode.log.tokens)
+        functions = [
+            CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)) for call in calls
+        ]
+        return ChatMessage(
+            content=text or None,
+            tool_calls=[ToolCall(id=f"call_{at}_{i}", function=function) for i, function in enumerate(functions)],
         )
 
     def _read(self, sent: list[dict[str, Any]], tools: list[Mapping[str, Any]] | None) -> None:
@@ -172,26 +191,6 @@ def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _object(arguments: Any) -> Any:
     return json.loads(arguments) if isinstance(arguments, str) else arguments
-
-
-def _answer(turn: Turn, episode: Episode) -> ChatMessage:
-    """The turn with its tool calls apart; one that cannot be read stays text, and is counted."""
-    calls = read_calls(turn.raw) if turn.status == Status.OK else []
-    if unreadable := sum(call.error is not None for call in calls):
-        episode.count("tool_failed/bad_json", unreadable)
-    if not calls or unreadable:
-        return ChatMessage(content=turn.text)
-    at = len(episode.log.tokens)
-    return ChatMessage(
-        content=without_calls(turn.text) or None,
-        tool_calls=[
-            ToolCall(
-                id=f"call_{at}_{i}",
-                function=CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)),
-            )
-            for i, call in enumerate(calls)
-        ],
-    )
 
 
 def _reason(turn: Turn, answer: ChatMessage) -> Literal["stop", "length", "tool_calls"]:

@@ -11,16 +11,11 @@ from coalign.rollout.running import Environment
 def environment(config: RolloutConfig) -> Environment | None:
     """What `rollout` asks for; None for `single_turn`, which policies do by themselves.
 
-    Raises ConfigError for wrong arguments, ValueError where there is no such function or it cannot be cut into rounds,
-    TypeError for a function that is no environment.
+    Raises ConfigError for wrong arguments, ValueError where there is no such function, TypeError for a function that is
+    no environment.
     """
     fn = resolve(config.fn, "coalign.rollout")
     arguments = bind(fn, config.arguments, "rollout")
     if fn is single_turn:
         return None
-    if config.round_tokens is not None:
-        raise ValueError(
-            f"rollout.round_tokens: '{config.fn}' cannot be cut into rounds, since what an environment knows ends with "
-            "the call; only `single_turn` can"
-        )
     return Environment(fn, arguments, config.timeout)

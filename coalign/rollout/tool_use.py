@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from coalign.config.functions import resolve
 from coalign.rollout.episode import Episode
-from coalign.rollout.tools import Call, Toolbox, read_calls, without_calls
+from coalign.rollout.parsers import Call
+from coalign.rollout.tools import Toolbox
 from coalign.types import Status
 
 
@@ -13,6 +15,7 @@ async def tool_use(
     episode: Episode,
     *,
     tools: list[Any],
+    parser: str = "hermes",
     max_turns: int = 8,
     tokens_per_turn: int | None = None,
     tool_timeout: float = 30.0,
@@ -20,18 +23,20 @@ async def tool_use(
 ) -> None:
     """Turn after turn, the policy calls tools and reads their results, until a turn calls none, or ``max_turns``.
 
-    The chat template shows the tools in the prompt; calls are read in the form of Hermes and Qwen. Calls of one turn
-    run side by side. A call that cannot be read, an unknown tool, wrong arguments, an exception, and no result within
-    ``tool_timeout`` seconds are told to the policy, and counted. A turn that was cut calls nothing.
+    The chat template shows the tools in the prompt; ``parser`` says how the model writes calls (a function of
+    coalign.rollout.parsers, or a dotted path). Calls of one turn run side by side. A call that cannot be read, an
+    unknown tool, wrong arguments, an exception, and no result within ``tool_timeout`` seconds are told to the policy,
+    and counted. A turn that was cut calls nothing.
     """
+    read = resolve(parser, "coalign.rollout.parsers")
     box = Toolbox.of(tools, timeout=tool_timeout, max_chars=max_result_chars)
     episode.begin(tools=box.descriptions)
     for turns_left in reversed(range(max_turns)):
         turn = await episode.generate(max_new_tokens=tokens_per_turn)
-        calls = read_calls(turn.raw) if turn.status == Status.OK else []
+        text, calls = read(turn) if turn.status == Status.OK else (turn.text, [])
         if not calls:
             return
-        episode.messages[-1] = _as_message(turn.text, calls)
+        episode.messages[-1] = _as_message(text, calls)
         if not turns_left:
             episode.count("out_of_turns")
             return
@@ -49,4 +54,4 @@ def _as_message(text: str, calls: list[Call]) -> dict[str, Any]:
         for i, call in enumerate(calls)
         if call.error is None
     ]
-    return {"role": "assistant", "content": without_calls(text), "tool_calls": readable}
+    return {"role": "assistant", "content": text, "tool_calls": readable}

@@ -1,4 +1,4 @@
-"""Python functions as tools: their description for the policy, its calls, and what comes of them.
+"""Python functions as tools: their description for the policy, and what comes of its calls.
 
 A tool is a function, plain or async. Its positional parameters, with annotations, are what the policy gives; its
 docstring says what it does. Keyword-only parameters are configuration. A first parameter called ``episode`` gets the
@@ -11,7 +11,6 @@ import asyncio
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
@@ -21,50 +20,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from coalign.config.functions import bind, resolve
 from coalign.rollout.calculator import calculator
 from coalign.rollout.episode import Episode
+from coalign.rollout.parsers import Call, ToolError
 from coalign.rollout.simple import call
 
 __all__ = ["calculator"]
-
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
-class ToolError(Exception):
-    """Why a call has no result; ``reason`` is what it is counted under."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the policy wants of a tool; ``error`` if that cannot be read."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    error: ToolError | None = None
-
-
-def read_calls(text: str) -> list[Call]:
-    """The calls in a turn, in the form of Hermes and Qwen: <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
-    return [_read_call(inside) for inside in _CALL.findall(text)]
-
-
-def without_calls(text: str) -> str:
-    """What else is said in a turn."""
-    return _CALL.sub("", text).strip()
-
-
-def _read_call(text: str) -> Call:
-    try:
-        said = json.loads(text)
-    except ValueError as error:
-        return Call("", error=ToolError("bad_json", f"the call is no valid JSON: {error}"))
-    name = said.get("name") if isinstance(said, dict) else None
-    arguments = said.get("arguments", {}) if isinstance(said, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Call("", error=ToolError("bad_json", 'a call is an object {"name": …, "arguments": {…}}'))
-    return Call(name, arguments)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ def continued(asked, answers, length):
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_a_sample_goes_on_as_if_it_had_never_stopped(config, dtype, penalty):
     model = helpers.reference(config, dtype=dtype)
-    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=90, repetition_penalty=penalty)
-    asked = helpers.requests(4, samples=2)
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=60, repetition_penalty=penalty)
+    asked = helpers.requests(3, samples=2)
     answers = helpers.engine(model).generate(asked, sampling)
-    for length in (1, 17, 70):
+    for length in (1, 37):
         requests, rest = continued(asked, answers, length)
         met = helpers.flat(helpers.engine(model, max_sequences=3).generate(requests, sampling))
         for response, (tokens, logprobs, status) in zip(met, rest, strict=True):
@@ -127,21 +127,22 @@ def run_with_arrivals(asked, after, sampling=helpers.SAMPLING, **settings):
     return answers, run
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_sequences": 3}, {"kv_tokens": 120}, {"kv_tokens": 60}])
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_requests_may_arrive_while_others_run(settings, penalty):
+@pytest.mark.parametrize(
+    ("settings", "penalty", "after"),
+    [({}, 1.0, 1), ({"max_sequences": 3}, 1.3, 4), ({"kv_tokens": 120}, 1.3, 1), ({"kv_tokens": 60}, 1.0, 4)],
+)
+def test_requests_may_arrive_while_others_run(settings, penalty, after):
     sampling = helpers.replace(helpers.SAMPLING, repetition_penalty=penalty)
     asked = helpers.requests(9, samples=2)  # of 3 to 40 tokens: the cache has to grow in both directions
     expected = helpers.engine(MODEL).generate(asked, sampling)
-    for after in (1, 4):
-        answers, run = run_with_arrivals(asked, after, sampling, **settings)
-        for request, responses in zip(asked, expected, strict=True):
-            for index, response in enumerate(responses):
-                assert torch.equal(answers[request.group, index].tokens, response.tokens)
-                assert torch.equal(answers[request.group, index].logprobs, response.logprobs)
-        held = run.slots * run.longest
-        assert held <= settings.get("kv_tokens", held)
-        assert run.slots <= settings.get("max_sequences", 64)
+    answers, run = run_with_arrivals(asked, after, sampling, **settings)
+    for request, responses in zip(asked, expected, strict=True):
+        for index, response in enumerate(responses):
+            assert torch.equal(answers[request.group, index].tokens, response.tokens)
+            assert torch.equal(answers[request.group, index].logprobs, response.logprobs)
+    held = run.slots * run.longest
+    assert held <= settings.get("kv_tokens", held)
+    assert run.slots <= settings.get("max_sequences", 64)
 
 
 def test_what_is_cut_comes_back_as_it_is():

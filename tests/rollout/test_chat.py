@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import urllib.error
 import urllib.request
 
@@ -114,8 +115,6 @@ async def wants_two(client, row):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_an_episode_cannot_record_is_refused(wrong, message):
-    import re
-
     one, outcome = agents(wrong.__name__, "5", "6")
     assert one.status == Status.ERROR
     assert re.search(message, str(outcome.error))

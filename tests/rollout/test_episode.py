@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from coalign import rewards
 from coalign.rollout.rendering import RenderingError
-from coalign.types import Status
+from coalign.types import Sample, Status
 from tests.rollout.helpers import END, TOKENIZER, Script, encode, episode, play
 from tests.tiny import CHATML
 
@@ -148,6 +150,14 @@ FORGETS = CHATML.replace("message['content']", "(message['content'] if loop.last
 def test_a_template_that_rewrites_earlier_turns_is_refused():
     with pytest.raises(RenderingError, match="renders earlier turns differently"):
         played(two_turns, episode("5", "Yes", chat_template=FORGETS))
+
+
+def test_the_reward_function_is_the_sum_of_what_the_environment_gave():
+    sample = lambda given: Sample(0, 0, *[torch.zeros(3)] * 3, turn_rewards=given)  # noqa: E731
+    assert rewards.episode(sample(torch.tensor([0.5, 0.0, -0.25]))) == 0.25
+    assert rewards.episode(sample(torch.zeros(3))) == 0.0
+    with pytest.raises(ValueError, match=r"rollout\.fn"):
+        rewards.episode(sample(None))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

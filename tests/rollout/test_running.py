@@ -50,17 +50,17 @@ def test_time_outside_of_the_policy_is_limited(stubborn):
                 if not stubborn:
                     raise
 
-    running = play(dawdles, *several(3), timeout=0.3)
+    running = play(dawdles, *several(3), timeout=1.0)
     assert statuses(running) == [Status.OK, Status.ERROR, Status.OK]
     failed = running.calls[1]
-    assert failed.reason == "timeout" and "0.3 s" in str(failed.error)
+    assert failed.reason == "timeout" and "1 s" in str(failed.error)
 
 
 def test_the_policys_own_time_does_not_count():
-    slow = [episode(policy=Script(["a"], delay=0.8), group=i) for i in range(2)]
-    running = play(says_hello, *slow, timeout=0.4)
+    slow = [episode(policy=Script(["a"], delay=1.5), group=i) for i in range(2)]
+    running = play(says_hello, *slow, timeout=1.0)
     assert statuses(running) == [Status.OK, Status.OK]
-    assert max(each.clock.used for each in running.calls) < 0.4
+    assert max(each.clock.used for each in running.calls) < 1.0
 
 
 def test_after_its_end_an_episode_takes_nothing():
@@ -95,7 +95,7 @@ def test_a_function_in_a_thread_may_take_its_time():
         await one.generate()
         await in_thread(time.sleep, 100 if one.group == 0 else 0)
 
-    assert statuses(play(waits, *several(3), timeout=0.5)) == [Status.ERROR, Status.OK, Status.OK]
+    assert statuses(play(waits, *several(3), timeout=1.0)) == [Status.ERROR, Status.OK, Status.OK]
 
 
 def test_what_a_thread_raises_rises():
@@ -132,7 +132,7 @@ def test_who_blocks_the_loop_is_named(monkeypatch):
     monkeypatch.setattr("coalign.rollout.running._GRACE", 0.1)
 
     async def blocks(one):
-        time.sleep(1.5)  # instead of asyncio.sleep
+        time.sleep(5)  # instead of asyncio.sleep
 
     with pytest.raises(EnvironmentBlocked, match=r"(?s)must await.*instead of asyncio\.sleep"):
         play(blocks, *several(1), timeout=0.2)

@@ -12,8 +12,10 @@ import pytest
 
 from coalign.config.errors import ConfigError
 from coalign.rollout.calculator import calculator, evaluate
+from coalign.rollout.episode import Turn
+from coalign.rollout.parsers import hermes, llama
 from coalign.rollout.tool_use import tool_use
-from coalign.rollout.tools import read_calls, tool, without_calls
+from coalign.rollout.tools import tool
 from coalign.types import Status
 from tests.rollout.helpers import TOKENIZER, episode, play
 
@@ -80,18 +82,28 @@ def test_keyword_only_parameters_are_configuration():
         tool("calculater")
 
 
-def test_calls_are_read_in_the_form_of_hermes():
-    text = (
-        'I ask.\n<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n<tool_call>{"name": "b"}</tool_call>'
-    )
-    calls = read_calls(text)
+def turn(text: str) -> Turn:
+    return Turn(text, f"{text}<|im_end|>", [1], Status.OK)
+
+
+def test_calls_in_the_form_of_hermes():
+    text = 'I ask.\n<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n'
+    rest, calls = hermes(turn(text + '<tool_call>{"name": "b"}</tool_call>'))
     assert [(call.name, call.arguments) for call in calls] == [("a", {"x": 1}), ("b", {})]
-    assert without_calls(text) == "I ask."
-    assert read_calls("no call") == []
+    assert rest == "I ask."
+    assert hermes(turn("no call")) == ("no call", [])
     for wrong in ('{"name": 3}', "{", '["a"]', '{"name": "a", "arguments": [1]}', ""):
-        [call] = read_calls(f"<tool_call>{wrong}</tool_call>")
+        _, [call] = hermes(turn(f"<tool_call>{wrong}</tool_call>"))
         assert call.error.reason == "bad_json"
-    assert read_calls('<tool_call>{"name": "a"}')[0].name == "a"  # the end is the end of the turn
+    cut = Turn('<tool_call>{"name": "a"}', '<tool_call>{"name": "a"}', [1], Status.OK)  # by a stop string
+    assert hermes(cut)[1][0].name == "a"
+
+
+def test_calls_in_the_form_of_llama():
+    rest, [call] = llama(turn('{"name": "a", "parameters": {"x": 1}}'))
+    assert (rest, call.name, call.arguments) == ("", "a", {"x": 1})
+    assert llama(turn('A dict: {"name": 1}')) == ('A dict: {"name": 1}', [])
+    assert llama(turn('{"name": "a", "parameters": '))[1][0].error.reason == "bad_json"
 
 
 def said(*calls: dict) -> str:
@@ -138,14 +150,20 @@ def test_calls_of_one_turn_run_side_by_side():
         (said(ask("lookup", word="a", other=1)), "bad_arguments", "argument 'other'"),
         (said(ask("breaks", x=3)), "raised", "RuntimeError: no 3"),
         (said(ask("calculator", expression="1/0")), "raised", "division by zero"),
-        (said(ask("sleeps", seconds=60)), "timeout", "no result within 0.5 s"),
+        (said(ask("sleeps", seconds=60)), "timeout", "no result within 1.5 s"),
     ],
 )
 def test_what_goes_wrong_is_told_and_counted(call, reason, told):
-    one, [result] = with_tools(call, "Sorry", tool_timeout=0.5)
+    one, [result] = with_tools(call, "Sorry", tool_timeout=1.5)
     assert result.startswith("Error: ") and told in result
     assert one.counts[f"tool_failed/{reason}"] == 1
     assert one.status == Status.OK
+
+
+def test_how_a_model_writes_calls_is_a_setting():
+    says = '{"name": "calculator", "parameters": {"expression": "6*7"}}'
+    one, results = with_tools(says, "42", parser="llama")
+    assert results == ["42"] and one.messages[1]["content"] == ""
 
 
 def test_long_results_are_cut():
