@@ -28,9 +28,9 @@ group may have fewer than n. A function must not change a sample: others read th
 **What it returns**: a finite number for each sample (bool, NumPy and zero-dimensional tensors too). 0.0 is a reward. Or
 a dict with the key ``"reward"``; its other entries are logged as ``reward/<name>/<entry>``.
 
-**The reward** of a sample is the sum over functions of weight * value. The batch gets the columns ``reward`` and
-``reward/<name>``, where the name is the function's or the configuration's ``name``. A function of weight 0 is only
-logged, as ``reward/<name>/mean``.
+**The reward** of a sample is the sum over functions of weight * value; how reward models join in, and values are
+brought to one scale, is in docs/rewards.md. The batch gets the columns ``reward`` and ``reward/<name>``, where the name
+is the function's or the configuration's ``name``. A function of weight 0 is only logged, as ``reward/<name>/mean``.
 
 **Failure** is an exception, None, NaN, infinity, something that is no number, a list of the wrong length, or no answer
 within ``timeout`` seconds. The call is repeated ``retries`` times, after growing pauses (``TryLater`` of

@@ -21,7 +21,7 @@ from coalign.runtime.display import Display
 from coalign.runtime.inference import evaluate
 from coalign.runtime.rewarding import Reward, combine_rewards, reward_models
 from coalign.types import Context, Stat, Status, Total
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 NAN = math.nan
@@ -255,6 +255,18 @@ def test_check_shows_the_composition(tmp_path, capsys):
         "no problem found",
     ):
         assert part in shown
+
+
+def test_the_example(tmp_path, monkeypatch, capsys):
+    two_judges(tmp_path)
+    for name, value in {"GSM8K": "", "MODEL": "model", "VERIFIER": "kind", "HELPFUL": "terse"}.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    for split in ("train", "test"):
+        (tmp_path / f"gsm8k_{split}.jsonl").write_text('{"question": "1+1=", "answer": "#### 2"}\n')
+    file = str(ROOT / "examples" / "gsm8k_two_rewards.yaml")
+    check(load(file, [], defaults=lambda name: recipe(name).defaults), Display())
+    shown = capsys.readouterr().out
+    assert "+0.5 × helpful: model helpful (reads text" in shown and "no problem found" in shown
 
 
 # ---- whole runs
