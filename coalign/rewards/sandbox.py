@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Collection
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -79,34 +79,26 @@ class Sandbox:
     async def __aenter__(self) -> Self:
         if not sys.platform.startswith("linux"):
             raise Unenforceable(f"the sandbox needs Linux; this is {sys.platform}")
-        self._folder = tempfile.mkdtemp(prefix="coalign-sandbox-")
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-s", "-S", "-X", "utf8", _JAIL),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            cwd=self._folder,
-            env=_environment(self._folder),
-            start_new_session=True,
-            limit=_LONGEST + 6 * 2 * (self.limits.output_kb << 10),  # JSON writes some characters as six
-        )
-        await self._send(
-            asdict(self.limits)
-            | {
-                "folder": self._folder,
-                "threads": _THREADS,
-                "packages": self.packages,
-                "readable": [*_runtime(), *self.packages],
-            }
-        )
+        async with AsyncExitStack() as opened:
+            own = tempfile.TemporaryDirectory(prefix="coalign-sandbox-", ignore_cleanup_errors=True)
+            folder = opened.enter_context(own)
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-s", "-S", "-X", "utf8", _JAIL),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                cwd=folder,
+                env=_environment(folder),
+                start_new_session=True,
+                limit=_LONGEST + 6 * 2 * (self.limits.output_kb << 10),  # JSON writes some characters as six
+            )
+            opened.push_async_callback(self._end)
+            places = {"folder": folder, "packages": self.packages, "readable": [*_runtime(), *self.packages]}
+            await self._send(asdict(self.limits) | places | {"threads": _THREADS})
+            self._opened = opened.pop_all()
         return self
 
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if self._process.returncode is None:
-                self._process.kill()  # and with it everything inside
-            await asyncio.shield(self._process.wait())
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        await self._opened.aclose()
 
     async def run(self, code: str, *, stdin: str = "", evaluate: str = "", test: str = "", token: str = "") -> Report:
         """Run ``code`` (Python source), then get the value of the expression ``evaluate``, or run the statements
@@ -121,6 +113,11 @@ class Sandbox:
         if not line.endswith(b"\n"):
             raise SandboxError("the sandbox's supervisor has ended unexpectedly; its errors are on stderr")
         return Report(**json.loads(line))
+
+    async def _end(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()  # and with it everything inside
+        await asyncio.shield(self._process.wait())
 
     async def _send(self, message: dict[str, object]) -> None:
         try:
@@ -142,15 +139,8 @@ def _runtime() -> list[str]:
     """What Python itself reads."""
     paths = sysconfig.get_paths()
     own = {sys.executable, os.path.realpath(sys.executable), paths["stdlib"], paths["platstdlib"]}
-    return [
-        *sorted(own),
-        sysconfig.get_config_var("LIBDIR"),
-        "/usr/lib",
-        "/usr/lib64",
-        "/lib",
-        "/lib64",
-        "/usr/share/zoneinfo",
-    ]
+    libraries = sysconfig.get_config_var("LIBDIR") or paths["stdlib"]
+    return [*sorted(own), libraries, "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo"]
 
 
 @cache

@@ -228,6 +228,12 @@ def test_its_own_files_have_limits(machine):
     assert [report.ended for report in reports] == ["exit 1", "files", "files"]
 
 
+def test_files_that_come_and_go_do_not_upset_the_supervisor(machine):
+    once = "    open('x', 'w').close()\n    os.remove('x')"
+    churn = f"import os, time\nend = time.time() + 1\nwhile time.time() < end:\n{once}"
+    assert run(churn).ended == "exit 0"
+
+
 def test_each_run_starts_in_an_empty_folder(machine):
     assert run_all("open('left', 'w').write('for the next')", "import os; print(os.listdir())")[1].output == "[]\n"
 

@@ -48,7 +48,7 @@ def _run(task: dict[str, Any], settings: dict[str, Any], *, counted: bool, isola
     output, answer = os.pipe(), os.pipe()
     stdin = os.memfd_create("stdin")
     with open(stdin, "wb", closefd=False) as file:
-        file.write(task["stdin"].encode())
+        file.write(task["stdin"].encode(errors="replace"))
     os.lseek(stdin, 0, os.SEEK_SET)
     child = os.fork()
     if not child:
@@ -106,22 +106,22 @@ def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any]) 
 
 def _end(child: int, isolated: bool) -> str:
     """Kill the job with everything that it started, and wait until it is gone."""
-    status = 0
-    while True:
-        with suppress(ProcessLookupError):
-            os.kill(-1 if isolated else child, signal.SIGKILL)
-        try:
-            gone, how = os.wait()
-        except ChildProcessError:
-            break
-        if gone == child:
-            status = os.waitstatus_to_exitcode(how)
+    os.kill(child, signal.SIGKILL)  # not waited for yet, so the number is still its own
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with suppress(ProcessLookupError, ChildProcessError):
+        while isolated:  # process 1 inherits, and may kill, all others of its namespace
+            os.kill(-1, signal.SIGKILL)
+            os.wait()
     return f"exit {status}" if status >= 0 else f"signal {-status}"
 
 
 def _crowded(folder: str, most: int) -> bool:
-    sizes = [entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)]
-    return len(sizes) > _FILES or sum(sizes) > most
+    files = total = 0
+    for entry in os.scandir(folder):
+        files += 1
+        with suppress(FileNotFoundError):  # the job may just have removed it
+            total += entry.stat(follow_symlinks=False).st_size
+    return files > _FILES or total > most
 
 
 def _clear(folder: str) -> None:
