@@ -38,7 +38,7 @@ class RetokenizeModule(Module):
 
     def setup(self) -> None:
         trust = self.config.trust_remote_code
-        self.policys = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
+        self.policy_tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
         self.reader = Reader(self.config)
         self.scorer.setup()
 
@@ -50,12 +50,12 @@ class RetokenizeModule(Module):
         template refuses. And `reward/cut`: the conversations that are too long, whose beginning is left out.
         """
         name, column = into or "reward", torch.full((len(batch),), float("nan"))
-        samples = read_samples(batch.select(at_their_end(batch["status"])), self.policys)
+        rows = at_their_end(batch["status"]).nonzero().flatten()
+        samples = read_samples(batch.select(rows), self.policy_tokenizer)
         read = self._read(samples)
-        rows = at_their_end(batch["status"]).nonzero().flatten()[list(read)]
         if read:
             packed = self.reader.packed(list(read.values()), [samples[i].group for i in read])
-            (column[rows],) = self.scorer.forward_step(packed).values()
+            (column[rows[list(read)]],) = self.scorer.forward_step(packed).values()
         cut = sum(len(tokens) > self.reader.longest for tokens, _ in read.values())
         return {name: column, f"{name}/cut": Total(float(cut))}
 
