@@ -42,6 +42,9 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "index": torch.int32,  # which of the n samples
     "prompt_length": torch.int32,
     "status": torch.uint8,  # a Status
+    "samples": torch.int32,  # of a prompt, where it has a number of its own
+    "max_new_tokens": torch.int32,  # of a response, where it has a limit of its own
+    "expected_tokens": torch.int32,  # that a response will still take, as far as known: prompts are shared out by it
     "reward": torch.float32,
     "preference": torch.float32,  # higher is better within a group; of a single response: 1 desirable, 0 not
     "margin": torch.float32,  # how much better a response is than the worst of its group, as the data set says

@@ -39,10 +39,10 @@ class DistActor:
 class DistModel:
     """All replicas of one model.
 
-    ``generate`` cuts prompts by sequences; every other method that gets a batch has it cut by tokens, groups whole,
-    order kept. SPMD models are called on every rank, even with an empty share, since their ranks meet in collectives;
-    neighbouring ranks of one tensor-parallel group receive the same share. An attribute that is not here is a method
-    of the module: ``model.my_method(batch, key=1)``.
+    ``generate`` cuts prompts by the work they promise (see BatchRef); any other method that gets a batch has it cut by
+    tokens, groups whole, order kept. SPMD models are called on every rank, even with an empty share, since their ranks
+    meet in collectives; neighbouring ranks of one tensor-parallel group receive the same share. An attribute that is
+    not here is a method of the module: ``model.my_method(batch, key=1)``.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DistModel:
 
     def generate(self, prompts: BatchRef | Future, **keywords: Any) -> Future:
         """Responses to prompts: a BatchRef."""
-        return self._call("generate", (prompts,), keywords, by="sequences")
+        return self._call("generate", (prompts,), keywords, by="work")
 
     def forward_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
         """Columns for the rows of ``batch``: a BatchRef of these columns alone."""

@@ -7,6 +7,7 @@ driver needs to cut them up and hand them on.
 from __future__ import annotations
 
 import concurrent.futures
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -55,13 +56,15 @@ class Share:
 
 @dataclass(frozen=True)
 class BatchRef:
-    """A batch that lies elsewhere: ``parts`` in order, lengths i64[N], group i64[N] (None without that column)."""
+    """A batch that lies elsewhere: ``parts`` in order, lengths i64[N], group i64[N] (None without that column), and
+    ``work`` i64[N]: what it will take to generate each row, in comparison (None: the same for all)."""
 
     parts: tuple[Part, ...] = field(repr=False)
     lengths: Tensor = field(repr=False)
     group: Tensor | None = field(repr=False)
     columns: tuple[str, ...]
     store: Store = field(repr=False)
+    work: Tensor | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -73,7 +76,8 @@ class BatchRef:
     @staticmethod
     def of(meta: Meta, payload: Any, store: Store) -> BatchRef:
         """A whole stored batch, from its description."""
-        return BatchRef((Part(payload, 0, len(meta.lengths)),), meta.lengths, meta.group, meta.columns, store)
+        whole = (Part(payload, 0, len(meta.lengths)),)
+        return BatchRef(whole, meta.lengths, meta.group, meta.columns, store, meta.work)
 
     @property
     def share(self) -> Share:
@@ -89,12 +93,14 @@ class BatchRef:
                 parts.append(Part(part.ref, part.start + first, part.start + last))
             at += size
         parts = parts or [Part(self.parts[0].ref, 0, 0)]
-        group = None if self.group is None else self.group[start:stop]
-        return BatchRef(tuple(parts), self.lengths[start:stop], group, self.columns, self.store)
+        group, work = (None if column is None else column[start:stop] for column in (self.group, self.work))
+        return BatchRef(tuple(parts), self.lengths[start:stop], group, self.columns, self.store, work)
 
     def ranges(self, n: int, by: str) -> list[tuple[int, int]]:
-        """n consecutive (start, stop) that cover all rows, balanced by ``tokens`` or ``sequences``, groups whole."""
-        return split_ranges(self.lengths, n, keep=self.group, by=by)
+        """n consecutive (start, stop) that cover all rows, balanced by ``tokens`` or ``work``, groups whole."""
+        if by == "work" and self.work is None:
+            return split_ranges(self.lengths, n, keep=self.group, by="sequences")
+        return split_ranges(self.work if by == "work" else self.lengths, n, keep=self.group)
 
     def fetch(self, rows: int | None = None) -> Batch:
         """Bring the first ``rows`` sequences (None: all) into this process."""
@@ -105,13 +111,14 @@ class BatchRef:
     def concat(refs: list[BatchRef]) -> BatchRef:
         """One after the other; empty ones, which may lack columns, leave no trace unless all are empty."""
         refs = [ref for ref in refs if len(ref)] or refs[:1]
-        groups = [ref.group for ref in refs]
+        groups, works = [ref.group for ref in refs], [ref.work for ref in refs]
         return BatchRef(
             _joined(part for ref in refs for part in ref.parts),
             torch.cat([ref.lengths for ref in refs]),
             None if any(group is None for group in groups) else torch.cat(groups),
             refs[0].columns,
             refs[0].store,
+            None if any(work is None for work in works) else torch.cat(works),
         )
 
 
@@ -140,13 +147,14 @@ class Failure:
 class Meta:
     """What a driver learns of one worker's result; small, whatever the size of the payload.
 
-    lengths i64[N], group i64[N] and columns describe the stored batch (None / empty without one); ``stats`` is None
-    unless the call gave some; ``value`` is a plain result; ``memory`` is the process's peak in bytes (the
-    device's, if the module computes on one).
+    lengths i64[N], group i64[N], work i64[N] and columns describe the stored batch (None / empty without one);
+    ``stats`` is None unless the call gave some; ``value`` is a plain result; ``memory`` is the process's peak in bytes
+    (the device's, if the module computes on one).
     """
 
     lengths: Tensor | None = None
     group: Tensor | None = None
+    work: Tensor | None = None
     columns: tuple[str, ...] = ()
     stats: Stats | None = None
     value: Any = None
@@ -157,8 +165,9 @@ class Meta:
     @staticmethod
     def of(batch: Batch, stats: Stats | None = None) -> Meta:
         """The description of a batch that is about to be stored."""
-        group = batch.get("group")
-        return Meta(batch.lengths, group, (*batch.token, *batch.sequence), stats)
+        given = [batch[name].long() for name in ("expected_tokens", "samples") if name in batch]
+        work = math.prod(given) if given else None
+        return Meta(batch.lengths, batch.get("group"), work, (*batch.token, *batch.sequence), stats)
 
 
 class WorkerError(RuntimeError):

@@ -31,12 +31,14 @@ class Generated(Protocol):
 def begin(prompts: Batch, samples: int) -> Batch:
     """``samples`` samples of each prompt, which have no response yet: ordered by prompt, then index.
 
-    prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated.
+    prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated; a column ``samples``
+    says how many there are of each, in place of the argument.
     """
-    repeated = prompts.select(torch.arange(len(prompts)).repeat_interleave(samples))
+    counts = prompts["samples"].long() if "samples" in prompts else torch.full((len(prompts),), samples)
+    repeated = prompts.without("samples").select(torch.arange(len(prompts)).repeat_interleave(counts))
     log = {name: torch.full((repeated.tokens_total,), value, dtype=TOKEN_COLUMNS[name]) for name, value in LOG.items()}
     sequence = {
-        "index": torch.arange(samples, dtype=torch.int32).repeat(len(prompts)),
+        "index": (torch.arange(len(repeated)) - (counts.cumsum(0) - counts).repeat_interleave(counts)).int(),
         "prompt_length": repeated.lengths.to(torch.int32),
         "status": torch.full((len(repeated),), int(Status.PARTIAL), dtype=torch.uint8),
     }

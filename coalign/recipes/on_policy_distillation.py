@@ -52,7 +52,7 @@ class OnPolicyDistillation(Online):
             )
 
     def env_flow(self, prompts):
-        out = self.policy.generate(prompts)
+        out = self.generate(prompts)
         tell = self.teacher.top_logprobs if self.wants_distribution else self.teacher.forward_step
         return self.join(out, tell(out))
 

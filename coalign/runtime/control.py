@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from coalign.config.schema import RunConfig
 from coalign.data.loader import Loader
+from coalign.runtime.budgets import with_budgets
 from coalign.runtime.curriculum import Curriculum
 from coalign.runtime.environment import Control
 from coalign.runtime.filtering import filter_function
+from coalign.runtime.lengths import Lengths
 from coalign.runtime.replay import Replay, replay_function
 
 ROUNDS = 10  # roll-outs for one step without a filter, for each round that the longest response takes
@@ -43,6 +46,12 @@ def rounds_of_a_response(config: RunConfig) -> int:
     return math.ceil(config.models["policy"].sampling.max_new_tokens / config.rollout.round_tokens)
 
 
+def replicas(config: RunConfig) -> int:
+    """Processes that generate side by side; 0 without a policy."""
+    policy = config.models.get("policy")
+    return 0 if policy is None else policy.processes
+
+
 def max_age(config: RunConfig) -> int:
     """Weight versions that the oldest token of a group may lag behind the step that trains on it."""
     if config.rollout.max_age is not None:
@@ -55,6 +64,10 @@ def control(config: RunConfig, cluster: Any, loader: Loader) -> Control:
     """A step takes a fixed number of groups where something decides which they are."""
     rounds, rollout = rounds_of_a_response(config), config.rollout
     decided = config.filter or rollout.oversample > 1 or rollout.round_tokens
+    budgets = {}
+    if rollout.samples_key or rollout.max_new_tokens_key:
+        own = config.runtime.samples_per_prompt, config.models["policy"].sampling.max_new_tokens
+        budgets["budget"] = partial(with_budgets, config=rollout, samples=own[0], max_new_tokens=own[1])
     return Control(
         wanted=config.runtime.prompts_per_step if decided else None,
         max_rounds=(config.filter.max_rounds if config.filter else ROUNDS) * rounds,
@@ -62,4 +75,6 @@ def control(config: RunConfig, cluster: Any, loader: Loader) -> Control:
         keep=filter_function(config.filter) if config.filter else None,
         replay=Replay(cluster, config.replay) if config.replay else None,
         curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,
+        lengths=Lengths() if replicas(config) > 1 else None,
+        **budgets,
     )

@@ -69,9 +69,16 @@ def pass_rates(batch: Batch, *, solved: float) -> Batch:
     groups, member = torch.unique(batch["group"], return_inverse=True)
     count = torch.bincount(member, minlength=len(groups))
     right: Tensor = torch.bincount(member, weights=(batch["reward"] >= solved).double(), minlength=len(groups))
-    first = {place: row for place, row in zip(reversed(member.tolist()), reversed(batch["rows"]), strict=True)}
-    keys = [row_key(first[place]) for place in range(len(groups))]
+    keys = [row_key(row) for row in first_rows(batch, member)]
     return Batch(torch.zeros(len(groups)), {}, {"share": right / count, "key": keys})
+
+
+def first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
+    """The row of data of each group; ``member`` i64[N] numbers the groups."""
+    first: dict[int, Mapping[str, Any]] = {}
+    for group, row in zip(member.tolist(), batch["rows"], strict=True):
+        first.setdefault(group, row)
+    return [first[group] for group in sorted(first)]
 
 
 def row_key(row: Mapping[str, Any]) -> str:

@@ -97,13 +97,13 @@ class Engine:
 
     # ---- what a flow uses ------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: BatchRef | Future) -> Future:
+    def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Complete groups of samples by the policy, as `rollout` says; see coalign.runtime.ledger.
 
         With `rollout.round_tokens` they are not those of ``prompts``, but those that have come to their end, so a flow
         asks for whatever else belongs to a group by what this returns.
         """
-        return self.ledger.generate(self.policy, prompts)
+        return self.ledger.generate(self.policy, prompts, **sampling)
 
     def apply(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
         """Run a pure function on the columns of the batches (same sequences); see docs/design.md §4."""

@@ -22,6 +22,7 @@ from coalign.runtime.curriculum import Curriculum, pass_rates
 from coalign.runtime.describe import count, describe, group_ages
 from coalign.runtime.filtering import filter_groups
 from coalign.runtime.ledger import Ledger
+from coalign.runtime.lengths import Lengths, response_lengths
 from coalign.runtime.pool import Pool, Ready
 from coalign.runtime.replay import Replay
 from coalign.runtime.round import Round
@@ -41,6 +42,8 @@ class Control:
     keep: partial[Any] | None = None
     replay: Replay | None = None
     curriculum: Curriculum | None = None
+    lengths: Lengths | None = None
+    budget: Callable[[Batch], Batch] = lambda prompts: prompts  # adds what each prompt may cost, see budgets
 
 
 class Environment:
@@ -102,7 +105,7 @@ class Environment:
     def _begin(self, version: int, step: int, aim: int) -> Round:
         """Run the flow for ``step`` on as many prompts as promise ``aim`` groups."""
         rows = self._rows(aim)
-        if rows == 0 and not self.ledger.carried:
+        if rows == 0 and (self.ledger.enough == 0 or not self.ledger.carried):
             return Round(version)
         prompts, drawn = self._draw(rows, step)
         self.ledger.since = step - self.control.max_age
@@ -111,10 +114,13 @@ class Environment:
             groups = self.cluster.apply(count, self.flow(self.cluster.put(prompts)))
             if curriculum := self.control.curriculum:
                 batches["shares"] = self.cluster.transform(pass_rates, groups, solved=curriculum.config.solved)
+            if self.control.lengths:
+                batches["lengths"] = self.cluster.transform(response_lengths, groups)
             if keep := self.control.keep:
                 groups = self.cluster.transform(filter_groups, groups, keep=keep.func, arguments=keep.keywords)
             if self.ledger.carries:
                 batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
+        self.ledger.check()
         return Round(version, aim, {"groups": groups, **batches}, calls, drawn)
 
     def _rows(self, aim: int) -> int | None:
@@ -122,23 +128,31 @@ class Environment:
         if self.control.wanted is None:
             return None
         need = math.ceil(aim / max(self.kept, LEAST_KEPT))
-        surplus = math.ceil((self.ledger.config.oversample - 1) * need - 1e-9)
-        if surplus:
-            carried = self.ledger.carried
-            surplus = max(0, surplus - carried)
-            self.ledger.enough = need / (need + surplus + carried)
+        oversample = self.ledger.config.oversample
+        if oversample == 1:
+            return need
+        carried = self.ledger.carried
+        surplus = max(0, math.ceil((oversample - 1) * need - 1e-9) - carried)
+        self.ledger.enough = need / max(1, need + surplus + carried)
         return need + surplus
 
     def _draw(self, rows: int | None, step: int) -> tuple[Batch, Stats]:
-        if self.control.curriculum is None:
-            return self.loader.next(rows), {}
-        return self.control.curriculum.draw(self.loader.batch_size if rows is None else rows, step)
+        """The next prompts, with what is known of each."""
+        control, stats = self.control, {}
+        if control.curriculum is None:
+            prompts = self.loader.next(rows)
+        else:
+            prompts, stats = control.curriculum.draw(self.loader.batch_size if rows is None else rows, step)
+        prompts = control.budget(prompts)
+        return control.lengths.expect(prompts) if control.lengths else prompts, stats
 
     def _collect(self, done: Round, version: int) -> Stats:
         """Wait for a round; its groups go to the pool."""
         batches, stats = done.wait()
         if "shares" in batches:
             stats = merge_stats([stats, self.control.curriculum.note(batches["shares"].fetch(), version)])
+        if "lengths" in batches:
+            self.control.lengths.note(batches["lengths"].fetch())
         if "groups" in batches and len(batches["groups"]):
             ages = batches["ages"].fetch()["oldest"] if "ages" in batches else done.version
             self.pool.add(batches["groups"], ages)
@@ -197,6 +211,7 @@ class Environment:
             "unfinished": self.ledger.state_dict(),
             "replay": control.replay.state_dict() if control.replay else [],
             "curriculum": control.curriculum.state_dict() if control.curriculum else {},
+            "lengths": control.lengths.state_dict() if control.lengths else {},
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -216,3 +231,5 @@ class Environment:
             self.control.replay.load_state_dict(state["replay"])
         if self.control.curriculum:
             self.control.curriculum.load_state_dict(state["curriculum"])
+        if self.control.lengths:
+            self.control.lengths.load_state_dict(state["lengths"])

@@ -32,7 +32,13 @@ class Ledger:
         self.carries = config.round_tokens is not None
         self.since = 0  # groups with tokens of an older version than this are given up
         self.enough: float | None = None  # the share of groups that ends the next roll-out
+        self.calls = 0
         self._unfinished: BatchRef | Future | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a roll-out may leave something unfinished."""
+        return self.carries or self.config.oversample > 1
 
     @property
     def carried(self) -> int:
@@ -42,17 +48,27 @@ class Ledger:
         ref: BatchRef = self.cluster.resolve(self._unfinished)
         return len(torch.unique(ref.group)) if len(ref) else 0
 
-    def generate(self, policy: Any, prompts: BatchRef | Future) -> Future:
+    def generate(self, policy: Any, prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Complete groups, of ``prompts`` and of those begun before."""
-        if not self.carries and self.config.oversample == 1:
-            return policy.generate(prompts)
+        self.calls += 1
+        if not self.active:
+            return policy.generate(prompts, **sampling)
         if self._unfinished is not None:
             options = {"samples": self.samples, "since": self.since}
             prompts = self.cluster.transform(go_on, self._unfinished, prompts, **options)
-        out = policy.generate(prompts, round_tokens=self.config.round_tokens, enough=self.enough)
+        out = policy.generate(prompts, round_tokens=self.config.round_tokens, enough=self.enough, **sampling)
         if self.carries:
             self._unfinished = self.cluster.transform(unfinished_groups, out)
         return self.cluster.transform(complete_groups, out, carried=self.carries)
+
+    def check(self) -> None:
+        """Refuse (ValueError) a flow that did not generate by this once since the last check."""
+        calls, self.calls = self.calls, 0
+        if self.active and calls != 1:
+            raise ValueError(
+                f"rollout: `round_tokens` and `oversample` need an env_flow that calls `self.generate(prompts)` once; "
+                f"this one calls it {calls} times (`self.policy.generate` knows nothing of them)"
+            )
 
     def state_dict(self) -> Batch | None:
         """The unfinished groups."""
@@ -71,7 +87,11 @@ def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tup
     _, member = torch.unique_consecutive(unfinished["group"], return_inverse=True)
     old = (oldest_versions(unfinished, default=since) < since)[member]
     stats = dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
-    return Batch.concat([unfinished.select(~old), begin(prompts, samples)]), stats
+    rest = unfinished.select(~old)
+    if "expected_tokens" in rest:  # what has ended is no work
+        ended = rest["status"] != Status.PARTIAL
+        rest = rest.with_(expected_tokens=rest["expected_tokens"].masked_fill(ended, 0))
+    return Batch.concat([rest, begin(prompts, samples)]), stats
 
 
 def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:

@@ -14,8 +14,9 @@ KINDS = {kind.__name__: kind for kind in (Stat, Max, Total)}
 
 @dataclass
 class Round:
-    """``batches`` by name: `groups` (those to train on), and small ones that say something of them: `ages` (see
-    describe.group_ages), `shares` (see curriculum.pass_rates). Nothing is in it where nothing had to be begun."""
+    """``batches`` by name: `groups` (those to train on), and small ones that say something of them: `ages`
+    (describe.group_ages), `shares` (curriculum.pass_rates), `lengths` (lengths.response_lengths). None are in it where
+    nothing had to be begun."""
 
     version: int  # of the weights it was begun with
     aim: int = 0  # groups hoped for

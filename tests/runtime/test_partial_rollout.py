@@ -3,6 +3,7 @@
 import pytest
 
 from coalign.modules.native import NativeModule
+from coalign.recipes.grpo import GRPO
 from coalign.runtime.trainer import Trainer
 from tests.runs import metrics, run
 from tests.runtime.test_sampling_control import assert_resumes_bit_for_bit, online
@@ -128,4 +129,18 @@ def test_an_environment_cannot_be_cut_in_the_middle(tmp_path):
 def test_an_age_below_the_staleness_is_refused(tmp_path):
     config = partial(tmp_path, rollout={"max_age": 1}, max_staleness=2)
     with pytest.raises(ValueError, match=r"rollout.max_age is 1 and runtime.max_staleness 2"):
+        run(config)
+
+
+class GeneratesByItself(GRPO):
+    def env_flow(self, prompts):
+        return self.scored(self.policy.generate(prompts))
+
+
+def test_a_flow_that_goes_past_the_ledger_is_refused(tmp_path):
+    config = partial(tmp_path, rollout={"oversample": 1.5}) | {
+        "algorithm": "tests.runtime.test_partial_rollout:GeneratesByItself",
+        "advantage": {"fn": "group"},
+    }
+    with pytest.raises(ValueError, match=r"calls `self.generate\(prompts\)` once; this one calls it 0 times"):
         run(config)

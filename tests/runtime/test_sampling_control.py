@@ -168,3 +168,28 @@ def test_a_function_of_ones_own_chooses_what_is_replayed(tmp_path):
     config["replay"]["thrice"] = True
     with pytest.raises(ValueError, match=r"replay.thrice: unknown argument of newest_only"):
         run(config)
+
+
+def test_a_run_with_a_curriculum_passes_over_what_is_solved(tmp_path):
+    """Prompts of even groups are always solved (reward 1), those of odd ones half the time."""
+    config = online(tmp_path, steps=9, log_samples=16) | {"curriculum": {"low": 0.0, "high": 0.9}}
+    config["data"]["shuffle"] = False  # 24 rows: the second pass starts in step 7
+    run(config)
+    lines = metrics(config)
+    assert [line["curriculum/passed_over"] for line in lines[:6]] == [0] * 6
+    assert sum(line["curriculum/passed_over"] for line in lines[6:]) == 12
+    assert all(line["samples/count"] == 16 for line in lines)
+    asked = {step: {s["row"]["_row"] for s in samples(config) if s["step"] == step} for step in range(1, 10)}
+    assert all(row % 2 for step in (7, 8, 9) for row in asked[step])
+
+
+def test_a_run_with_a_curriculum_goes_on_bit_for_bit(tmp_path):
+    config = online(tmp_path, steps=4, prompts_per_step=8) | {"curriculum": {"high": 0.9}}
+    assert_resumes_bit_for_bit(config, tmp_path, 2)
+
+
+@pytest.mark.parametrize("section", ["filter", "replay", "curriculum"])
+def test_learning_from_data_knows_no_samples(tmp_path, section):
+    given = {"filter": {"fn": "varied"}, "replay": {"fn": "mix"}, "curriculum": {}}[section]
+    with pytest.raises(ValueError, match=rf"{section}: `sft` learns from data"):
+        run(settings(tmp_path, "sft") | {section: given})

@@ -27,6 +27,11 @@ class RolloutConfig(Function):
     dropped. None: `runtime.max_staleness`, and with `round_tokens` as many more as the longest response needs, 4 at
     least."""
 
+    samples_key: str | None = None
+    """Key of a data row that says how many samples its prompt gets, in place of `runtime.samples_per_prompt`."""
+    max_new_tokens_key: str | None = None
+    """Key of a data row that limits the responses to its prompt, below the policy's `sampling.max_new_tokens`."""
+
     @model_validator(mode="after")
     def _only_single_turns_go_on(self) -> Self:
         if self.round_tokens is not None and self.fn != "single_turn":

@@ -1,0 +1,23 @@
+"""What a prompt may cost, where its row of data says so: samples, and tokens of a response."""
+
+from __future__ import annotations
+
+import torch
+
+from coalign.config.schema.rollout import RolloutConfig
+from coalign.data.batch import Batch
+from coalign.types import SEQUENCE_COLUMNS
+
+
+def with_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tokens: int) -> Batch:
+    """The prompts with the columns ``samples`` and ``max_new_tokens`` as far as ``config`` names keys of the rows for
+    them; the numbers given are those of rows without the key. ValueError for what is no positive number."""
+    keys = {"samples": (config.samples_key, samples), "max_new_tokens": (config.max_new_tokens_key, max_new_tokens)}
+    columns = {}
+    for name, (key, otherwise) in keys.items():
+        if key is not None:
+            numbers = [row.get(key, otherwise) for row in prompts["rows"]]
+            if bad := [n for n in numbers if not isinstance(n, int) or n < 1]:
+                raise ValueError(f"rollout.{name}_key: a row has {bad[0]!r} under '{key}'; expected a whole number > 0")
+            columns[name] = torch.tensor(numbers, dtype=SEQUENCE_COLUMNS[name])
+    return prompts.with_(**columns) if columns else prompts

@@ -1,0 +1,77 @@
+"""Prompts are shared out among replicas by what their responses took before."""
+
+import torch
+
+from coalign.cluster.future import BatchRef, Meta
+from coalign.cluster.local import LocalStore
+from coalign.data.batch import Batch
+from coalign.runtime.ledger import go_on
+from coalign.runtime.lengths import Lengths, response_lengths
+from coalign.types import Status
+
+STORE = LocalStore()
+
+
+def prompts(*texts):
+    group = torch.arange(len(texts))
+    rows = [{"prompt": text} for text in texts]
+    return Batch(torch.ones(len(texts)), {"tokens": group.int()}, {"group": group, "rows": rows})
+
+
+def answered(**lengths_of):
+    """Two tokens of prompt, and responses of these lengths."""
+    counts = [(text, n) for text, lengths in lengths_of.items() for n in lengths]
+    mask = torch.cat([torch.tensor([False] * 2 + [True] * n) for _, n in counts])
+    group = torch.tensor([list(lengths_of).index(text) for text, _ in counts])
+    rows = [{"prompt": text} for text, _ in counts]
+    return Batch(torch.tensor([2 + n for _, n in counts]), {"loss_mask": mask}, {"group": group, "rows": rows})
+
+
+def stored(batch):
+    return BatchRef.of(Meta.of(batch), STORE.put(batch), STORE)
+
+
+def test_expectations_are_means_and_those_of_the_unknown_the_average():
+    lengths = Lengths()
+    assert lengths.expect(prompts("a", "b"))["expected_tokens"].tolist() == [1, 1]
+    lengths.note(response_lengths(answered(a=[2, 4], b=[10], c=[0, 0])))
+    copy = Lengths()
+    copy.load_state_dict(lengths.state_dict())
+    # (3 + 10 + 0) / 3 = 4.33 for what is not known; nobody is expected to take less than one token.
+    assert copy.expect(prompts("b", "x", "a", "c"))["expected_tokens"].tolist() == [10, 4, 3, 1]
+
+
+def test_replicas_get_equal_work_in_the_order_given():
+    ref = stored(prompts(*"abcdef").with_(expected_tokens=torch.tensor([50, 10, 10, 10, 10, 10]).int()))
+    assert ref.ranges(2, "work") == [(0, 1), (1, 6)]
+    assert ref.slice(1, 6).ranges(2, "work") in ([(0, 2), (2, 5)], [(0, 3), (3, 5)])
+    both = BatchRef.concat([ref.slice(1, 3), ref.slice(0, 1)])
+    assert both.work.tolist() == [10, 10, 50] and both.ranges(2, "work") == [(0, 2), (2, 3)]
+
+
+def test_without_expectations_all_prompts_count_alike():
+    ref = stored(prompts(*"abcd"))
+    assert ref.work is None and ref.ranges(2, "work") == [(0, 2), (2, 4)]
+    assert BatchRef.concat([ref, ref]).ranges(2, "work") == [(0, 4), (4, 8)]
+
+
+def test_a_prompt_with_more_samples_is_more_work():
+    ref = stored(prompts(*"abc").with_(samples=torch.tensor([8, 4, 4]).int()))
+    assert ref.ranges(2, "work") == [(0, 1), (1, 3)]
+
+
+def test_what_has_ended_is_no_work_any_more():
+    columns = {"group": torch.tensor([7, 7]), "rows": [{}, {}], "index": torch.arange(2).int()}
+    columns |= {"prompt_length": torch.ones(2).int(), "status": torch.tensor([0, int(Status.PARTIAL)]).to(torch.uint8)}
+    log = {"tokens": torch.zeros(5).int(), "loss_mask": torch.tensor([False, True, True, False, True])}
+    log |= {"rollout_logprobs": torch.zeros(5), "versions": torch.tensor([-1, 3, 3, -1, 3]).int()}
+    carried = Batch(torch.tensor([3, 2]), log, columns | {"expected_tokens": torch.tensor([9, 9]).int()})
+    fresh = prompts("a").with_(expected_tokens=torch.tensor([5]).int())
+    samples, stats = go_on(carried, fresh, samples=2, since=3)
+    assert samples["expected_tokens"].tolist() == [0, 9, 5, 5] and stats == {}
+    samples, stats = go_on(carried, fresh, samples=2, since=4)
+    assert samples["group"].tolist() == [0, 0]
+    assert {name: metric.value for name, metric in stats.items()} == {
+        "rollout/given_up": 1,
+        "rollout/given_up_tokens": 3,
+    }
