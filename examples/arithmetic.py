@@ -19,7 +19,9 @@ def make_model(directory: Path, *, hidden: int = 128, layers: int = 4, seed: int
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<end>", unk_token="<unk>")
+    # Without a pad token AutoTokenizer would add Qwen2's own, for which the model has no row.
+    special = {"eos_token": "<end>", "unk_token": "<unk>", "pad_token": "<end>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, **special)
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(vocabulary),
