@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.runs import metrics, run, settings
+from tests.runs import metrics, other_model, run, settings
 
 STEPS = 6
 COMPARED = ("loss/value", "loss/grad_norm", "loss/margin")
@@ -23,13 +23,29 @@ WATCHED = {
     "grpo": ("loss/grad_norm", "reward/mean", "tokens/response"),
     "grpo_kl": ("loss/value", "loss/grad_norm", "loss/kl_ref", "reward/mean"),
     "ppo": ("loss/grad_norm", "reward/mean", "kl", "value/loss/value"),
+    "ppo_tricks": ("loss/grad_norm", "advantages/abs", "kl", "value/loss/value"),
+    "dr_grpo": ("loss/grad_norm", "reward/mean"),
+    "dapo": ("loss/grad_norm", "reward/mean", "samples/masked", "filter/dropped"),
+    "gspo": ("loss/grad_norm", "loss/clip_fraction", "reward/mean"),
+    "gspo_token": ("loss/grad_norm", "loss/clip_fraction", "reward/mean"),
+    "cispo": ("loss/grad_norm", "loss/clip_fraction", "reward/mean"),
+    "rloo": ("loss/grad_norm", "advantages/abs", "kl"),
+    "reinforce_pp": ("loss/grad_norm", "returns/mean", "kl"),
+    "reinforce_pp_baseline": ("loss/grad_norm", "loss/kl_ref", "advantages/abs"),
+    "remax": ("loss/grad_norm", "baseline/mean", "kl"),
+    "online_dpo": (*COMPARED, "pairs/count"),
+    "rlaif": ("loss/grad_norm", "reward/std", "reward/judge/verdict"),
+    "on_policy_distillation": ("loss/grad_norm", "teacher_kl"),
+    "on_policy_distillation_gkd": ("loss/value", "loss/grad_norm", "loss/kd"),
 }
 
-VARIANTS = ("grpo_kl", "dpo_lora")
+VARIANTS = ("grpo_kl", "dpo_lora", "gspo_token", "ppo_tricks", "on_policy_distillation_gkd")
+FAMILY = ("dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
+ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # so that responses differ in length
 
 
 def configuration(name: str, directory: Path) -> dict[str, Any]:
-    algorithm, _, variant = name.partition("_") if name in VARIANTS else (name, "", "")
+    algorithm, _, variant = name.rpartition("_") if name in VARIANTS else (name, "", "")
     config = settings(directory, algorithm, steps=STEPS, eval_at_start=False)
     config["data"].pop("eval")
     if variant == "lora":
@@ -37,11 +53,35 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
     if variant == "kl":
         config["loss"] = {"fn": "policy_gradient", "kl_coef": 0.05, "aggregation": "sequence_mean_token_mean"}
         config["models"]["trainer"]["updates_per_batch"] = 2
+    if algorithm in FAMILY:
+        config["models"]["policy"]["sampling"] |= {"stop": ENDS}
+        config["models"]["trainer"]["updates_per_batch"] = 2
+    if algorithm == "cispo":
+        config["loss"] = {"fn": "cispo", "clip_high": 0.02}
+    if variant == "token":
+        config["loss"] = {"fn": "gspo", "form": "token", "clip_low": 0.005, "clip_high": 0.01}
+    if variant == "tricks":
+        config["reward"] |= {"normalise": "running", "clip": 1.0}
+        config["kl"] = {"fn": "AdaptiveKL", "coef": 0.05, "target": 0.1, "horizon": 100}
+        config["loss"] = {"fn": "policy_gradient", "dual_clip": 3.0, "is_level": "token"}
+        config["models"]["trainer"] |= {"learns_after": 2, "updates_per_batch": 2}
+        config["models"]["value"] = {"optimizer": {"lr": 1e-2}}
+    if variant == "gkd":
+        config["loss"] = {"fn": "distillation", "divergence": "jsd"}
+    if algorithm == "rlaif":
+        judge = other_model(directory / "judge", seed=3, initializer_range=0.3)
+        config["reward"] = {"model": "judge"}
+        config["models"]["judge"] = {
+            "load": str(judge),
+            "chat_template": "auto",
+            "module": "preference",
+            "judge": {"fn": "pairwise", "template": "{prompt}{first}{second}"},
+        }
     return config
 
 
 def curve(name: str, directory: Path) -> dict[str, list[float]]:
-    """The watched metrics of a fresh run, step by step."""
+    """The watched metrics of a fresh run, step by step (of the steps that have them)."""
     config = configuration(name, directory)
     run(config)
-    return {key: [line[key] for line in metrics(config)] for key in WATCHED[name]}
+    return {key: [line[key] for line in metrics(config) if key in line] for key in WATCHED[name]}

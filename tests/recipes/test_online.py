@@ -1,0 +1,208 @@
+"""Recipes with roll-outs from their YAML: where the divergence enters, what is refused, what resumed runs become."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coalign.config import ConfigError, load
+from coalign.config.export import to_commented_yaml
+from coalign.data.batch import Batch
+from coalign.recipes.remax import prompts_of, with_baseline
+from coalign.runtime.build import prepare, recipe
+from coalign.runtime.checking import check
+from coalign.runtime.display import Display
+from coalign.types import Status
+from tests.runs import metrics, run, settings, weights_hash
+
+IN_LOSS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp_baseline")
+IN_REWARD = {
+    "ppo": "shape_reward",
+    "reinforce_pp": "shape_reward",
+    "rloo": "sequence_kl_reward",
+    "remax": "sequence_kl_reward",
+}
+ADVANTAGES = {
+    **dict.fromkeys(("grpo", "dr_grpo", "dapo", "gspo", "cispo"), "group"),
+    "ppo": "gae",
+    **{name: name for name in ("reinforce_pp_baseline", "reinforce_pp", "rloo", "remax")},
+}
+ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # random bytes then end some responses and not others
+
+
+def configured(config, *overrides):
+    return load(config, list(overrides), defaults=lambda name: recipe(name).defaults)
+
+
+def ending(directory, algorithm, **runtime):
+    config = settings(directory, algorithm, **{"eval_at_start": False} | runtime)
+    config["models"]["policy"]["sampling"] |= {"stop": ENDS}
+    return config
+
+
+def drawn(config, capsys, *overrides):
+    capsys.readouterr()
+    check(configured(config, *overrides), Display())
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("algorithm", (*IN_LOSS, *IN_REWARD))
+def test_check_draws_the_flow(tmp_path, algorithm, capsys):
+    shown = drawn(settings(tmp_path, algorithm), capsys)
+    assert "policy.generate" in shown and ADVANTAGES[algorithm] in shown and "no problem found" in shown
+    for function in ("shape_reward", "sequence_kl_reward"):
+        assert (function in shown) == (IN_REWARD.get(algorithm) == function)
+
+
+@pytest.mark.parametrize("algorithm", (*IN_LOSS, *IN_REWARD))
+def test_its_template_reads_as_its_defaults(tmp_path, algorithm):
+    config = settings(tmp_path, algorithm)
+    path = tmp_path / "init.yaml"
+    path.write_text(to_commented_yaml({"algorithm": algorithm, **recipe(algorithm).defaults}))
+    written = configured(str(path), f"data.train={config['data']['train']}")
+    plain = configured({"algorithm": algorithm, "data": {"train": config["data"]["train"]}})
+    assert written == plain
+
+
+@pytest.mark.parametrize("algorithm", IN_LOSS)
+def test_the_divergence_is_charged_in_the_loss_alone(tmp_path, algorithm):
+    config = settings(tmp_path, algorithm)
+    with pytest.raises(ValueError, match=rf"kl: in `{algorithm}` the divergence .* set loss\.kl_coef"):
+        prepare(configured(config, "kl.fn=FixedKL", "kl.coef=0.1"))
+    assert "reference" in prepare(configured(config, "loss.kl_coef=0.1"))[1]
+    assert "reference" not in prepare(configured(config, "loss.kl_coef=0"))[1]
+
+
+@pytest.mark.parametrize("algorithm", IN_REWARD)
+def test_the_divergence_is_charged_in_the_reward_alone(tmp_path, algorithm):
+    config = settings(tmp_path, algorithm)
+    with pytest.raises(ValueError, match=rf"loss\.kl_coef: in `{algorithm}` .* charged twice"):
+        prepare(configured(config, "loss.kl_coef=0.1"))
+    assert "reference" in prepare(configured(config))[1]
+    for none in ("kl.coef=0", "kl.coef=0.0", "kl=null"):
+        assert "reference" not in prepare(configured(config, none))[1]
+
+
+@pytest.mark.parametrize("algorithm", IN_REWARD)
+def test_without_a_divergence_no_reference_is_asked(tmp_path, algorithm, capsys):
+    shown = drawn(settings(tmp_path, algorithm), capsys, "kl=null")
+    assert "reference" not in shown and "no problem found" in shown
+
+
+@pytest.mark.parametrize("algorithm", (*IN_LOSS, "rloo"))
+def test_a_group_of_one_is_refused(tmp_path, algorithm):
+    config = settings(tmp_path, algorithm, samples_per_prompt=1)
+    with pytest.raises(ValueError, match=rf"samples_per_prompt is 1: `{algorithm}` compares.*use 2 or more"):
+        prepare(configured(config))
+
+
+def test_the_constant_of_dr_grpo_is_the_longest_response(tmp_path):
+    config = settings(tmp_path, "dr_grpo")
+    config["models"]["policy"].pop("sampling")
+    assert configured(config).loss.constant_length == 256
+    assert configured(config, "models.policy.sampling.max_new_tokens=77").loss.constant_length == 77
+    assert configured(config, "loss.constant_length=5").loss.constant_length == 5
+    with pytest.raises(ConfigError, match=r"constant_length.*has no effect with aggregation `token_mean`"):
+        configured(config, "loss.aggregation=token_mean")
+
+
+def test_responses_that_were_cut_are_not_trained_on_in_dapo(tmp_path):
+    config = ending(tmp_path, "dapo", steps=1)
+    config["filter"] = None
+    run(config)
+    (line,) = metrics(config)
+    cut = line["samples/truncated"] * line["samples/count"]
+    assert line["samples/masked"] == pytest.approx(cut) and 0 < cut < line["samples/count"]
+    assert line["tokens/trained"] == line["tokens/generated"] - 8 * cut
+    config |= {"truncated": {"fn": "scale_truncated", "factor": 0.5}, "output": str(tmp_path / "scaled")}
+    run(config)
+    assert metrics(config)[0]["tokens/trained"] == line["tokens/generated"]
+
+
+# ---- ReMax
+
+
+def batch(group, **columns):
+    return Batch(torch.ones(len(group), dtype=torch.int64), {}, {"group": torch.tensor(group), **columns})
+
+
+def test_the_prompts_of_samples_are_each_group_once_without_responses():
+    samples = Batch(
+        torch.tensor([3, 4, 2]),
+        {"tokens": torch.tensor([1, 2, 9, 1, 2, 8, 7, 5, 6], dtype=torch.int32)},
+        {"group": torch.tensor([4, 4, 2]), "prompt_length": torch.tensor([2, 2, 1]), "rows": [{"a": 1}, {"a": 1}, {}]},
+    )
+    prompts = prompts_of(samples)
+    assert prompts["tokens"].tolist() == [1, 2, 5] and prompts.lengths.tolist() == [2, 1]
+    assert prompts["group"].tolist() == [4, 2] and prompts["rows"] == [{"a": 1}, {}]
+
+
+def test_each_sample_gets_the_reward_of_its_prompts_greedy_response():
+    ok = torch.zeros(5, dtype=torch.uint8)
+    samples = batch([7, 7, 3, 3, 9], status=ok)
+    greedy = batch([3, 7], baseline=torch.tensor([0.25, -1.0]))  # that of 9 could not be scored
+    out = with_baseline(samples, greedy)
+    assert out["baseline"][:4].tolist() == [-1.0, -1.0, 0.25, 0.25]
+    assert out["status"].tolist() == [0, 0, 0, 0, int(Status.ERROR)]
+    assert ok.tolist() == [0] * 5
+
+
+def test_without_any_baseline_nothing_is_left():
+    out = with_baseline(batch([1], status=torch.zeros(1, dtype=torch.uint8)), batch([], baseline=torch.zeros(0)))
+    assert out["status"].tolist() == [int(Status.ERROR)]
+
+
+def test_the_greedy_response_is_scored_and_not_trained_on(tmp_path):
+    config = ending(tmp_path, "remax", steps=2, samples_per_prompt=2)
+    assert run(config) == 0
+    for line in metrics(config):
+        assert line["samples/count"] == 8  # 4 prompts × 2: the four greedy ones are not among them
+        assert line["tokens/trained"] == line["tokens/generated"]
+        assert math.isfinite(line["baseline/mean"])
+
+
+# ---- PPO's value model first
+
+
+def test_a_policy_that_waits_stays_as_it_is_while_the_value_model_learns(tmp_path):
+    config = settings(tmp_path, "ppo", steps=3, save_every=2, keep=3, eval_at_start=False)
+    config["models"]["trainer"] |= {"learns_after": 2, "optimizer": {"lr": 3e-3, "schedule": "linear"}}
+    config["ptx"] = {"data": config["data"]["train"], "rows_per_step": 2}
+    assert run(config) == 0
+    lines = metrics(config)
+    assert ["loss/value" in line for line in lines] == [False, False, True]
+    assert all(line["value/loss/grad_norm"] > 0 for line in lines)
+    assert lines[2]["loss/lr"] == pytest.approx(3e-3)  # its schedule begins when it does
+
+    first = load_file(tmp_path / "model" / "model.safetensors")
+    saved = tmp_path / "run" / "checkpoints"
+    waited, learned = (load_file(saved / f"step_{step}" / "hf" / "model.safetensors") for step in (2, 3))
+    assert all(first[name].equal(waited[name]) for name in first)
+    assert any(not first[name].equal(learned[name]) for name in first)
+
+
+# ---- going on
+
+
+def tricks(directory, algorithm):
+    config = ending(directory, algorithm, steps=4, save_every=2)
+    if algorithm == "ppo":
+        config["reward"] |= {"normalise": "running", "clip": 1.0}
+        config["kl"] = {"fn": "AdaptiveKL", "coef": 0.05, "target": 0.1, "horizon": 50}
+        config["models"]["trainer"]["learns_after"] = 1
+    return config
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "remax"])
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm):
+    whole = tricks(tmp_path, algorithm)
+    run(whole)
+    cut = whole | {"output": str(tmp_path / "cut")}
+    run(cut, "runtime.steps=2")
+    run(cut)
+    assert weights_hash(cut, 4) == weights_hash(whole, 4)
+    for key in ("kl", "reward/mean"):
+        assert [line[key] for line in metrics(cut)] == [line[key] for line in metrics(whole)]
