@@ -88,7 +88,7 @@ class Environment:
         counts: Stats = {"rollout/rounds": Total(len(parts)), "time/rollout": Total(time.perf_counter() - begun)}
         if self.control.wanted is not None:
             counts |= {"rollout/expired": Total(expired), "rollout/waiting": Total(len(self.pool))}
-        return batch, {**stats, **described, **self.loader.stats(), **counts}
+        return batch, merge_stats([stats, described, self.loader.stats(), counts])
 
     # ---- one round -------------------------------------------------------------------------------------------------
 
