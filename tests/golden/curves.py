@@ -66,6 +66,9 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
         config["loss"] = {"fn": "policy_gradient", "dual_clip": 3.0, "is_level": "token"}
         config["models"]["trainer"] |= {"learns_after": 2, "updates_per_batch": 2}
         config["models"]["value"] = {"optimizer": {"lr": 1e-2}}
+    if algorithm == "on_policy_distillation":
+        teacher = other_model(directory / "sure", seed=5, initializer_range=0.3)
+        config["models"]["teacher"]["load"] = str(teacher)
     if variant == "gkd":
         config["loss"] = {"fn": "distillation", "divergence": "jsd"}
     if algorithm == "rlaif":
