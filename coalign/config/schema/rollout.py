@@ -82,7 +82,7 @@ class GuardsConfig(Section):
     max_kl: PositiveFloat | None = None
     """Of `loss/approx_kl` (nats per token)."""
     min_entropy: NonNegativeFloat | None = None
-    """Of `loss/entropy` (nats per token)."""
+    """Of `loss/entropy` (nats per token); the losses of a policy report it with `loss.measure_entropy: true`."""
     max_mismatch: PositiveFloat | None = None
     """Of `loss/mismatch`: the mean |Δ log-prob| between trainer and sampler."""
     patience: PositiveInt = 1
