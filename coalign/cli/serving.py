@@ -27,6 +27,12 @@ def serve_reward(
     label_key: Annotated[
         str | None, typer.Option(help="The row's key for `labels`, default `answer`.", show_default=False)
     ] = None,
+    strip: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A text that may end a `query` and is no part of the response (`<|im_end|>`); again for more."
+        ),
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Responses that are scored together; default 64.")] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="The reward model's: `auto` (default), `none`, or a Jinja file.")
@@ -49,6 +55,7 @@ def serve_reward(
         "port": port,
         "api_key_env": api_key_env,
         "label_key": label_key,
+        "strip": strip or None,
         "batch_size": batch_size,
         "dtype": dtype,
         "device": device,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from coalign.rewards.threads import OutOfTime, Settled, Threads, TooManyHung
 from coalign.types import Sample
 
-_TASKS = 256  # async functions at once
+_TASKS = 256  # calls at once of the async functions that do not say how many
 _BACKOFF = 0.1  # seconds before the first retry, doubled for each further one, up to …
 _LONGEST_PAUSE = 60.0  # … this, which is also as long as a service may ask us to wait
 
@@ -66,7 +66,7 @@ class RewardFunction:
     retries: int = 2
     takes: str = field(init=False)
     waits: bool = field(init=False)
-    at_once: int = field(init=False)
+    at_once: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         if inspect.isclass(self.fn):
@@ -78,7 +78,7 @@ class RewardFunction:
                 f"reward function '{self.name}' takes no positional argument; it needs one: sample, group or samples"
             )
         object.__setattr__(self, "takes", first.name if first.name in ("group", "samples") else "sample")
-        object.__setattr__(self, "at_once", getattr(self.fn, "at_once", _TASKS))
+        object.__setattr__(self, "at_once", getattr(self.fn, "at_once", None))
         object.__setattr__(self, "waits", any(map(inspect.iscoroutinefunction, (self.fn, type(self.fn).__call__))))
 
     def call(self, argument: Any) -> Any:
@@ -164,14 +164,14 @@ class Caller:
     async def _attempt(self, function: RewardFunction, units: list[list[Sample]]) -> list[list[Outcome]]:
         arguments = [unit[0] for unit in units] if function.takes == "sample" else units
         if function.waits:
-            free = asyncio.Semaphore(function.at_once)
+            free = asyncio.Semaphore(function.at_once) if function.at_once else self._tasks
             settled = await asyncio.gather(*(self._await(function, argument, free) for argument in arguments))
         else:
             settled = await self._in_threads(function, arguments)
         return [_outcomes(function, *one, len(unit)) for one, unit in zip(settled, units, strict=True)]
 
     async def _await(self, function: RewardFunction, argument: Any, free: asyncio.Semaphore) -> Settled:
-        async with free, self._tasks:
+        async with free:
             task = asyncio.ensure_future(_settled(function.call, argument))
             done, _ = await asyncio.wait({task}, timeout=function.timeout)
         if done:

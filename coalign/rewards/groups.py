@@ -9,7 +9,8 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from coalign.rewards.nested import Named, Nested
+from coalign.config.schema import Function
+from coalign.rewards.nested import Nested
 from coalign.rewards.ranking import Game, bradley_terry, swiss_round, win_rates
 from coalign.types import Sample
 
@@ -32,7 +33,7 @@ class Pairwise:
     """
 
     def __init__(
-        self, *, by: Named, score: Score = "win_rate", both_orders: bool = False, prior: PositiveFloat = 1.0
+        self, *, by: Function, score: Score = "win_rate", both_orders: bool = False, prior: PositiveFloat = 1.0
     ) -> None:
         self._by, self._both = Nested(by, "by", arities=(1, 2)), both_orders
         self._score = _scoring(score, prior)
@@ -53,7 +54,7 @@ class Tournament:
     def __init__(
         self,
         *,
-        by: Named,
+        by: Function,
         rounds: PositiveInt | None = None,
         score: Score = "bradley_terry",
         both_orders: bool = False,

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from coalign.rewards.nested import Named, Nested
+from coalign.config.schema import Function
+from coalign.rewards.nested import Nested
 from coalign.types import Sample
 
 Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
@@ -46,7 +47,7 @@ class CosineLength:
     def __init__(
         self,
         *,
-        by: Named,
+        by: Function,
         max_tokens: PositiveInt,
         right: Ends = (2.0, 1.0),
         wrong: Ends = (-10.0, 0.0),

@@ -14,9 +14,6 @@ from coalign.config.schema import Function
 from coalign.rewards.threads import Threads
 from coalign.types import Sample
 
-Named = str | dict[str, Any]
-"""A function's name, or a mapping with ``fn`` and its keyword arguments."""
-
 _SECONDS = 86400.0  # the deadline is that of the reward that asks; it ends the wait for its functions too
 
 
@@ -24,10 +21,10 @@ class Nested:
     """A plain or async function of ``arity`` 1 (a sample; a reward function) or 2 (two samples); of a class one object
     is made. A short name is one of coalign.rewards."""
 
-    def __init__(self, named: Named, key: str, arities: Sequence[int] = (1,)) -> None:
+    def __init__(self, named: Function | str | dict[str, Any], key: str, arities: Sequence[int] = (1,)) -> None:
         """``key`` is the configuration key that names it. Raises ConfigError for wrong arguments, ValueError for a
         function that is not there or takes something else."""
-        config = Function.model_validate(named)
+        config = Function.model_validate(named)  # a text is a function's name
         fn = resolve(config.fn, "coalign.rewards")
         arguments = bind(fn, config.arguments, key)
         self.name = config.fn

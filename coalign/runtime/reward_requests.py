@@ -41,15 +41,16 @@ class RewardRequest(BaseModel):
         return self
 
 
-def read_request(body: bytes, label_key: str) -> list[Answer]:
+def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[Answer]:
     """What there is to score. Raises BadRequest, naming the key.
 
     The response is the last of the ``messages``; without them that of ``responses``, else what follows the prompt in
-    the query. The row is that of ``rows``, with the label under ``label_key``.
+    the query, without the texts of ``strip`` at its end. The row is that of ``rows``, with the label under
+    ``label_key``.
     """
     try:
         request = RewardRequest.model_validate_json(body)
-        return [_answer(request, i, label_key) for i in range(len(request.query))]
+        return [_answer(request, i, label_key, strip) for i in range(len(request.query))]
     except ValidationError as error:
         problems = error.errors(include_url=False)
         raise BadRequest(
@@ -79,8 +80,8 @@ def _why_none(verdict: Verdict | Exception) -> str:
     return "" if math.isfinite(verdict.score) else f"the score is {verdict.score}"
 
 
-def _answer(request: RewardRequest, i: int, label_key: str) -> Answer:
-    prompt, response = _conversation(request, i)
+def _answer(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> Answer:
+    prompt, response = _conversation(request, i, strip)
     row = dict(request.rows[i]) if request.rows else {}
     if request.labels and request.labels[i] is not None:
         row[label_key] = request.labels[i]
@@ -89,12 +90,18 @@ def _answer(request: RewardRequest, i: int, label_key: str) -> Answer:
     return Answer(prompt, [response], row, group=i, tokens=tokens, text=text)
 
 
-def _conversation(request: RewardRequest, i: int) -> tuple[list[Message], Message]:
+def _conversation(request: RewardRequest, i: int, strip: Sequence[str]) -> tuple[list[Message], Message]:
     if request.messages:
         *prompt, response = as_messages(request.messages[i], f"messages[{i}]") or [{}]
         if response.get("role") != "assistant":
             raise BadRow(f"messages[{i}] must end with what the assistant said")
         return prompt, response
-    asked, said = request.prompts[i] if request.prompts else "", request.query[i]
-    said = request.responses[i] if request.responses else said.removeprefix(asked)
+    asked = request.prompts[i] if request.prompts else ""
+    said = request.responses[i] if request.responses else _without_ends(request.query[i].removeprefix(asked), strip)
     return [{"role": "user", "content": asked}], {"role": "assistant", "content": said}
+
+
+def _without_ends(text: str, ends: Sequence[str]) -> str:
+    while end := next((end for end in ends if end and text.rstrip().endswith(end)), ""):
+        text = text.rstrip().removesuffix(end)
+    return text

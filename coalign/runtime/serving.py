@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +24,8 @@ from coalign.rewards.calls import RewardError
 from coalign.runtime.display import Display
 from coalign.runtime.judges import Answer, Judge, Verdict, open_judge
 from coalign.runtime.reward_requests import BadRequest, read_request, write_response
+
+log = logging.getLogger(__name__)
 
 # Batches at once. A model computes one after the other; of functions a slow one should not hold up other requests.
 _MODEL_BATCHES, _FUNCTION_BATCHES = 1, 8
@@ -87,11 +90,14 @@ class Endpoint:
     async def get_reward(self, request: Request) -> JSONResponse:
         """See coalign.runtime.reward_requests for the format."""
         self._authorize(request)
-        answers = read_request(await self._body(request), self._config.label_key)
+        answers = read_request(await self._body(request), self._config.label_key, self._config.strip)
         self._admit(len(answers))
         verdicts = await asyncio.gather(*map(self._batches, answers), return_exceptions=True)
         response = write_response(verdicts)
         failed = response["rewards"].count(None)
+        if failed:
+            first = next(iter(response["errors"].values()))
+            log.warning("%d of %d responses have no reward; the first: %s", failed, len(answers), first)
         self._counts["failed"] += failed
         self._counts["scored"] += len(answers) - failed
         return JSONResponse(response)

@@ -162,6 +162,8 @@ def test_short_names_reach_the_classes():
         reward_function(RewardConfig(fn="tournament", by="math", rounds=0), "reward.0")
     with pytest.raises(ConfigError, match=r"reward\[0\]\.by: missing"):
         reward_function(RewardConfig(fn="pairwise"), "reward.0")
+    with pytest.raises(ConfigError, match=r"reward\[0\]\.by\.fn: missing"):
+        reward_function(RewardConfig(fn="pairwise", by={"answer_key": "x"}), "reward.0")
     limits = RewardConfig(fn="cosine_length", by="math", max_tokens=10)
     assert reward_function(limits, "reward.0").name == "cosine_length"
 

@@ -131,6 +131,14 @@ def test_what_a_function_sees_of_a_request(served):
     assert ask(base, query=["?"], responses=["4"], rows=[{"gold": 2}], labels=[None])["rewards"] == [2.0]
 
 
+def test_special_tokens_at_the_end_of_a_query_can_be_left_out(served):
+    query = ["2+2?4<|im_end|>\n", "2+2?4<|end|><|im_end|>", "2+2?4"]
+    body = {"query": query, "prompts": ["2+2?"] * 3, "labels": ["4"] * 3}
+    assert ask(served(reward={"fn": "exact_match"}), **body)["rewards"] == [0.0, 0.0, 1.0]
+    base = served(reward={"fn": "exact_match"}, strip=["<|im_end|>", "<|end|>"])
+    assert ask(base, **body)["rewards"] == [1.0] * 3
+
+
 def test_values_of_several_functions_are_logged(served):
     base = served(reward=[{"fn": "math"}, {"fn": HERE + "by_length", "weight": 0.5, "name": "length"}])
     said = ask(base, query=["#### 4", "#### 55"], labels=["4", "4"])
@@ -271,8 +279,8 @@ def test_a_run_rewarded_over_http_learns_the_same(served, tmp_path, monkeypatch)
     assert run(remote) == 0
     assert call(f"{base}/health")[1]["scored"] >= 2 * 4 * 4
     assert weights_hash(remote, 2) == weights_hash(direct, 2)
-    for one, other in zip(metrics(direct), metrics(remote), strict=True):
-        assert one["reward/mean"] == other["reward/mean"]
+    rewards = [[line["reward/mean"] for line in metrics(one) if "reward/mean" in line] for one in (direct, remote)]
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 2
     folder = "".join(file.read_text(errors="replace") for file in (tmp_path / "remote").rglob("*.*l"))
     assert url in folder and "s3cret" not in folder
 

@@ -21,6 +21,8 @@ class ServeConfig(JudgeConfig):
     """Environment variable with a key; requests then need `Authorization: Bearer <key>`."""
     label_key: str = "answer"
     """The row's key under which reward functions find a request's `labels`."""
+    strip: list[str] = []
+    """Texts at the end of a `query` that do not belong to the response: `<|im_end|>`, as OpenRLHF sends it."""
     batch_size: PositiveInt = 64
     """Responses, of whatever requests, that are scored together."""
     queue: PositiveInt = 4096
