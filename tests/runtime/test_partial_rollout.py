@@ -2,8 +2,12 @@
 
 import pytest
 
+from coalign.config import load
 from coalign.modules.native import NativeModule
 from coalign.recipes.grpo import GRPO
+from coalign.runtime.build import recipe
+from coalign.runtime.checking import check
+from coalign.runtime.display import Display
 from coalign.runtime.trainer import Trainer
 from tests.runs import metrics, run
 from tests.runtime.test_sampling_control import assert_resumes_bit_for_bit, online
@@ -144,3 +148,29 @@ def test_a_flow_that_goes_past_the_ledger_is_refused(tmp_path):
     }
     with pytest.raises(ValueError, match=r"calls `self.generate\(prompts\)` once; this one calls it 0 times"):
         run(config)
+
+
+def test_what_belongs_to_a_group_is_asked_for_by_what_came_out(tmp_path):
+    """ReMax: a group that ends two roll-outs later still finds the greedy response to its prompt."""
+    rollout = {"round_tokens": 6}
+    config = partial(tmp_path, rollout=rollout, steps=3, samples_per_prompt=2) | {"algorithm": "remax"}
+    config |= {"kl": {"fn": "FixedKL", "coef": 0.0}}
+    run(config)
+    lines = metrics(config)
+    assert [line["samples/count"] for line in lines] == [8] * 3
+    assert [line["samples/dropped"] for line in lines] == [0] * 3
+    assert lines[-1]["samples/staleness_max"] > 0
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"round_tokens": 4}},
+        {"rollout": {"oversample": 1.5, "round_tokens": 16}},
+        {"filter": {"fn": "varied"}, "replay": {"fn": "mix"}, "curriculum": {"high": 0.9}},
+    ],
+)
+def test_check_sees_through_it(tmp_path, sections):
+    settings = partial(tmp_path, rollout={}) | sections
+    config = load(settings, [], defaults=lambda name: recipe(name).defaults)
+    check(config, Display(quiet=True))
