@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 
 _STEPS = 10_000  # far more than any group needs
+# The curvature changes by a factor of at most exp(|Δ(θ_i - θ_j)|), so a Newton step of up to this always goes uphill.
+_REACH = 0.3
 
 
 class Game(NamedTuple):
@@ -29,20 +31,24 @@ def bradley_terry(games: Sequence[Game], count: int, prior: float = 1.0) -> list
     """The strengths θ under which i beats j with probability sigmoid(θ_i - θ_j), as the games make most likely.
 
     Every item has also drawn ``prior`` games against one of strength 0, so one that always won has a finite strength
-    and one without a game has 0. By the minorisation-maximisation of Hunter (2004), which cannot overshoot.
+    and one without a game has 0. By Newton's method; the log-likelihood is concave.
     """
     won = torch.tensor(_points(games, count), dtype=torch.float64) + prior / 2
     met = torch.zeros(count, count, dtype=torch.float64)
     for game in games:
         met[game.first, game.second] += 1
         met[game.second, game.first] += 1
-    strengths = torch.ones(count, dtype=torch.float64)  # exp θ
+    strengths = torch.zeros(count, dtype=torch.float64)
     for _ in range(_STEPS):
-        before = strengths
-        strengths = won / ((met / (before[:, None] + before)).sum(1) + prior / (1 + before))
-        if torch.allclose(strengths, before, rtol=1e-12, atol=0.0):
+        beats, draws = torch.sigmoid(strengths[:, None] - strengths), torch.sigmoid(strengths)
+        gradient = won - (met * beats).sum(1) - prior * draws
+        coupled = met * beats * (1 - beats)
+        curvature = torch.diag(coupled.sum(1) + prior * draws * (1 - draws)) - coupled
+        step = torch.linalg.solve(curvature, gradient)
+        strengths = strengths + step * min(1.0, _REACH / float(step.abs().max().clamp(min=1e-300)))
+        if step.abs().max() < 1e-10:
             break
-    return strengths.log().tolist()
+    return strengths.tolist()
 
 
 def swiss_round(games: Sequence[Game], count: int) -> list[tuple[int, int]]:
