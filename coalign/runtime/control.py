@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
-from coalign.config.schema import RunConfig
+from coalign.config.schema import RolloutConfig, RunConfig
 from coalign.data.loader import Loader
 from coalign.runtime.budgets import with_budgets
 from coalign.runtime.curriculum import Curriculum
@@ -33,6 +33,7 @@ def check_control(config: RunConfig, source: str) -> None:
         )
     sections = {"curriculum": config.curriculum, "filter": config.filter, "replay": config.replay}
     given = [name for name, section in sections.items() if section is not None]
+    given += ["rollout"] if config.rollout != RolloutConfig() else []
     if given and source != "prompts":
         raise ValueError(
             f"{given[0]}: `{config.algorithm}` learns from data, not from samples of a policy; leave it out"

@@ -178,7 +178,7 @@ class Environment:
     def _nothing(self, version: int, stats: Stats) -> str:
         text = f"step {version + 1}: there is no group to train on"
         if self.control.keep is None:
-            return f"{text}: every sample failed"
+            return f"{text}: every sample failed, or none came to its end in {self.control.max_rounds} roll-outs"
         dropped = int(stats["filter/dropped"].value) if "filter/dropped" in stats else 0
         return (
             f"{text}: `{self.control.keep.func.__name__}` dropped all {dropped} groups of {self.control.max_rounds} "

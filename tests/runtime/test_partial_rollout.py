@@ -9,7 +9,7 @@ from coalign.runtime.build import recipe
 from coalign.runtime.checking import check
 from coalign.runtime.display import Display
 from coalign.runtime.trainer import Trainer
-from tests.runs import metrics, run
+from tests.runs import metrics, run, weights_hash
 from tests.runtime.test_sampling_control import assert_resumes_bit_for_bit, online
 
 STOP = list("abcdefghijklmnopqrstuvwxyz0123456789")  # ends about every seventh token of a random model
@@ -174,3 +174,16 @@ def test_check_sees_through_it(tmp_path, sections):
     settings = partial(tmp_path, rollout={}) | sections
     config = load(settings, [], defaults=lambda name: recipe(name).defaults)
     check(config, Display(quiet=True))
+
+
+@pytest.mark.slow
+def test_two_replicas_on_ray_give_what_one_process_gives(tmp_path):
+    """Prompts are shared out by expected lengths (later steps see prompts again), carried samples go on anywhere."""
+    one = partial(tmp_path, rollout={"round_tokens": 4}, steps=4, prompts_per_step=8)
+    run(one)
+    two = one | {"output": str(tmp_path / "two"), "runtime": one["runtime"] | {"cluster": "ray"}}
+    policy, trainer = one["models"]["policy"], one["models"]["trainer"]
+    two["models"] = {"policy": policy | {"num_process": 2}, "trainer": trainer | {"num_process": 1}}
+    run(two)
+    assert weights_hash(two, 4) == weights_hash(one, 4)
+    assert [line["loss/value"] for line in metrics(two)] == [line["loss/value"] for line in metrics(one)]

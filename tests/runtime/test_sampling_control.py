@@ -188,8 +188,15 @@ def test_a_run_with_a_curriculum_goes_on_bit_for_bit(tmp_path):
     assert_resumes_bit_for_bit(config, tmp_path, 2)
 
 
-@pytest.mark.parametrize("section", ["filter", "replay", "curriculum"])
-def test_learning_from_data_knows_no_samples(tmp_path, section):
-    given = {"filter": {"fn": "varied"}, "replay": {"fn": "mix"}, "curriculum": {}}[section]
+@pytest.mark.parametrize(
+    ("section", "given"),
+    [
+        ("filter", {"fn": "varied"}),
+        ("replay", {"fn": "mix"}),
+        ("curriculum", {}),
+        ("rollout", {"round_tokens": 8}),
+    ],
+)
+def test_learning_from_data_knows_no_samples(tmp_path, section, given):
     with pytest.raises(ValueError, match=rf"{section}: `sft` learns from data"):
         run(settings(tmp_path, "sft") | {section: given})
