@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Collection
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -115,9 +115,15 @@ class Sandbox:
         return Report(**json.loads(line))
 
     async def _end(self) -> None:
-        if self._process.returncode is None:
-            self._process.kill()  # and with it everything inside
-        await asyncio.shield(self._process.wait())
+        """The end of its input makes the supervisor end, once nothing of a job is left."""
+        self._process.stdin.close()
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _PATIENCE)
+        finally:
+            if self._process.returncode is None:
+                self._process.kill()
+                await asyncio.shield(self._process.wait())
 
     async def _send(self, message: dict[str, object]) -> None:
         try:

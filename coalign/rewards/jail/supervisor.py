@@ -1,8 +1,9 @@
 """The trusted process around code under test: runs one job at a time, each in a fresh child, and ends it.
 
 It is started for one sample and speaks JSON lines: first the settings, then for each job a line in and a report out.
-Where the system allows it, it is process 1 of a namespace, which dies as a whole when the supervisor or whoever started
-it does. Nothing of a job is in its memory before the job arrives, and it is told no right answers.
+The end of its input is its own end, also in the middle of a job. Where the system allows it, it is process 1 of a
+namespace, which dies as a whole. Nothing of a job is in its memory before the job arrives, and it is told no right
+answers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from job import ANSWER
 _LOOK = 0.05  # seconds between looks at the folder
 _FILES = 256  # that a job may have
 _NOWHERE = ANSWER + 1
+_CALLER = 0  # the file descriptor of its orders
 
 
 def main() -> None:
@@ -86,7 +88,9 @@ def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any]) 
     try:
         while True:
             left = deadline - time.monotonic()
-            ready, _, _ = select.select([end, *reading], [], [], max(0.0, min(_LOOK, left)))
+            ready, _, _ = select.select([end, _CALLER, *reading], [], [], max(0.0, min(_LOOK, left)))
+            if _CALLER in ready:  # it sends nothing while a job runs, so it has closed, or died
+                return "abandoned"
             for source in set(ready) - {end}:
                 data = os.read(source, 1 << 16)
                 written[source] += data
