@@ -90,7 +90,11 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
 
 @pytest.mark.parametrize(
     ("algorithm", "judge"),
-    [("rlaif", "pointwise"), pytest.param("rlaif", "pairwise", marks=pytest.mark.slow), ("online_dpo", "pairwise")],
+    [
+        ("online_dpo", "pairwise"),
+        pytest.param("rlaif", "pointwise", marks=pytest.mark.slow),
+        pytest.param("rlaif", "pairwise", marks=pytest.mark.slow),
+    ],
 )
 def test_the_policy_learns_what_the_judge_likes(tmp_path, algorithm, judge):
     config = configuration(tmp_path, algorithm, judge, steps=15, prompts_per_step=8, samples_per_prompt=6)
