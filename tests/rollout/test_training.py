@@ -65,14 +65,12 @@ def test_on_ray_killed_and_gone_on_with_the_weights_are_the_same(tmp_path):
     config = calculating(tmp_path, steps=4, save_every=1)
     run(config)
     there = config | {"output": str(tmp_path / "ray")}
-    there["runtime"] = config["runtime"] | {"cluster": "ray"}
-    there["models"] = json.loads(json.dumps(config["models"]))
-    there["models"]["policy"]["num_process"] = 2
-    process = command(there)
+    placed = ["runtime.cluster=ray", "models.policy.num_process=2", "models.trainer.num_process=1"]
+    process = command(there, *placed)
     wait_for_step(process, there, 2, seconds=300)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    finish(command(there))
+    finish(command(there, *placed))
     assert weights_hash(there, 4) == weights_hash(config, 4)
 
 
