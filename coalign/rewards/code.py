@@ -2,7 +2,8 @@
 
 Tests that compare a result with a known value are judged out here: the code computes the result and is never told the
 value, so no printing, exiting or overloaded `==` can make it pass. Other tests (statements of any kind) run beside the
-code, which has to bring them to their end to get at a number that nobody told it before.
+code, in its process, and hand over a secret number at their end: printing or exiting early does not pass them, code
+that overloads `==` or searches the interpreter's frames for the number does.
 """
 
 from __future__ import annotations
