@@ -77,9 +77,7 @@ def test_what_is_known_goes_on_with_a_run():
 def test_a_run_without_prompts_left_says_so():
     curriculum = Curriculum(CurriculumConfig(high=0.5), Numbers(2))
     curriculum.note(pass_rates(scored(("0", [1.0]), ("1", [1.0])), solved=1.0), step=0)
-    with pytest.raises(
-        RuntimeError, match=r"curriculum: of \d+ prompts drawn for step 2 only 0 of 2 .*forget"
-    ):
+    with pytest.raises(RuntimeError, match=r"curriculum: of \d+ prompts drawn for step 2 only 0 of 2 .*forget"):
         curriculum.draw(2, step=1)
 
 
