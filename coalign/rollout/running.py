@@ -92,6 +92,7 @@ class EnvironmentLoop:
 
     def _run(self) -> None:
         self.events.run_forever()
+        self.events.run_until_complete(asyncio.sleep(0))  # what was cancelled last hears of it
         self.events.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -64,7 +65,7 @@ def test_the_policys_own_time_does_not_count():
 
 
 def test_after_its_end_an_episode_takes_nothing():
-    late = []
+    late, heard = [], threading.Event()
 
     async def goes_on(one):
         try:
@@ -74,9 +75,11 @@ def test_after_its_end_an_episode_takes_nothing():
                 one.say({"role": "user", "content": "more"})
             except RuntimeError as error:
                 late.append(str(error))
+            heard.set()
             raise
 
     play(goes_on, *several(1), timeout=0.1)
+    assert heard.wait(60)
     assert late == ["group 0, index 0 has ended"]
 
 
