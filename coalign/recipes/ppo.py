@@ -1,6 +1,5 @@
 """Proximal Policy Optimisation from a reward model or function (1707.06347, 2203.02155) with a per-token KL penalty."""
 
-from coalign.algorithms.shaping import shape_reward
 from coalign.runtime.online import KLInReward
 from coalign.types import Rollout, Scorer, Trainable
 
@@ -31,9 +30,6 @@ class PPO(KLInReward):
             },
         },
     }
-
-    def shaped(self, batch):
-        return self.apply(shape_reward, super().shaped(batch), kl_coef=self.kl.coef)
 
     def train_flow(self, batch):
         shaped = self.apply(self.advantage, self.shaped(batch))

@@ -1,6 +1,5 @@
 """REINFORCE++ (2501.03262): PPO's clipped objective on whitened returns, without a value model or groups."""
 
-from coalign.algorithms.shaping import shape_reward
 from coalign.runtime.online import KLInReward
 
 
@@ -16,6 +15,3 @@ class ReinforcePP(KLInReward):
         "advantage": {"fn": "reinforce_pp", "gamma": 1.0},
         "kl": {"fn": "FixedKL", "coef": 0.01},
     }
-
-    def shaped(self, batch):
-        return self.apply(shape_reward, super().shaped(batch), kl_coef=self.kl.coef)

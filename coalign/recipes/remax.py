@@ -2,20 +2,19 @@
 
 import torch
 
-from coalign.algorithms.shaping import sequence_kl_reward
 from coalign.data.batch import Batch
-from coalign.runtime.online import KLInReward
+from coalign.runtime.online import KLOfResponse
 from coalign.types import Status
 
 
-class ReMax(KLInReward):
+class ReMax(KLOfResponse):
     """Besides its samples each prompt gets one greedy response, which is scored and not trained on.
 
     The divergence from the reference is subtracted from the rewards of the samples, not from their baseline.
     """
 
     defaults = {
-        **KLInReward.defaults,
+        **KLOfResponse.defaults,
         "runtime": {"samples_per_prompt": 1},
         "advantage": {"fn": "remax"},
         "kl": {"fn": "FixedKL", "coef": 0.01},
@@ -27,10 +26,6 @@ class ReMax(KLInReward):
         greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
         return self.transform(with_baseline, self.scored(out), greedy)
-
-    def shaped(self, batch):
-        batch = super().shaped(batch)
-        return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if hasattr(self, "reference") else batch
 
 
 def prompts_of(samples: Batch) -> Batch:

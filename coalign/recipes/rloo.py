@@ -1,15 +1,14 @@
 """REINFORCE leave-one-out (2402.14740): a sample's baseline is the mean reward of the *other* samples of its prompt."""
 
-from coalign.algorithms.shaping import sequence_kl_reward
-from coalign.runtime.online import KLInReward, need_several_samples
+from coalign.runtime.online import KLOfResponse, need_several_samples
 
 
-class RLOO(KLInReward):
+class RLOO(KLOfResponse):
     """A response is one action: its whole divergence from the reference is subtracted from its reward, before the
     baseline is taken."""
 
     defaults = {
-        **KLInReward.defaults,
+        **KLOfResponse.defaults,
         "runtime": {"samples_per_prompt": 4},
         "advantage": {"fn": "rloo"},
         "kl": {"fn": "FixedKL", "coef": 0.05},
@@ -20,7 +19,3 @@ class RLOO(KLInReward):
     def check(cls, config):
         super().check(config)
         need_several_samples(config)
-
-    def shaped(self, batch):
-        batch = super().shaped(batch)
-        return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if hasattr(self, "reference") else batch

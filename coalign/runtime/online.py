@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from coalign.algorithms.kl import AdaptiveKL, FixedKL
+from coalign.algorithms.shaping import sequence_kl_reward, shape_reward
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig
@@ -57,7 +58,8 @@ class Online(Engine):
 class KLInReward(Online):
     """The divergence from the reference is a cost within the reward (section `kl`), and nowhere else.
 
-    Its coefficient is fixed or adaptive; without `kl`, or with `kl.coef` 0, there is no reference.
+    It is charged at each token (k1). Its coefficient is fixed or adaptive; without `kl`, or with `kl.coef` 0, there is
+    no reference.
     """
 
     def __init__(self, config: RunConfig, cluster: Any) -> None:
@@ -80,6 +82,13 @@ class KLInReward(Online):
                 "loss.kl_coef at 0, or the divergence is charged twice"
             )
 
+    def shaped(self, batch: BatchRef | Future) -> Any:
+        return self.charged(super().shaped(batch))
+
+    def charged(self, batch: BatchRef | Future) -> Any:
+        """The batch with the divergence subtracted from its rewards."""
+        return self.apply(shape_reward, batch, kl_coef=self.kl.coef)
+
     def after_step(self, stats: Stats) -> None:
         if "kl" in stats:
             self.kl.update(stats["kl"].value, samples=int(stats["samples/count"].value))
@@ -89,6 +98,13 @@ class KLInReward(Online):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl.load_state_dict(state)
+
+
+class KLOfResponse(KLInReward):
+    """A response is one action: its whole divergence is subtracted from its reward, before anything is compared."""
+
+    def charged(self, batch: BatchRef | Future) -> Any:
+        return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if hasattr(self, "reference") else batch
 
 
 def need_several_samples(config: RunConfig) -> None:
