@@ -16,7 +16,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
 from coalign.data.texts import at_their_end, read_samples
-from coalign.modules.pretrained import read_config
+from coalign.modules.pretrained import context_length, read_config, read_tokenizer
 from coalign.rewards.calls import RewardError
 from coalign.rewards.judging import Judging
 from coalign.types import Context, Sample, Stat, Stats, Status, Total, merge_stats
@@ -54,14 +54,11 @@ class Examiner:
         """Raises ValueError where nobody says whose tokens the responses are, or how to ask."""
         if context.tokenizer is None:
             raise ValueError(f"model '{context.model}' reads responses, and the context names no tokenizer for them")
-        trust = config.trust_remote_code
         self.judging = judging(config, context.model)
-        self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.load, trust_remote_code=trust)
+        self.tokenizer = read_tokenizer(config)
         self._template = load_template(self.tokenizer, config.chat_template or "auto")
-        self._policys = AutoTokenizer.from_pretrained(context.tokenizer, trust_remote_code=trust)
-        self._longest = (
-            getattr(read_config(config).get_text_config(), "max_position_embeddings", None) or 2**31
-        ) - reserved
+        self._policys = AutoTokenizer.from_pretrained(context.tokenizer, trust_remote_code=config.trust_remote_code)
+        self._longest = (context_length(read_config(config)) or 2**31) - reserved
 
     def score(self, batch: Batch, answer: Callable[[Batch], list[Answer]], name: str) -> dict[str, Any]:
         """The columns ``name`` f32[N] and ``status`` u8[N], NaN and ERROR where a response has no reward; rows that are

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from coalign.config.schema import RolloutConfig, SamplingConfig
 from coalign.data.batch import Batch
@@ -63,8 +63,7 @@ class NativeModule(Module):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        path = self.config.tokenizer or self.config.load
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=self.config.trust_remote_code)
+        return pretrained.read_tokenizer(self.config)
 
     def generate(
         self,

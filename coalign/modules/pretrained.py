@@ -17,6 +17,7 @@ from transformers import (
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from coalign.config.schema import ModelConfig
@@ -107,11 +108,21 @@ def has_adapters(config: ModelConfig) -> bool:
     return config.lora is not None and (not config.frozen or config.lora.load is not None)
 
 
+def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer."""
+    source = config.tokenizer or config.load
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+
+
+def context_length(hf: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that the architecture says it can read."""
+    return getattr(hf.get_text_config(), "max_position_embeddings", None)
+
+
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
     """Write weights, config and tokenizer so that ``from_pretrained`` loads them."""
     model.save_pretrained(dir, state_dict=weights)
-    source = config.tokenizer or config.load
-    AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code).save_pretrained(dir)
+    read_tokenizer(config).save_pretrained(dir)
 
 
 def _options(config: ModelConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
@@ -17,6 +17,7 @@ from coalign.data.sources import BadRow
 from coalign.data.templates import Tools, load_template
 from coalign.data.texts import at_their_end, read_samples
 from coalign.modules.base import Module
+from coalign.modules.pretrained import context_length, read_config, read_tokenizer
 from coalign.types import Context, Sample, Total
 
 log = logging.getLogger(__name__)
@@ -88,11 +89,8 @@ class Reader:
 
     def __init__(self, config: ModelConfig) -> None:
         """Raises ValueError if the tokenizer has no template and ``config.chat_template`` gives none."""
-        trust = config.trust_remote_code
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.load, trust_remote_code=trust)
-        self._template = load_template(tokenizer, config.chat_template or "auto")
-        text = AutoConfig.from_pretrained(config.load, trust_remote_code=trust).get_text_config()
-        limits = (getattr(text, "max_position_embeddings", None), config.max_tokens_per_micro)
+        self._template = load_template(read_tokenizer(config), config.chat_template or "auto")
+        limits = (context_length(read_config(config)), config.max_tokens_per_micro)
         self.longest = min(limit for limit in (*limits, 2**31) if limit)
 
     def read(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], int]:
