@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.tiny import tiny_model_dir
 
@@ -101,6 +103,33 @@ def run(config: dict[str, Any], *overrides: str) -> int:
     from coalign.runtime.run import train
 
     return train(load(config, list(overrides), defaults=lambda name: recipe(name).defaults), Display(quiet=True))
+
+
+@contextmanager
+def stopping_after(step: int) -> Iterator[None]:
+    """Within this context runs in this process are asked to stop after a step; schedules do not see the difference."""
+    from coalign.runtime.recording import Record
+
+    record = Record.after_step
+
+    def after_step(self: Any, engine: Any, stats: Any, batch: Any) -> None:
+        record(self, engine, stats, batch)
+        if engine.step == step:
+            engine.stop = "test"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Record, "after_step", after_step)
+        yield
+
+
+def run_in_two_parts(whole: dict[str, Any], step: int = 2) -> dict[str, Any]:
+    """The run ``whole`` in a folder of its own, stopped after ``step`` and started again; its configuration."""
+    config = whole | {"output": f"{whole['output']}_in_two_parts"}
+    with stopping_after(step):
+        run(config)
+    assert [line["step"] for line in metrics(config)][-1] == step
+    run(config)
+    return config
 
 
 def command(config: dict[str, Any], *overrides: str) -> subprocess.Popen[str]:

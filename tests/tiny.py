@@ -90,3 +90,15 @@ def tiny_model_dir(
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings | config), dtype=torch.float32)
     model.save_pretrained(path)
     return path
+
+
+def tiny_reward_model_dir(path: str | Path, *, head_seed: int = 0, **model: Any) -> Path:
+    """Write a random reward model; ``model`` goes to tiny_model_dir."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    path = tiny_model_dir(path, **model)
+    scored = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    torch.nn.init.normal_(scored.score.weight, std=0.5, generator=torch.Generator().manual_seed(head_seed))
+    scored.save_pretrained(path)
+    return path

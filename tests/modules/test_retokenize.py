@@ -14,7 +14,7 @@ from coalign.data.sources import BadRow
 from coalign.modules.retokenize import RetokenizeModule
 from coalign.runtime.vocabulary import reads_alike
 from coalign.types import Context, Status, Total
-from tests.tiny import tiny_model_dir, tiny_tokenizer
+from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -43,10 +43,7 @@ def pieces(path):
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
     path = tmp_path_factory.mktemp("judge")
-    tiny_model_dir(path, seed=3, max_position_embeddings=CONTEXT)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
-    torch.nn.init.normal_(model.score.weight, std=0.5, generator=torch.Generator().manual_seed(0))
-    model.save_pretrained(path)
+    tiny_reward_model_dir(path, seed=3, max_position_embeddings=CONTEXT)
     pieces(path)
     return path
 

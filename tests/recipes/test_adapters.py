@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.recipes.test_offline import RECIPES, configuration
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 LORA = {"rank": 4, "alpha": 8.0, "target": ["*.q_proj", "*.down_proj"]}
 ONLINE = ("grpo", "ppo")
@@ -31,9 +31,7 @@ ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for n
 def test_only_the_adapted_layers_move_and_a_stopped_run_resumes(tmp_path, algorithm):
     whole = adapted(tmp_path, algorithm)
     run(whole)
-    cut = whole | {"output": str(tmp_path / "cut")}
-    run(cut, "runtime.steps=2")
-    run(cut)
+    cut = run_in_two_parts(whole)
     assert weights_hash(cut, 4) == weights_hash(whole, 4)
 
     saved = Path(whole["output"]) / "checkpoints" / "step_4"

@@ -7,7 +7,7 @@ import pytest
 from coalign.config import load
 from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import trace
-from tests.runs import metrics, other_model, run, settings, weights_hash
+from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 from tests.tiny import tiny_tokenizer
 
 GKD = {"fn": "distillation", "divergence": "jsd", "jsd_beta": 0.5}
@@ -75,9 +75,7 @@ def test_a_reward_is_for_evaluation(tmp_path):
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
     whole = configuration(tmp_path, steps=4, save_every=2)
     run(whole)
-    cut = whole | {"output": str(tmp_path / "cut")}
-    run(cut, "runtime.steps=2")
-    run(cut)
+    cut = run_in_two_parts(whole)
     assert weights_hash(cut, 4) == weights_hash(whole, 4)
 
 

@@ -16,7 +16,7 @@ from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import check
 from coalign.runtime.display import Display
 from coalign.types import Status
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 IN_LOSS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp_baseline")
 IN_REWARD = {
@@ -200,9 +200,7 @@ def tricks(directory, algorithm):
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm):
     whole = tricks(tmp_path, algorithm)
     run(whole)
-    cut = whole | {"output": str(tmp_path / "cut")}
-    run(cut, "runtime.steps=2")
-    run(cut)
+    cut = run_in_two_parts(whole)
     assert weights_hash(cut, 4) == weights_hash(whole, 4)
     for key in ("kl", "reward/mean"):
         assert [line[key] for line in metrics(cut)] == [line[key] for line in metrics(whole)]

@@ -7,7 +7,7 @@ import pytest
 from coalign.config import load
 from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import trace
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 
 def configuration(directory, **runtime):
@@ -103,9 +103,7 @@ def test_what_it_refuses(tmp_path, change, message):
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
     whole = configuration(tmp_path, steps=4, save_every=2)
     run(whole)
-    cut = whole | {"output": str(tmp_path / "cut")}
-    run(cut, "runtime.steps=2")
-    run(cut)
+    cut = run_in_two_parts(whole)
     assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
     assert weights_hash(cut, 4) == weights_hash(whole, 4)
 

@@ -10,9 +10,8 @@ import pytest
 
 from coalign.config import load
 from coalign.runtime.build import prepare, recipe
-from coalign.runtime.recording import Record
 from tests.rollout.helpers import TOOLS_CHATML
-from tests.runs import command, metrics, run, settings, weights_hash
+from tests.runs import command, metrics, run, settings, stopping_after, weights_hash
 from tests.runtime.test_processes import finish, wait_for_step
 from tests.tiny import tiny_model_dir
 
@@ -39,23 +38,11 @@ def test_grpo_learns_from_episodes(tmp_path):
     for line in (Path(config["output"]) / "samples.jsonl").read_text().splitlines():
         assert [m["role"] for m in json.loads(line)["messages"]] == ["user", "assistant", "tool", "assistant"]
     resumed = config | {"output": str(tmp_path / "resumed")}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Record, "after_step", stop_after(1))
+    with stopping_after(1):
         run(resumed)
     assert [line["step"] for line in metrics(resumed)] == [1]
     assert run(resumed) == 0
     assert weights_hash(resumed, 2) == weights_hash(config, 2)
-
-
-def stop_after(step):
-    record = Record.after_step
-
-    def after_step(self, engine, stats, batch):
-        record(self, engine, stats, batch)
-        if engine.step == step:
-            engine.stop = "test"
-
-    return after_step
 
 
 @pytest.mark.slow

@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from coalign.runtime.recording import Record
 from tests import runs
-from tests.runtime.test_runs import _stop_after
 
 LORA = {"rank": 4, "target": ["*.q_proj", "*.mlp.*"]}
 
@@ -61,13 +59,12 @@ def test_a_checkpoint_holds_the_adapter_alone_too(tmp_path):
     assert "adapter/adapter_model.safetensors" in (directory / "manifest.json").read_text()
 
 
-def test_a_stopped_run_ends_with_the_same_weights(tmp_path, monkeypatch):
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
     whole = adapted(tmp_path, "sft", save_every=2, eval_at_start=False)
     whole["models"]["trainer"] |= {"lora": LORA | {"dropout": 0.2}, "ema": {"decay": 0.5}}
     assert runs.run(whole) == 0
     resumed = whole | {"output": str(tmp_path / "resumed")}
-    with monkeypatch.context() as patch:
-        patch.setattr(Record, "after_step", _stop_after(2))
+    with runs.stopping_after(2):
         runs.run(resumed)
     assert [line["step"] for line in runs.metrics(resumed)] == [1, 2]
     assert runs.run(resumed) == 0

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from coalign.data.examples import Examples
-from coalign.runtime.recording import Record
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, settings, stopping_after, weights_hash
 
 STREAM = {"stream": True, "stream_window": 10}
 PHASES = {"phases": {"sft": 2, "rm": 1}, "phase": "sft"}
@@ -15,16 +14,6 @@ PHASES = {"phases": {"sft": 2, "rm": 1}, "phase": "sft"}
 def configured(directory, data, algorithm="sft", output="run", **runtime):
     config = settings(directory, algorithm, eval_at_start=False, **runtime)
     return config | {"data": config["data"] | data, "output": str(directory / output)}
-
-
-def stop_after(step, patch):
-    record = Record.after_step
-
-    def after_step(self, engine, stats, batch):
-        record(self, engine, stats, batch)
-        engine.stop = "test" if engine.step == step else None
-
-    patch.setattr(Record, "after_step", after_step)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +25,7 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path, data, algorithm):
     options = {"algorithm": algorithm, "tokens_per_step": 70, "steps": 3}
     whole, resumed = (configured(tmp_path, data, output=name, **options) for name in ("whole", "resumed"))
     run(whole)
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(1, patch)
+    with stopping_after(1):
         run(resumed)
     assert len(metrics(resumed)) == 1
     run(resumed)

@@ -24,7 +24,7 @@ from coalign.runtime.folder import FolderInUse
 from coalign.runtime.generating import generate
 from coalign.runtime.partial import Partial
 from tests.runs import ROOT, digits
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 ROWS, SAMPLES = 6, 3
 
@@ -110,10 +110,7 @@ def test_a_reward_model_scores_the_conversation_as_its_template_renders_it(home,
 
 
 def reward_model(path):
-    tiny_model_dir(path, seed=3)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
-    torch.nn.init.normal_(model.score.weight, std=0.5, generator=torch.Generator().manual_seed(0))
-    model.save_pretrained(path)
+    tiny_reward_model_dir(path, seed=3)
     return path
 
 

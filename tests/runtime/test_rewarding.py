@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from coalign.algorithms.combining import Term
 from coalign.cluster.local import LocalCluster
@@ -22,7 +21,7 @@ from coalign.runtime.inference import evaluate
 from coalign.runtime.rewarding import Reward, combine_rewards, reward_models
 from coalign.types import Context, Stat, Status, Total
 from tests.runs import ROOT, metrics, run, settings, weights_hash
-from tests.tiny import tiny_model_dir, tiny_tokenizer
+from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 
 NAN = math.nan
 
@@ -192,10 +191,7 @@ def two_judges(directory, **runtime):
     for name, seed in (("kind", 5), ("terse", 6)):
         path = directory / name
         if not path.exists():
-            tiny_model_dir(path, seed=seed)
-            model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
-            torch.nn.init.normal_(model.score.weight, std=0.5, generator=torch.Generator().manual_seed(seed))
-            model.save_pretrained(path)
+            tiny_reward_model_dir(path, seed=seed, head_seed=seed)
         config["models"][name] = {"load": str(path), "head": "reward"}
     tiny_tokenizer(directory / "terse", chat_template="{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
     config["reward"] = [

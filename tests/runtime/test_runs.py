@@ -14,9 +14,8 @@ from coalign.runtime.build import recipe
 from coalign.runtime.checking import check as examine
 from coalign.runtime.checkpoint import CorruptCheckpoint
 from coalign.runtime.display import Display
-from coalign.runtime.recording import Record
 from coalign.types import Stat
-from tests.runs import metrics, run, settings, weights_hash
+from tests.runs import metrics, run, settings, stopping_after, weights_hash
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo"])
@@ -53,8 +52,7 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm, staleness
     resumed = whole | {"output": str(tmp_path / "resumed")}
     # The first half of a run of four steps: schedules must not see the difference.
     stopped = resumed | {"runtime": resumed["runtime"]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Record, "after_step", _stop_after(2))
+    with stopping_after(2):
         run(stopped)
     assert [line["step"] for line in metrics(resumed)] == [1, 2]
     run(resumed)
@@ -62,17 +60,6 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm, staleness
     assert weights_hash(resumed, 4) == weights_hash(whole, 4)
     for key in ("loss/value", "loss/grad_norm"):
         assert [line[key] for line in metrics(resumed)] == [line[key] for line in metrics(whole)]
-
-
-def _stop_after(step):
-    record = Record.after_step
-
-    def after_step(self, engine, stats, batch):
-        record(self, engine, stats, batch)
-        if engine.step == step:
-            engine.stop = "test"
-
-    return after_step
 
 
 def test_staleness_shows_in_the_samples_and_stays_within_the_bound(tmp_path):

@@ -16,7 +16,7 @@ from coalign.runtime import scoring
 from coalign.runtime.display import Display
 from coalign.runtime.partial import Partial
 from coalign.runtime.scoring import score
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 ASKED = {"role": "user", "content": "1+1="}
 SAID = {"role": "assistant", "content": "2, I think"}
@@ -25,10 +25,7 @@ SAID = {"role": "assistant", "content": "2, I think"}
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
     path = tmp_path_factory.mktemp("judge")
-    tiny_model_dir(path, seed=3)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
-    torch.nn.init.normal_(model.score.weight, std=0.5, generator=torch.Generator().manual_seed(0))
-    model.save_pretrained(path)
+    tiny_reward_model_dir(path, seed=3)
     return path
 
 

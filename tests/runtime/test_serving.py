@@ -22,7 +22,7 @@ from coalign.config.schema import ServeConfig
 from coalign.runtime.judges import Verdict, open_judge
 from coalign.runtime.serving import application, serve
 from tests.runs import ROOT, metrics, run, settings, weights_hash
-from tests.tiny import tiny_model_dir
+from tests.tiny import tiny_reward_model_dir
 
 HERE = "tests.runtime.test_serving:"
 
@@ -237,10 +237,7 @@ def test_a_key_is_asked_for(served):
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
     path = tmp_path_factory.mktemp("judge")
-    tiny_model_dir(path, seed=3)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
-    torch.nn.init.normal_(model.score.weight, std=0.5, generator=torch.Generator().manual_seed(0))
-    model.save_pretrained(path)
+    tiny_reward_model_dir(path, seed=3)
     return path
 
 
