@@ -107,8 +107,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, jinja: str) -> None:
         self.tokenizer = tokenizer
         self.jinja = jinja
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {i for i, token in added if token.special} | {tokenizer.eos_token_id}
+        self._special = special_tokens(tokenizer)
         self._knows_tools = re.search(r"\btools\b", jinja) is not None
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
 
@@ -207,7 +206,7 @@ class ChatTemplate:
         """
         if characters == len(text):
             return len(tokens)
-        return _common(self._tokenize(text[:characters]), tokens)
+        return common_prefix(self._tokenize(text[:characters]), tokens)
 
     def _end_turns(self, tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
         """Trains the token that ends each turn and none after it; adds EOS where the last turn has no such token."""
@@ -258,9 +257,15 @@ def _roles(messages: Messages) -> str:
     return ", ".join(str(m["role"]) for m in messages) or "none"
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The ids of the special tokens, EOS among them."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {i for i, token in added if token.special} | {tokenizer.eos_token_id}
 
 
 def _runs(mask: list[bool]) -> list[Span]:

@@ -10,11 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from coalign.data.messages import Message
-from coalign.data.templates import ChatTemplate, Template, Tools
+from coalign.data.templates import ChatTemplate, Template, Tools, common_prefix, special_tokens
 
 _SAID = "stand-in"
 # Some templates (Qwen3's) render an answer without reasoning in another way once it is no longer the last message.
 _ANSWERS = (_SAID, f"<think>\n{_SAID}\n</think>\n\n{_SAID}")
+
+
+def call_id(number: int) -> str:
+    """Of a tool call by its number in a turn: nine letters and digits, which the strictest templates ask for."""
+    return f"call{number:05d}"
 
 
 class RenderingError(ValueError):
@@ -27,8 +32,7 @@ class Rendering:
     def __init__(self, template: Template) -> None:
         self.template = template
         self.tokenizer: Any = template.tokenizer
-        added = self.tokenizer.added_tokens_decoder.items()
-        self._special = {i for i, token in added if token.special} | {self.tokenizer.eos_token_id}
+        self._special = special_tokens(self.tokenizer)
 
     def opening(self, messages: list[Message], tools: Tools | None) -> list[int]:
         """The tokens after which the policy's first turn comes. BadRow where the template refuses."""
@@ -53,7 +57,7 @@ class Rendering:
         for said in _ANSWERS:
             before = self.text(template.render(_stand_in(said, messages), tools))
             after = self.text(template.render(_stand_in(said, messages) + messages, tools, generation_prompt=True))
-            same = _common(before, after)
+            same = common_prefix(before, after)
             if self._ends_a_text(before[same:]):
                 return self._continued(list(answer), self._ending(before[:same], tools), after[same:])
         raise RenderingError(
@@ -92,15 +96,10 @@ def _stand_in(said: str, messages: list[Message]) -> list[Message]:
     if results:
         answer["tool_calls"] = [
             {
-                "id": result.get("tool_call_id", f"call{i:05d}"),
+                "id": result.get("tool_call_id", call_id(i)),
                 "type": "function",
                 "function": {"name": result.get("name", "tool"), "arguments": {}},
             }
             for i, result in enumerate(results)
         ]
     return [{"role": "user", "content": "-"}, answer]
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

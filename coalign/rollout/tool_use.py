@@ -7,6 +7,7 @@ from typing import Any
 from coalign.config.functions import resolve
 from coalign.rollout.episode import Episode
 from coalign.rollout.parsers import Call
+from coalign.rollout.rendering import call_id
 from coalign.rollout.tools import Toolbox
 from coalign.types import Status
 
@@ -47,7 +48,7 @@ def _as_message(text: str, calls: list[Call]) -> dict[str, Any]:
     """The turn as chat templates have it."""
     readable = [
         {
-            "id": f"call{i:05d}",
+            "id": call_id(i),
             "type": "function",
             "function": {"name": call.name, "arguments": dict(call.arguments)},
         }

@@ -21,6 +21,7 @@ from coalign.config.functions import bind, resolve
 from coalign.rollout.calculator import calculator
 from coalign.rollout.episode import Episode
 from coalign.rollout.parsers import Call, ToolError
+from coalign.rollout.rendering import call_id
 from coalign.rollout.simple import call
 
 __all__ = ["calculator"]
@@ -104,7 +105,7 @@ class Toolbox:
         counted (`episode/tool_failed/<reason>`)."""
         results = await asyncio.gather(*(self._answer(episode, each) for each in calls))
         return [
-            {"role": "tool", "tool_call_id": f"call{i:05d}", "name": each.name or "tool", "content": result}
+            {"role": "tool", "tool_call_id": call_id(i), "name": each.name or "tool", "content": result}
             for i, (each, result) in enumerate(zip(calls, results, strict=True))
         ]
 
