@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
+from typing import Any, get_args
 
 from coalign.cluster.future import BatchRef, Future
 from coalign.runtime.calls import Calls
-from coalign.types import Max, Stat, Stats, Total, merge_stats
+from coalign.types import Metric, Stats, merge_stats
 
-KINDS = {kind.__name__: kind for kind in (Stat, Max, Total)}
+KINDS = {kind.__name__: kind for kind in get_args(Metric)}
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Round:
     def state_dict(self) -> dict[str, Any]:
         """Waits for it: after a restart its weights are gone."""
         batches, stats = self.wait()
-        coded = {name: [type(metric).__name__, *_numbers(metric)] for name, metric in stats.items()}
+        coded = {name: [type(metric).__name__, *astuple(metric)] for name, metric in stats.items()}
         fetched = {name: batch.fetch() for name, batch in batches.items()}
         return {"version": self.version, "aim": self.aim, "stats": coded, "batches": fetched}
 
@@ -42,7 +42,3 @@ class Round:
         before = {name: KINDS[kind](*numbers) for name, (kind, *numbers) in state["stats"].items()}
         batches = {name: cluster.put(batch) for name, batch in state["batches"].items()}
         return Round(state["version"], state["aim"], batches, before=before)
-
-
-def _numbers(metric: Stat | Max | Total) -> list[float]:
-    return [metric.sum, metric.count] if isinstance(metric, Stat) else [metric.value]
