@@ -1,7 +1,7 @@
 """Group Relative Policy Optimisation (2402.03300): the mean reward of a prompt's n samples is the baseline."""
 
-from coalign.runtime.offline import with_reference_where_read
 from coalign.runtime.online import Online, need_several_samples
+from coalign.runtime.reference import with_reference_where_read
 
 
 class GRPO(Online):

@@ -5,8 +5,8 @@ from functools import partial
 from coalign.algorithms.traits import per
 from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
-from coalign.runtime.offline import with_reference_where_read
 from coalign.runtime.online import Online
+from coalign.runtime.reference import with_reference_where_read
 
 
 class OnlineDPO(Online):

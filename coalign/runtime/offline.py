@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from coalign.algorithms.traits import needs
 from coalign.cluster.future import BatchRef, Future
-from coalign.config.functions import bind, resolve
-from coalign.config.schema import LossConfig, RunConfig
+from coalign.config.schema import RunConfig
 from coalign.runtime.engine import Engine
+from coalign.runtime.reference import with_reference_where_read
 from coalign.types import Scorer, Trainable
 
 
@@ -39,12 +38,3 @@ class Offline(Engine):
 
     def eval_flow(self, batch: BatchRef) -> Any:
         return self.trainer.eval_step(self.prepare(self.env_flow(batch)))
-
-
-def with_reference_where_read(roles: Mapping[str, type], loss: LossConfig | None) -> Mapping[str, type]:
-    """``roles`` without `reference` unless ``loss`` reads its log-probs."""
-    if loss is None:
-        return roles
-    fn = resolve(loss.fn, "coalign.algorithms.losses")
-    read = needs(fn, bind(fn, loss.arguments, "loss"))
-    return {name: role for name, role in roles.items() if name != "reference" or "ref" in read}

@@ -1,17 +1,29 @@
-"""Reference log-probs without a second model in memory: from the frozen weights beneath adapters, or from a cache."""
+"""Reference log-probs: whether a run needs them, and how they come without a second model in memory: from the frozen
+weights beneath adapters, or from a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from coalign.algorithms.traits import needs
 from coalign.cluster.future import BatchRef, Future
-from coalign.config.schema import ModelConfig
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import LossConfig, ModelConfig
 from coalign.types import Trainable
 
 if TYPE_CHECKING:
     from coalign.runtime.display import Display
     from coalign.runtime.engine import Engine
+
+
+def with_reference_where_read(roles: Mapping[str, type], loss: LossConfig | None) -> Mapping[str, type]:
+    """``roles`` without `reference` unless ``loss`` reads its log-probs."""
+    if loss is None:
+        return roles
+    fn = resolve(loss.fn, "coalign.algorithms.losses")
+    read = needs(fn, bind(fn, loss.arguments, "loss"))
+    return {name: role for name, role in roles.items() if name != "reference" or "ref" in read}
 
 
 class BaseWeights:
