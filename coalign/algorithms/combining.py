@@ -29,8 +29,8 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[Term], seen: Mapping[
 
     values [terms, N], finite where the term has weight; group i64[N], in any order. A value is normalised to
     (value - mean) / (std + 1e-6), of this batch, of its group (2601.05242: before the sum, so that no part drowns the
-    others), or as ``seen`` says of a `running` term by its name, this batch included. The standard deviation is the
-    population's. Values that are all equal become 0.
+    others), or as ``seen`` says of a `running` term by its name (ValueError where it has seen nothing). The standard
+    deviation is the population's. Values that are all equal become 0.
     """
     total = torch.zeros(values.shape[1], dtype=torch.float64)
     for term, own in zip(terms, values.double(), strict=True):
@@ -40,6 +40,11 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[Term], seen: Mapping[
             own = _within_groups(own, group)
         elif term.normalise != "none":
             moments = seen[term.name] if term.normalise == "running" else moments_of(own)
+            if len(own) and not moments.count:
+                raise ValueError(
+                    f"reward '{term.name}': there are no running moments to normalise it by; score samples before what "
+                    "they are compared with"
+                )
             own = (own - moments.mean) / (moments.std + EPS)
         total += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
     return total

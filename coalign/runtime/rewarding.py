@@ -41,7 +41,10 @@ class Reward:
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
         """Columns ``reward`` f32[N] and ``reward/<part>`` f32[N] (values as they came), and ``status``; Stats: mean and
-        standard deviation of each part, `reward/<part>/mean` and `reward/<part>/std`. ``into`` replaces ``reward``.
+        standard deviation of each part, `reward/<part>/mean` and `reward/<part>/std`.
+
+        ``into`` replaces ``reward``: values that samples are compared with (a baseline). They are normalised by the
+        moments of the samples scored so far, and are not among them.
 
         A row that lacks a part which has weight becomes ERROR, counted in `reward/<part>/failed`; its reward is NaN, as
         is that of rows which are not at their end. Prompts of evaluation (negative groups) get the weighted sum of the
@@ -62,7 +65,8 @@ class Reward:
         settings = {"terms": self._terms, "into": into or "reward"}
         if not self._running:
             return self._cluster.transform(combine_rewards, batch, *scored, **settings)
-        self._seen = self._cluster.transform(observe_rewards, self._seen, batch, *scored, terms=self._terms)
+        if into is None:
+            self._seen = self._cluster.transform(observe_rewards, self._seen, batch, *scored, terms=self._terms)
         return self._cluster.transform(combine_with_moments, self._seen, batch, *scored, **settings)
 
     def state_dict(self) -> dict[str, dict[str, float]]:

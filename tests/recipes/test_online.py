@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -162,6 +163,15 @@ def test_the_greedy_response_is_scored_and_not_trained_on(tmp_path):
         assert line["samples/count"] == 8  # 4 prompts × 2: the four greedy ones are not among them
         assert line["tokens/trained"] == line["tokens/generated"]
         assert math.isfinite(line["baseline/mean"])
+
+
+def test_running_moments_are_those_of_the_samples_alone(tmp_path):
+    config = ending(tmp_path, "remax", steps=2, samples_per_prompt=2)
+    config["reward"] |= {"normalise": "running"}
+    assert run(config) == 0
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step_2" / "state.json").read_text())
+    (moments,) = state["rewards"].values()
+    assert moments["count"] == sum(line["samples/count"] for line in metrics(config)) == 16
 
 
 # ---- PPO's value model first

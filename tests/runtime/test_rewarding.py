@@ -153,6 +153,15 @@ def test_evaluation_and_failures_leave_no_trace_in_the_moments(cluster):
     assert reward.state_dict() == {"kind": {"count": 2.0, "mean": 2.0, "squares": 2.0}}
 
 
+def test_what_samples_are_compared_with_is_normalised_as_they_are_and_not_remembered(cluster):
+    reward = rewards(cluster, *RUNNING)
+    samples = reward.forward_step(responses([1.0, 1.0, 3.0, 3.0], [0] * 4)).result().fetch()
+    assert samples["reward"].tolist() == pytest.approx([-1, -1, 1, 1], abs=1e-4)  # mean 2, deviation 1
+    greedy = reward.forward_step(responses([7.0, 2.0, 7.0, 2.0], [0] * 4), into="baseline").result().fetch()
+    assert greedy["baseline"].tolist() == pytest.approx([5, 0, 5, 0], abs=1e-4)
+    assert reward.state_dict() == {"kind": {"count": 4.0, "mean": 2.0, "squares": 4.0}}
+
+
 def test_what_is_remembered_goes_on_to_the_bit(cluster):
     batches = [responses(torch.rand(4, generator=torch.Generator().manual_seed(i)).tolist(), [0] * 4) for i in range(4)]
     whole = rewards(cluster, *RUNNING)
