@@ -104,8 +104,14 @@ def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
     allowed = list(allowed)
     unknown = [name for name in config.models if name not in allowed]
     if unknown:
+        said = {
+            name: f"; a model that judges takes part where the reward lists it: `reward: [{{model: {name}}}]`"
+            if config.models[name].judge or config.models[name].head == "reward"
+            else near(name, allowed)
+            for name in unknown
+        }
         raise ConfigError(
-            config.places.on(Problem(("models", name), f"`{config.algorithm}` has no such model{near(name, allowed)}"))
+            config.places.on(Problem(("models", name), f"`{config.algorithm}` has no such model{said[name]}"))
             for name in unknown
         )
 

@@ -110,6 +110,7 @@ def counted(examples: Examples, phase: Phase | None, rows: int) -> str:
 def conclude(source: Source, examples: Examples) -> None:
     """ValueError for a source without usable rows; a warning of what its kind finds odd about them."""
     if not len(source):
-        raise ValueError(f"{source.name} has no usable rows ({source.report()})")
+        bound = f"; data.{examples.longest} is the bound" if examples.counts["long"] else ""
+        raise ValueError(f"{source.name} has no usable rows ({source.report()}){bound}")
     if concern := examples.concern():
         log.warning("%s: %s", source.name, concern)

@@ -6,6 +6,7 @@ import torch
 
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
+from coalign.data.examples import MARKS
 from coalign.types import SEQUENCE_COLUMNS
 
 
@@ -17,7 +18,12 @@ def with_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_to
     for name, (key, otherwise) in keys.items():
         if key is not None:
             numbers = [row.get(key, otherwise) for row in prompts["rows"]]
-            if bad := [n for n in numbers if not isinstance(n, int) or n < 1]:
-                raise ValueError(f"rollout.{name}_key: a row has {bad[0]!r} under '{key}'; expected a whole number > 0")
+            for row, number in zip(prompts["rows"], numbers, strict=True):
+                if not isinstance(number, int) or number < 1:
+                    source, place = (row.get(mark, "?") for mark in MARKS)
+                    raise ValueError(
+                        f"rollout.{name}_key: row {place} of {source} has {number!r} under '{key}'; expected a whole "
+                        "number > 0"
+                    )
             columns[name] = torch.tensor(numbers, dtype=SEQUENCE_COLUMNS[name])
     return prompts.with_(**columns) if columns else prompts

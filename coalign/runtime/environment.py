@@ -173,7 +173,10 @@ class Environment:
             batch: BatchRef | Future = self.pool.take(self.control.wanted, version)
             batch = self.control.replay.mix(batch) if self.control.replay else batch
             batch = self.cluster.apply(describe, batch, version=version)
-        return batch.result(), calls.stats()
+        taken = batch.result()
+        if not len(taken):  # the pool was not empty
+            raise RuntimeError(f"step {version + 1}: replay.fn returned no samples, so there is nothing to train on")
+        return taken, calls.stats()
 
     def _nothing(self, version: int, stats: Stats) -> str:
         text = f"step {version + 1}: there is no group to train on"

@@ -28,8 +28,15 @@ def test_a_row_says_its_own_numbers_and_the_others_get_the_runs():
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, "3", None])
 def test_what_is_no_number_of_samples_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"rollout.samples_key: a row has .* under 'n'; expected a whole number > 0"):
-        with_budgets(prompts({"n": wrong}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=16)
+    with pytest.raises(
+        ValueError, match=r"samples_key: row 7 of a.jsonl has .* under 'n'; expected a whole number > 0"
+    ):
+        with_budgets(
+            prompts({"n": wrong, "_source": "a.jsonl", "_row": 7}),
+            RolloutConfig(samples_key="n"),
+            samples=2,
+            max_new_tokens=16,
+        )
 
 
 def test_prompts_begin_as_many_samples_as_they_may():

@@ -31,6 +31,10 @@ def newest_only(*batches, twice: bool = False):
     return batches[-1]
 
 
+def nothing(*batches):
+    return batches[-1].slice(0, 0)
+
+
 def online(tmp_path, **runtime):
     config = settings(tmp_path, "grpo", **({"eval_at_start": False} | runtime))
     config["data"].pop("eval")
@@ -165,6 +169,10 @@ def test_a_function_of_ones_own_chooses_what_is_replayed(tmp_path):
     config |= {"replay": {"fn": "tests.runtime.test_sampling_control:newest_only", "steps": 1}}
     run(config)
     assert [line["samples/count"] for line in metrics(config)] == [16, 16]
+    with pytest.raises(RuntimeError, match=r"step 1: replay.fn returned no samples"):
+        run(
+            config | {"output": str(tmp_path / "none"), "replay": {"fn": "tests.runtime.test_sampling_control:nothing"}}
+        )
     config["replay"]["thrice"] = True
     with pytest.raises(ValueError, match=r"replay.thrice: unknown argument of newest_only"):
         run(config)
