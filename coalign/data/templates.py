@@ -195,8 +195,8 @@ class ChatTemplate:
     def _shown(self, tools: Tools | None) -> Tools | None:
         if tools and not self._knows_tools:
             raise BadRow(
-                "there are tools to describe, and the chat template has no place for them (it never reads `tools`); set "
-                "data.chat_template to one that shows tools"
+                "there are tools to describe, and the chat template has no place for them (it never reads `tools`): "
+                "set data.chat_template to one that shows tools"
             )
         return tools
 
