@@ -98,10 +98,17 @@ class ModelConfig(Section):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Of matrix products; None: `dtype`."""
     num_gpu: NonNegativeInt = 0
-    """Devices of the whole model; 0: it runs on CPU."""
+    """Devices of the whole model; 0: it runs on CPU. A model that is trained has one process per device. A roll-out
+    engine or a frozen model has num_gpu / (tensor_parallel × pipeline_parallel) replicas, one process each."""
     num_process: PositiveInt | None = None
-    """Processes of the whole model; None: one per GPU, one on CPU."""
+    """Processes of the whole model, if not as many as `num_gpu` gives (on CPU: 1)."""
     tensor_parallel: PositiveInt = 1
+    """Devices that share each layer; they are on one node."""
+    pipeline_parallel: PositiveInt = 1
+    """Devices, or tensor-parallel groups, that share the layers out."""
+    placement: Literal["pack", "spread"] | None = None
+    """`pack` the model on few nodes, or `spread` it over many (never a tensor-parallel group); None: pack devices,
+    spread CPU processes."""
     threads: PositiveInt | None = None
     """CPU threads of each process; None: `runtime.threads`."""
     max_tokens_per_micro: PositiveInt | None = 16384
@@ -137,12 +144,13 @@ class ModelConfig(Section):
         return self.num_process or max(1, self.num_gpu)
 
     @model_validator(mode="after")
-    def _processes_divide(self) -> Self:
-        if self.processes % self.tensor_parallel:
-            given = "num_process" if self.num_process else "num_gpu"
-            raise Conflict(
-                ("tensor_parallel",), f"is {self.tensor_parallel}, which does not divide {given} ({self.processes})"
-            )
+    def _devices_divide(self) -> Self:
+        for key in ("tensor_parallel", "pipeline_parallel"):
+            if self.num_gpu % (parts := getattr(self, key)):
+                raise Conflict((key,), f"is {parts}, which does not divide num_gpu ({self.num_gpu})")
+        if self.num_gpu % (self.tensor_parallel * self.pipeline_parallel):
+            product = f"{self.pipeline_parallel}, which with tensor_parallel={self.tensor_parallel}"
+            raise Conflict(("pipeline_parallel",), f"is {product} does not divide num_gpu ({self.num_gpu})")
         return self
 
     @model_validator(mode="after")

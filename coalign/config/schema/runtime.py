@@ -41,6 +41,11 @@ class RuntimeConfig(Section):
     """`auto`: Ray when an address is given or a model needs more than one process; else this process."""
     ray_address: str | None = None
     """None: start Ray here, on demand."""
+    accelerator: str = "GPU"
+    """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`, … Any other name stands for devices on a
+    machine that has none: models take turns on them, and compute on the CPU."""
+    wait_for_devices: NonNegativeFloat = 0.0
+    """Seconds to wait for devices that other jobs hold or that nodes still bring, before the run is refused."""
     steps: PositiveInt | None = None
     """Training steps; None: as many as `epochs` give."""
     epochs: PositiveInt = 1
