@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from coalign.cluster.future import BatchRef, Failure, Meta, Outcome, Store, WorkerError
+from coalign.cluster.future import BatchRef, Failure, Future, Meta, Outcome, Span, Store, WorkerError
 from coalign.types import merge_stats
 
 
@@ -15,12 +16,13 @@ from coalign.types import merge_stats
 class Running:
     """A verb under way in one worker: its Meta, when it comes, and the reference under which its payload will lie.
 
-    The future raises only if the worker itself is lost.
+    The future raises only if the worker itself is lost. ``since``: when it was given (seconds since the epoch).
     """
 
     where: str
     meta: concurrent.futures.Future[Meta]
     payload: Any
+    since: float = field(default_factory=time.time)
 
 
 class Remote(Protocol):
@@ -30,16 +32,17 @@ class Remote(Protocol):
         """Start a verb of coalign.cluster.worker.Worker there."""
 
 
-def wait(label: str, running: Sequence[Running], timeout: float) -> list[Meta]:
+def wait(future: Future, running: Sequence[Running], timeout: float) -> list[Meta]:
     """The Metas of all workers, in order; WorkerError once one failed, was lost, or kept silent for ``timeout`` s."""
+    future.running = [*running]
     where = {each.meta: each.where for each in running}
     try:
         for done in concurrent.futures.as_completed(where, timeout):
-            _raise_failure(label, where[done], done)
+            _raise_failure(future.label, where[done], done)
     except TimeoutError:
         late = ", ".join(each.where for each in running if not each.meta.done())
         message = f"no answer within {timeout:g} s (runtime.call_timeout)"
-        raise WorkerError(label, late, Failure("TimeoutError", message, "")) from None
+        raise WorkerError(future.label, late, Failure("TimeoutError", message, "")) from None
     return [each.meta.result() for each in running]
 
 
@@ -50,13 +53,14 @@ def _raise_failure(label: str, where: str, done: concurrent.futures.Future[Meta]
         raise WorkerError(label, where, failure) from failure.exception
 
 
-def combine(metas: Sequence[Meta], payloads: Sequence[Any], store: Store) -> Outcome:
+def combine(running: Sequence[Running], metas: Sequence[Meta], store: Store) -> Outcome:
     """Shares of one result as a whole: a BatchRef in this order, merged Stats, or the first worker's plain value."""
     stats = merge_stats(meta.stats or {} for meta in metas)
     first = metas[0]
+    pairs = list(zip(running, metas, strict=True))
     if first.lengths is not None:
-        pairs = zip(metas, payloads, strict=True)
-        result: Any = BatchRef.concat([BatchRef.of(meta, payload, store) for meta, payload in pairs])
+        result: Any = BatchRef.concat([BatchRef.of(meta, each.payload, store) for each, meta in pairs])
     else:
         result = first.value if first.stats is None else stats
-    return Outcome(result, stats, max(meta.seconds for meta in metas), max(meta.memory for meta in metas))
+    spans = tuple(Span(each.where, meta.start, meta.seconds) for each, meta in pairs)
+    return Outcome(result, stats, max(meta.memory for meta in metas), spans)

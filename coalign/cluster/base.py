@@ -29,7 +29,7 @@ class Cluster(ABC):
 
     The first error of any call ends every other call with the same error and takes the workers down; only ``save``,
     ``save_hf`` and weight updates may fail alone. ``on_call``, if set, is called with each new Future on the thread
-    that makes it.
+    that makes it, ``on_end`` with each one's outcome, just before others see it.
     """
 
     store: Store
@@ -38,6 +38,7 @@ class Cluster(ABC):
         self.timeout = config.runtime.call_timeout
         self.models: dict[str, DistModel] = {}
         self.on_call: Callable[[Future], None] | None = None
+        self.on_end: Callable[[Future, Outcome], None] | None = None
         self.error: BaseException | None = None
         self._pending: set[Future] = set()
         self._lock = threading.Lock()
@@ -83,13 +84,13 @@ class Cluster(ABC):
     def _compute(
         self, verb: str, function: Callable[..., Any], inputs: Sequence[Any], keywords: dict[str, Any]
     ) -> Future:
-        def work(label: str) -> Outcome:
+        def work(future: Future) -> Outcome:
             refs = [self.resolve(value) for value in inputs]
             for ref in refs:
                 if not isinstance(ref, BatchRef):
-                    raise TypeError(f"{verb}({label}, ...): expected batches, got a {type(ref).__name__}")
+                    raise TypeError(f"{verb}({future.label}, ...): expected batches, got a {type(ref).__name__}")
             running = [self._helper().execute(verb, function, [ref.share for ref in refs], keywords)]
-            return combine(wait(label, running, self.timeout), [running[0].payload], self.store)
+            return combine(running, wait(future, running, self.timeout), self.store)
 
         return self.launch(name_of(function), work, in_thread)
 
@@ -114,9 +115,9 @@ class Cluster(ABC):
     # ---- what models use ------------------------------------------------------------------------------------------
 
     def launch(
-        self, label: str, work: Callable[[str], Outcome], submit: Callable[[Task], None], fatal: bool = True
+        self, label: str, work: Callable[[Future], Outcome], submit: Callable[[Task], None], fatal: bool = True
     ) -> Future:
-        """A Future for ``work(label)``, done by the thread that ``submit`` gives it to."""
+        """A Future for ``work(future)``, done by the thread that ``submit`` gives it to."""
         future = Future(label)
         with self._lock:
             self._pending.add(future)
@@ -127,6 +128,11 @@ class Cluster(ABC):
             self.on_call(future)
         submit(lambda: self._finish(future, work, fatal))
         return future
+
+    def under_way(self) -> list[Future]:
+        """The calls that have not ended, oldest first."""
+        with self._lock:
+            return sorted(self._pending, key=lambda future: future.made)
 
     def lane(self, name: str) -> Lane:
         """A thread of this cluster, ended with it."""
@@ -158,10 +164,13 @@ class Cluster(ABC):
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, future: Future, work: Callable[[str], Outcome], fatal: bool) -> None:
+    def _finish(self, future: Future, work: Callable[[Future], Outcome], fatal: bool) -> None:
         if not future.done():
             try:
-                future.succeed(work(future.label))
+                outcome = work(future)
+                if self.on_end:
+                    self.on_end(future, outcome)
+                future.succeed(outcome)
             except BaseException as error:
                 future.fail(error)
                 if fatal and self._cancel(error):

@@ -114,21 +114,25 @@ class DistModel:
     def run(self, function: Callable[..., Any], *arguments: Any, fatal: bool = True) -> Future:
         """``function(module, store, *arguments)`` on every rank; the result lists what each of them returned."""
 
-        def work(label: str) -> Outcome:
-            metas = self._everywhere(label, "run", function, *arguments)
-            return replace(combine(metas, [None] * len(metas), self.store), result=[m.value for m in metas])
+        def work(future: Future) -> Outcome:
+            running, metas = self._everywhere(future, "run", function, *arguments)
+            return replace(combine(running, metas, self.store), result=[meta.value for meta in metas])
 
         return self._launch(function.__name__, work, fatal)
+
+    def takes_turns_with(self, other: DistModel) -> bool:
+        """Whether a call of one of the two may have to wait until a call of the other one has ended."""
+        return self.cluster.slots[self.name] is self.cluster.slots[other.name]
 
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
         contexts = [each for actor in self.actors for each in actor.contexts(context)]
 
-        def work(label: str) -> Outcome:
+        def work(future: Future) -> Outcome:
             with self._hold():
                 pairs = zip(self._ranks, contexts, strict=True)
                 running = [rank.execute("setup", self.config, each) for rank, each in pairs]
-                return self._outcome(label, running)
+                return self._outcome(future, running)
 
         return self._launch("setup", work)
 
@@ -138,30 +142,30 @@ class DistModel:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _launch(self, method: str, work: Callable[[str], Outcome], fatal: bool = True) -> Future:
+    def _launch(self, method: str, work: Callable[[Future], Outcome], fatal: bool = True) -> Future:
         return self.cluster.launch(f"{self.name}.{method}", work, self._lane.submit, fatal)
 
     def _call(
         self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str = "tokens", fatal: bool = True
     ) -> Future:
-        def work(label: str) -> Outcome:
+        def work(future: Future) -> Outcome:
             ready = tuple(self.cluster.resolve(value) for value in arguments)
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            shares = self._shares(label, ready, named, by)
+            shares = self._shares(future.label, ready, named, by)
             with self._hold():
                 running = [rank.execute("call", method, *share) for rank, share in shares]
-                return self._outcome(label, running)
+                return self._outcome(future, running)
 
         return self._launch(method, work, fatal)
 
-    def _everywhere(self, label: str, verb: str, *arguments: Any) -> list[Meta]:
+    def _everywhere(self, future: Future, verb: str, *arguments: Any) -> tuple[list[Running], list[Meta]]:
         with self._hold():
             running = [rank.execute(verb, *arguments) for rank in self._ranks]
-            return wait(label, running, self.cluster.timeout)
+            return running, wait(future, running, self.cluster.timeout)
 
-    def _outcome(self, label: str, running: list[Running]) -> Outcome:
-        metas = wait(label, running, self.cluster.timeout)[:: self._copies]
-        return combine(metas, [each.payload for each in running[:: self._copies]], self.store)
+    def _outcome(self, future: Future, running: list[Running]) -> Outcome:
+        metas = wait(future, running, self.cluster.timeout)
+        return combine(running[:: self._copies], metas[:: self._copies], self.store)
 
     def _shares(
         self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str

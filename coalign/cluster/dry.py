@@ -119,7 +119,7 @@ class DryCluster:
         if batch is not None:
             result = self._keep(batch, {name: node if name in made else sources[name] for name in _columns(batch)})
         future = Future(label)
-        future.succeed(Outcome(result, stats, 0.0, 0))
+        future.succeed(Outcome(result, stats))
         if self.on_call:
             self.on_call(future)
         return future

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from coalign.data.batch import Batch, split_ranges
 from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.answers import Running
 
 
 class Store(Protocol):
@@ -148,8 +152,9 @@ class Meta:
     """What a driver learns of one worker's result; small, whatever the size of the payload.
 
     lengths i64[N], group i64[N], work i64[N] and columns describe the stored batch (None / empty without one);
-    ``stats`` is None unless the call gave some; ``value`` is a plain result; ``memory`` is the process's peak in bytes
-    (the device's, if the module computes on one).
+    ``stats`` is None unless the call gave some; ``value`` is a plain result; ``start`` (seconds since the epoch, by the
+    worker's clock) and ``seconds`` say when; ``memory`` is the process's peak in bytes (the device's, if the module
+    computes on one).
     """
 
     lengths: Tensor | None = None
@@ -158,6 +163,7 @@ class Meta:
     columns: tuple[str, ...] = ()
     stats: Stats | None = None
     value: Any = None
+    start: float = 0.0
     seconds: float = 0.0
     memory: int = 0
     failure: Failure | None = None
@@ -187,25 +193,38 @@ class WorkerError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """When one worker computed: from ``start`` (seconds since the epoch) for ``seconds``; ``where`` as in errors."""
+
+    where: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished call: its result and what it took."""
+    """A finished call: its result and what it took, on each worker."""
 
     result: Any
     stats: Stats
-    seconds: float
-    memory: int
+    memory: int = 0
+    spans: tuple[Span, ...] = ()
 
 
 class Future:
     """A call under way. ``label`` is `model.method` or the applied function's name.
 
     ``result()`` waits: a BatchRef, merged Stats or a plain value; WorkerError (or the first error of the run, if that
-    ended this call) otherwise. After it ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of
-    the largest worker) are there; before, they wait too.
+    ended this call) otherwise. After it ``stats``, ``spans`` (when each worker computed), ``seconds`` (the slowest
+    worker's) and ``peak_memory`` (bytes, of the largest worker) are there; before, they wait too.
+
+    ``made`` is when the call was made (seconds since the epoch), ``running`` what workers are doing for it now.
     """
 
     def __init__(self, label: str) -> None:
         self.label = label
+        self.made = time.time()
+        self.running: list[Running] = []
         self._outcome: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
 
     def result(self) -> Any:
@@ -219,8 +238,12 @@ class Future:
         return self._outcome.result().stats
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        return self._outcome.result().spans
+
+    @property
     def seconds(self) -> float:
-        return self._outcome.result().seconds
+        return max((span.seconds for span in self.spans), default=0.0)
 
     @property
     def peak_memory(self) -> int:
@@ -239,3 +262,4 @@ class Future:
             settle()
         except concurrent.futures.InvalidStateError:
             return  # two threads may end a call: its own lane, and the one that saw the run's first error
+        self.running = []

@@ -49,15 +49,15 @@ class Worker:
 
     def execute(self, verb: str, *arguments: Any) -> Answer:
         """Run one verb; its result and what it took. Never raises: a failure is part of the Meta."""
-        start = time.perf_counter()
+        clock, start = time.time(), time.perf_counter()
         # Thread counts belong to the calling thread, and their defaults differ between threads, processes and Ray
         # actors; with them differs the order of summation.
         torch.set_num_threads(self.threads or cores())
         try:
             meta, payload = getattr(self, verb)(*arguments)
         except BaseException as error:
-            return Meta(failure=_failure(error), seconds=time.perf_counter() - start), None
-        return replace(meta, seconds=time.perf_counter() - start, memory=self._peak_memory()), payload
+            return Meta(failure=_failure(error)), None
+        return replace(meta, start=clock, seconds=time.perf_counter() - start, memory=self._peak_memory()), payload
 
     def setup(self, config: ModelConfig, context: Context) -> Answer:
         """Build the module and let it load."""
@@ -66,7 +66,9 @@ class Worker:
         return Meta(), None
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
-        """Call a method of the module; Shares among the arguments arrive as Batches."""
+        """Call a method of the module; Shares among the arguments arrive as Batches. RuntimeError if it is unfit."""
+        if self.module.unfit:
+            raise RuntimeError(f"model '{self.module.context.model}' does not serve: {self.module.unfit}")
         arguments = tuple(self._receive(value) for value in arguments)
         keywords = {name: self._receive(value) for name, value in keywords.items()}
         result = getattr(self.module, method)(*arguments, **keywords)
