@@ -109,6 +109,9 @@ class ModelConfig(Section):
     placement: Literal["pack", "spread"] | None = None
     """`pack` the model on few nodes, or `spread` it over many (never a tensor-parallel group); None: pack devices,
     spread CPU processes."""
+    offload: Literal["auto"] | list[Literal["weights", "gradients", "optimizer", "kv"]] = "auto"
+    """What may leave the device for the host's memory while other models of its `runtime.colocation` group need room. `auto`:
+    all of it on devices, nothing on CPU."""
     threads: PositiveInt | None = None
     """CPU threads of each process; None: `runtime.threads`."""
     max_tokens_per_micro: PositiveInt | None = 16384
