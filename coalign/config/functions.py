@@ -85,7 +85,7 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
         try:
             bound[name] = _checked(value, types.get(name, Any))
         except ValidationError as error:
-            problems += [Problem(_path(where, name, *e["loc"]), readable(e)) for e in error.errors()]
+            problems += [p for e in error.errors() for p in _problems(_path(where, name, *e["loc"]), e)]
     for name, parameter in named.items():
         if name not in arguments and parameter.default is parameter.empty:
             problems.append(Problem(_path(where, name), f"missing: {fn.__name__} needs it"))
@@ -143,6 +143,14 @@ def _ignoring_case(name: str, names: Iterable[str]) -> str | None:
 
 def _path(where: str, *keys: str | int) -> tuple[str | int, ...]:
     return (*undotted(where), *keys)
+
+
+def _problems(key: tuple[str | int, ...], error: Any) -> list[Problem]:
+    """What a pydantic error says. A value may itself name a function, whose arguments are checked in turn."""
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return [Problem((*key, *problem.key), problem.message) for problem in cause.problems]
+    return [Problem(key, readable(error))]
 
 
 def _unknown(fn: Callable[..., Any], name: str, named: Mapping[str, Any]) -> str:

@@ -9,8 +9,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from coalign.config.schema import Function
-from coalign.rewards.nested import Nested
+from coalign.rewards.nested import Comparing, Nested
 from coalign.rewards.ranking import Game, bradley_terry, swiss_round, win_rates
 from coalign.types import Sample
 
@@ -33,9 +32,9 @@ class Pairwise:
     """
 
     def __init__(
-        self, *, by: Function, score: Score = "win_rate", both_orders: bool = False, prior: PositiveFloat = 1.0
+        self, *, by: Comparing, score: Score = "win_rate", both_orders: bool = False, prior: PositiveFloat = 1.0
     ) -> None:
-        self._by, self._both = Nested(by, "by", arities=(1, 2)), both_orders
+        self._by, self._both = Nested(by), both_orders
         self._score = _scoring(score, prior)
 
     async def __call__(self, group: Sequence[Sample]) -> list[float]:
@@ -54,13 +53,13 @@ class Tournament:
     def __init__(
         self,
         *,
-        by: Function,
+        by: Comparing,
         rounds: PositiveInt | None = None,
         score: Score = "bradley_terry",
         both_orders: bool = False,
         prior: PositiveFloat = 1.0,
     ) -> None:
-        self._by, self._both = Nested(by, "by", arities=(1, 2)), both_orders
+        self._by, self._both = Nested(by), both_orders
         self._score, self._rounds = _scoring(score, prior), rounds
 
     async def __call__(self, group: Sequence[Sample]) -> list[float]:

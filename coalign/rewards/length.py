@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from coalign.config.schema import Function
-from coalign.rewards.nested import Nested
+from coalign.rewards.nested import Nested, Valuing
 from coalign.types import Sample
 
 Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
@@ -47,14 +46,14 @@ class CosineLength:
     def __init__(
         self,
         *,
-        by: Function,
+        by: Valuing,
         max_tokens: PositiveInt,
         right: Ends = (2.0, 1.0),
         wrong: Ends = (-10.0, 0.0),
         exceeded: float = -10.0,
         threshold: float = 0.5,
     ) -> None:
-        self._by = Nested(by, "by")
+        self._by = Nested(by)
         self._limit, self._right, self._wrong = max_tokens, right, wrong
         self._exceeded, self._threshold = exceeded, threshold
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from coalign.config.functions import bind, columns_of, resolve
 from coalign.config.schema import Function
@@ -17,25 +19,38 @@ from coalign.types import Sample
 _SECONDS = 86400.0  # the deadline is that of the reward that asks; it ends the wait for its functions too
 
 
+def _taking(config: Function, *, expected: Mapping[int, str]) -> Function:
+    """Refuse (ConfigError, ValueError) a function that is not there, gets wrong arguments or takes something else."""
+    fn = resolve(config.fn, "coalign.rewards")
+    bind(fn, config.arguments, "")
+    needed, optional = columns_of(partial(fn.__call__, None) if inspect.isclass(fn) else fn)
+    if _arity(needed, optional) not in expected or needed[:1] in (["group"], ["samples"]):
+        takes, wanted = ", ".join(needed + optional), " or ".join(expected.values())
+        raise ValueError(f"'{config.fn}' takes ({takes}); expected a function of {wanted}")
+    return config
+
+
+def _arity(needed: Sequence[str], optional: Sequence[str]) -> int:
+    return len(needed) or len(optional)
+
+
+# Annotations of the arguments that name such a function: what it takes is checked with the configuration.
+Valuing = Annotated[Function, AfterValidator(partial(_taking, expected={1: "one sample"}))]
+Comparing = Annotated[Function, AfterValidator(partial(_taking, expected={1: "one sample", 2: "two samples"}))]
+
+
 class Nested:
     """A plain or async function of ``arity`` 1 (a sample; a reward function) or 2 (two samples); of a class one object
     is made. A short name is one of coalign.rewards."""
 
-    def __init__(self, named: Function | str | dict[str, Any], key: str, arities: Sequence[int] = (1,)) -> None:
-        """``key`` is the configuration key that names it. Raises ConfigError for wrong arguments, ValueError for a
-        function that is not there or takes something else."""
+    def __init__(self, named: Function | str | dict[str, Any]) -> None:
+        """Raises ConfigError for wrong arguments, ValueError for a function that is not there."""
         config = Function.model_validate(named)  # a text is a function's name
         fn = resolve(config.fn, "coalign.rewards")
-        arguments = bind(fn, config.arguments, key)
+        arguments = bind(fn, config.arguments, "")
         self.name = config.fn
         self._fn = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)
-        needed, optional = columns_of(self._fn)
-        self.arity = len(needed) or len(optional)
-        if self.arity not in arities or needed[:1] in (["group"], ["samples"]):
-            expected = " or ".join(("one sample", "two samples")[arity - 1] for arity in arities)
-            raise ValueError(
-                f"{key}: '{config.fn}' takes ({', '.join(needed + optional)}); expected a function of {expected}"
-            )
+        self.arity = _arity(*columns_of(self._fn))
         self._waits = any(map(inspect.iscoroutinefunction, (fn, type(self._fn).__call__)))
         self._threads = Threads()
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from coalign.config.errors import ConfigError
+from coalign.config.schema import RewardConfig
+from coalign.modules.reward import reward_function
 from coalign.rewards import CosineLength, length_penalty, length_range, length_target
 from coalign.rewards.calls import Caller, Failure, RewardFunction
 from tests.rewards.samples import sample
@@ -77,13 +79,21 @@ def test_what_the_inner_reward_raises_fails_the_sample(caller):
     assert "answer_key" in why
 
 
-def test_bad_inner_rewards_are_refused_by_key():
-    with pytest.raises(ConfigError, match=r"by\.answer_kee: unknown argument of math.*answer_key"):
-        CosineLength(by={"fn": "math", "answer_kee": "x"}, max_tokens=10)
-    with pytest.raises(ValueError, match=r"'maths' is not in coalign\.rewards.*'math'"):
-        CosineLength(by="maths", max_tokens=10)
-    with pytest.raises(ValueError, match=r"by: 'pairwise' takes \(group\); expected a function of one sample"):
-        CosineLength(by={"fn": "pairwise", "by": "math"}, max_tokens=10)
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        ({"fn": "math", "answer_kee": "x"}, r"reward\[1\]\.by\.answer_kee: unknown argument of math.*answer_key"),
+        ("maths", r"reward\[1\]\.by: 'maths' is not in coalign\.rewards.*'math'"),
+        ({"fn": "pairwise", "by": "math"}, r"reward\[1\]\.by: 'pairwise' takes \(group\); .* a function of one sample"),
+        (
+            {"fn": "cosine_length", "by": {"fn": "math", "strict": 1}, "max_tokens": 5},
+            r"reward\[1\]\.by\.by\.strict: is 1; expected true or false",
+        ),
+    ],
+)
+def test_bad_inner_rewards_are_refused_by_key(by, message):
+    with pytest.raises(ConfigError, match=message):
+        reward_function(RewardConfig(fn="cosine_length", by=by, max_tokens=10), "reward.1")
 
 
 def test_only_chosen_tokens_count():

@@ -228,6 +228,11 @@ def loaded(config, *overrides):
         (["reward[1].words=[a]"], r"reward\[1\].words: is for functions"),
         (["reward[1].clip=0.0"], r"reward\[1\].clip: is 0.0; expected a number above 0"),
         (["reward[0].steep=1"], r"reward\[0\].steep: unknown argument"),
+        (
+            ["reward[0]={fn: cosine_length, max_tokens: 9, by: {fn: math, answer_kee: x}}"],
+            r"reward\[0\].by.answer_kee: unknown argument of math",
+        ),
+        (["reward[0]={fn: pairwise, by: pairwise}"], r"reward\[0\].by.by: missing"),
         (["reward={fn: math}"], r"models.kind: `grpo` has no such model; .* `reward: \[{model: kind}\]`"),
         (["models.reward={head: reward}"], r"models.reward: is not among the parts of `reward`"),
         (["runtime.colocation=[[policy, reward]]"], r"there is no model 'reward'"),
