@@ -123,16 +123,17 @@ def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
     root = logging.getLogger("coalign")
     to_file = logging.FileHandler(folder.path / "log.txt")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handlers = [to_file, display.handler()]
+    screen = display.handler()
     root.setLevel(logging.INFO)
-    for handler in handlers:
+    for handler in (to_file, screen):
         root.addHandler(handler)
     try:
         yield
     except BaseException:
+        root.removeHandler(screen)  # whoever catches it says it there
         log.exception("the run ended with an error")
         raise
     finally:
-        for handler in handlers:
+        for handler in (to_file, screen):
             root.removeHandler(handler)
         to_file.close()

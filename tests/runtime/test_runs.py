@@ -164,10 +164,12 @@ def fails_for_some(sample):
     return float("nan") if sample.index == 1 else 0.5 * sample.index
 
 
-def test_a_reward_that_always_raises_stops_the_run(tmp_path):
+def test_a_reward_that_always_raises_stops_the_run(tmp_path, capfd):
     config = settings(tmp_path, "grpo") | {"reward": {"fn": "tests.runtime.test_runs:raises", "retries": 0}}
     with pytest.raises(Exception, match="divides by zero"):
         run(config)
+    assert "ZeroDivisionError" in (tmp_path / "run" / "log.txt").read_text()
+    assert "the run ended with an error" not in "".join(capfd.readouterr())  # whoever catches it says it
 
 
 def test_a_reward_that_fails_for_some_drops_those_and_counts_them(tmp_path):
