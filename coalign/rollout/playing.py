@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -57,13 +58,9 @@ async def self_play(
     """The policy against itself: samples 0 and 1 of a prompt play each other, 2 and 3, …; both sides are trained.
 
     Who makes no legal move in ``tries`` attempts has lost (``illegal``), and the other one has won (1). The samples of
-    a group start from the same position. Needs an even `runtime.samples_per_prompt`.
+    a group start from the same position. Needs an even `runtime.samples_per_prompt`, and `runtime.eval_samples`.
     """
-    if len(group) % 2:
-        raise ValueError(
-            f"self_play pairs the samples of a prompt, and there are {len(group)}: make runtime.samples_per_prompt "
-            "(and runtime.eval_samples) even"
-        )
+    _pair_up({f"the number of samples of group {group[0].group}": len(group)})
     sides = [
         (_Player(first, 0, tries), _Player(second, 1, tries))
         for first, second in zip(group[::2], group[1::2], strict=True)
@@ -126,5 +123,31 @@ class _Player:
 
 def _board(rules: str, settings: Mapping[str, Any], episode: Episode) -> Game:
     """The same starting position for all samples of a group, as baselines compare them."""
-    make = resolve(rules, "coalign.rollout.games")
-    return make(Random(f"{episode.seed}/{episode.group}"), **bind(make, settings, "rollout.settings"))
+    return _rules(rules, settings)(Random(f"{episode.seed}/{episode.group}"))
+
+
+def _rules(name: str, settings: Mapping[str, Any]) -> Callable[[Random], Game]:
+    make = resolve(name, "coalign.rollout.games")
+    return partial(make, **bind(make, settings, "rollout.settings"))
+
+
+def _pair_up(samples: Mapping[str, int]) -> None:
+    for key, count in samples.items():
+        if count % 2:
+            raise ValueError(f"{key} is {count}: `self_play` pairs the samples of a prompt; make it even")
+
+
+def _check_game(
+    samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], opponent: str, **_: Any
+) -> None:
+    _rules(rules, settings)
+    resolve(opponent, "coalign.rollout.playing")
+
+
+def _check_self_play(samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], **_: Any) -> None:
+    _rules(rules, settings)
+    _pair_up(samples)
+
+
+game.check = _check_game
+self_play.check = _check_self_play

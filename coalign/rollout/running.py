@@ -43,6 +43,12 @@ class Environment:
 
     grouped: bool = field(init=False)
 
+    def check(self, samples: Mapping[str, int]) -> None:
+        """Let the function refuse (ValueError) its arguments or the numbers of samples of a prompt, given by the keys
+        that set them: its attribute ``check``, if it has one, is called as ``check(samples, **arguments)``."""
+        if hasattr(self.fn, "check"):
+            self.fn.check(samples, **self.arguments)
+
     def split(self, episodes: Sequence[Episode]) -> list[list[Episode]]:
         """The episodes of each call."""
         if self.grouped:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.algorithms.traits import check_aggregation
 from coalign.config import check_names, located
 from coalign.config.errors import near
-from coalign.config.functions import bind, resolve, resolve_class
+from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.kinds import KINDS
 from coalign.data.loader import Loader, build_loader
 from coalign.data.packing import Packing
-from coalign.rollout.naming import environment as environment_of
 from coalign.runtime.buffer import Buffer
 from coalign.runtime.control import check_control, control
 from coalign.runtime.engine import Engine
 from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator
 from coalign.runtime.reference import BaseWeights, shared_bases
+from coalign.runtime.refusing import check_environment, check_guards, check_it_learns, check_loss, check_sections
 from coalign.runtime.rewarding import Reward, reward_models, reward_names, reward_parts
 from coalign.runtime.trainer import Trainer
 from coalign.runtime.vocabulary import check_tokens_fit, tokenizer_directory
@@ -44,8 +44,9 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
     with located(config):
         check_names(config, [*cls.models, *(reward.model for reward in config.reward if reward.model)])
         cls.check(config)
-        environment_of(config.rollout)
-        check_control(config, cls.source)
+        check_sections(config, cls)
+        check_environment(config)
+        check_control(config)
         roles, models = roles_of(cls, config), dict(config.models)
         if cls.roles(config).get("reward") is Scorer:
             models |= reward_models(config)
@@ -54,8 +55,12 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
                 needed = f"`{config.algorithm}` needs the model `{name}` ({role.__name__})"
                 hint = "give a reward function (`reward:`) or a model" if name == "reward" else "add it"
                 raise ValueError(f"models.{name}: {needed} and the configuration has none; {hint}")
-            if role is Trainable:
-                _check_loss(name, models[name], config)
+        learning = [name for name, role in roles.items() if role is Trainable]
+        for name in learning:
+            check_loss(name, models[name], config)
+            check_it_learns(name, models[name], config.runtime.steps or math.inf)
+        for main in learning[:1]:
+            check_guards(main, models[main], config)
     return cls, {name: models[name] for name in roles}
 
 
@@ -66,15 +71,6 @@ def roles_of(cls: type[Engine], config: RunConfig) -> dict[str, type]:
         del roles["reward"]
         roles |= {name: Scorer for name in parts if name not in roles}
     return roles
-
-
-def _check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:
-    loss, where = (model.loss, f"models.{name}.loss") if model.loss else (config.loss, "loss")
-    if loss is None:
-        raise ValueError(f"loss: models.{name} trains and no loss is given for it")
-    fn = resolve(loss.fn, "coalign.algorithms.losses")
-    bind(fn, loss.arguments, where)
-    check_aggregation(fn, loss.fn, loss.aggregation, where)
 
 
 def load_tokenizer(config: RunConfig) -> Any:
@@ -182,6 +178,9 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     data = loader(config, cls, tokenizer, "train")
     steps = length(config, data)
     engine = cls(config, cluster)
+    for name in engine.learning:
+        if name in models:
+            check_it_learns(name, models[name], steps)
     engine.tokenizer = tokenizer
     engine.last = steps
     engine.ptx_loader = ptx_loader(config, tokenizer)

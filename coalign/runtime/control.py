@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
-from coalign.config.schema import RolloutConfig, RunConfig
+from coalign.config.schema import RunConfig
 from coalign.data.loader import Loader
 from coalign.runtime.budgets import with_budgets
 from coalign.runtime.curriculum import Curriculum
@@ -19,8 +19,8 @@ ROUNDS = 10  # roll-outs for one step without a filter, for each round that the 
 CARRIED = 4  # weight versions that an unfinished group may be carried over at least: one that is cut takes its time
 
 
-def check_control(config: RunConfig, source: str) -> None:
-    """Refuse (ValueError) a filter, a replay or a bound on age that cannot work; ``source``: see Engine."""
+def check_control(config: RunConfig) -> None:
+    """Refuse (ValueError) a filter, a replay or a bound on age that cannot work."""
     if config.filter:
         filter_function(config.filter)
     if config.replay:
@@ -30,13 +30,6 @@ def check_control(config: RunConfig, source: str) -> None:
         raise ValueError(
             f"rollout.max_age is {age} and runtime.max_staleness {staleness}: a batch may be begun {staleness} "
             f"versions ahead, so its tokens would be dropped for their age; make max_age {staleness} or more"
-        )
-    sections = {"curriculum": config.curriculum, "filter": config.filter, "replay": config.replay}
-    given = [name for name, section in sections.items() if section is not None]
-    given += ["rollout"] if config.rollout != RolloutConfig() else []
-    if given and source != "prompts":
-        raise ValueError(
-            f"{given[0]}: `{config.algorithm}` learns from data, not from samples of a policy; leave it out"
         )
 
 

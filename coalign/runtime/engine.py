@@ -29,7 +29,8 @@ class Engine:
     ``models`` names every model of the recipe and the role it plays (Rollout, Scorer, Trainable); each is an attribute
     (``self.policy``) whose methods return Futures. ``sync`` lists (source, target) pairs: after each step the target
     gets the source's weights. ``source`` says what the data set's rows become (a key of coalign.data.kinds).
-    ``defaults`` is configuration in the shape of the YAML, beneath the person's own.
+    ``defaults`` is configuration in the shape of the YAML, beneath the person's own. ``unread`` names sections of it
+    that the flows have no use for, so that nobody sets them in vain.
     """
 
     models: ClassVar[Mapping[str, type]] = {}
@@ -37,6 +38,7 @@ class Engine:
     source: ClassVar[str] = "prompts"
     evaluates: ClassVar[tuple[str, ...]] = ("policy", "reward")  # the models that eval_flow calls
     defaults: ClassVar[dict[str, Any]] = {}
+    unread: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: RunConfig, cluster: Any) -> None:
         self.config = config

@@ -20,6 +20,7 @@ class Offline(Engine):
 
     models = {"trainer": Trainable, "reference": Scorer}
     evaluates = ("trainer", "reference")
+    unread = ("reward", "truncated", "advantage", "pairs", "kl")
 
     @classmethod
     def roles(cls, config: RunConfig) -> Mapping[str, type]:

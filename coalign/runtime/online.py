@@ -24,6 +24,7 @@ class Online(Engine):
     models = {"policy": Rollout, "reference": Scorer, "reward": Scorer, "trainer": Trainable}
     sync = [("trainer", "policy")]
     scores: ClassVar[tuple[str, ...]] = ("reference", "reward")
+    unread = ("pairs", "kl")
     defaults = {
         "loss": {"fn": "policy_gradient"},
         "models": {
@@ -61,6 +62,8 @@ class KLInReward(Online):
     It is charged at each token (k1). Its coefficient is fixed or adaptive; without `kl`, or with `kl.coef` 0, there is
     no reference.
     """
+
+    unread = ("pairs",)
 
     def __init__(self, config: RunConfig, cluster: Any) -> None:
         super().__init__(config, cluster)

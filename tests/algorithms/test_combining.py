@@ -40,7 +40,7 @@ def test_running_moments_are_those_that_are_given():
     seen = {"a": Moments(count=4.0, mean=2.0, squares=16.0)}  # a standard deviation of 2
     terms = [Term("a", 1.0, "running", clip=2.0), Term("b", 0.0)]
     assert combine(VALUES, GROUP, terms, seen).tolist() == near([-0.5, 0.5, 1.5, 2.0])
-    with pytest.raises(ValueError, match="reward 'a': there are no running moments.*score samples before"):
+    with pytest.raises(ValueError, match=r"reward 'a': there are no running moments.*score samples before"):
         combine(VALUES, GROUP, terms, {"a": Moments()})
 
 

@@ -116,7 +116,7 @@ def test_in_self_play_an_illegal_move_loses():
 
 def test_self_play_needs_pairs():
     running = play(self_play, *[episode("a", index=i) for i in range(3)])
-    assert "there are 3: make runtime.samples_per_prompt" in str(running.calls[0].error)
+    assert "samples of group 5 is 3: `self_play` pairs the samples" in str(running.calls[0].error)
 
 
 def test_the_example_of_ones_own():

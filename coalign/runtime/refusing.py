@@ -1,0 +1,67 @@
+"""What a run is refused for before anything loads: settings that cannot work, and settings that would have no effect.
+
+Each function raises ValueError with the key, its value and what would be right.
+"""
+
+from __future__ import annotations
+
+from coalign.algorithms.traits import check_aggregation, needs
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import LossConfig, ModelConfig, RunConfig
+from coalign.rollout.naming import environment as environment_of
+from coalign.runtime.engine import Engine
+
+SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that say which samples there are
+
+
+def check_sections(config: RunConfig, cls: type[Engine]) -> None:
+    """Refuse sections that the recipe does not read."""
+    from_data = cls.source != "prompts"
+    why = "learns from data, not from samples of a policy" if from_data else "does not read it"
+    for name in (*(SAMPLING if from_data else ()), *cls.unread):
+        if getattr(config, name) != RunConfig.model_fields[name].default:
+            raise ValueError(f"{name}: `{config.algorithm}` {why}; leave it out")
+
+
+def check_environment(config: RunConfig) -> None:
+    """Refuse an environment that is not there, gets wrong arguments, or cannot do with so many samples of a prompt."""
+    if (environment := environment_of(config.rollout)) is not None:
+        keys = ["samples_per_prompt", *(["eval_samples"] if config.data.eval else [])]
+        environment.check({f"runtime.{key}": getattr(config.runtime, key) for key in keys})
+
+
+def check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:
+    """Refuse a loss of a model that is not there, gets wrong arguments, or cannot be added up as it says."""
+    loss, where = loss_of(name, model, config)
+    fn = resolve(loss.fn, "coalign.algorithms.losses")
+    bind(fn, loss.arguments, where)
+    check_aggregation(fn, loss.fn, loss.aggregation, where)
+
+
+def check_guards(name: str, model: ModelConfig, config: RunConfig) -> None:
+    """Refuse a bound on the entropy where the loss of the main model could measure it, and is not told to."""
+    least, (loss, where) = config.runtime.guards.min_entropy, loss_of(name, model, config)
+    fn = resolve(loss.fn, "coalign.algorithms.losses")
+    arguments = bind(fn, loss.arguments, where)
+    if least is not None and "measure_entropy" in arguments and "entropy" not in needs(fn, arguments):
+        raise ValueError(
+            f"runtime.guards.min_entropy is {least:g}, and the loss `{loss.fn}` does not measure the entropy; set "
+            f"{where}.measure_entropy: true"
+        )
+
+
+def check_it_learns(name: str, model: ModelConfig, steps: float) -> None:
+    """Refuse a model that waits until the run is over."""
+    if model.learns_after >= steps:
+        raise ValueError(
+            f"models.{name}.learns_after is {model.learns_after}, and the run has {steps} steps, so the model would "
+            "never learn; make it smaller, or the run longer"
+        )
+
+
+def loss_of(name: str, model: ModelConfig, config: RunConfig) -> tuple[LossConfig, str]:
+    """The loss that a model learns by, and its key."""
+    loss, where = (model.loss, f"models.{name}.loss") if model.loss else (config.loss, "loss")
+    if loss is None:
+        raise ValueError(f"loss: models.{name} trains and no loss is given for it")
+    return loss, where

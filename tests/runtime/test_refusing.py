@@ -1,0 +1,125 @@
+"""Before anything loads: settings that cannot work, or would have no effect, are refused with what would be right."""
+
+import pytest
+
+from coalign.config import load
+from coalign.config.errors import ConfigError
+from coalign.runtime.build import prepare, recipe
+from coalign.types import LossInput, LossOutput
+from tests.runs import run, settings
+
+
+def configured(directory, algorithm, *overrides):
+    return load(settings(directory, algorithm), list(overrides), defaults=lambda name: recipe(name).defaults)
+
+
+def own_loss(x: LossInput) -> LossOutput:
+    return LossOutput(-x.logprobs)
+
+
+# ---- sections without a reader
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model", "kto"])
+@pytest.mark.parametrize(
+    ("section", "given"),
+    [
+        ("truncated", "mask_truncated"),
+        ("kl", "{fn: FixedKL, coef: 0.1}"),
+        ("advantage", "group"),
+        ("pairs", "best_worst"),
+        ("reward", "{fn: math}"),
+        ("rollout", "{oversample: 2.0}"),
+    ],
+)
+def test_what_learns_from_data_reads_nothing_about_samples(tmp_path, algorithm, section, given):
+    config = configured(tmp_path, algorithm, f"{section}={given}")
+    with pytest.raises(ValueError, match=rf"^{section}: `{algorithm}` learns from data, not from samples"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "section", "given"),
+    [
+        ("online_dpo", "kl", "{fn: FixedKL, coef: 0.1}"),
+        ("online_dpo", "advantage", "group"),
+        ("on_policy_distillation", "kl", "{fn: FixedKL, coef: 0.1}"),
+        ("grpo", "pairs", "best_worst"),
+        ("ppo", "pairs", "best_worst"),
+    ],
+)
+def test_a_section_that_the_recipe_does_not_read(tmp_path, algorithm, section, given):
+    config = configured(tmp_path, algorithm, f"{section}={given}")
+    with pytest.raises(ValueError, match=rf"^{section}: `{algorithm}` does not read it; leave it out"):
+        prepare(config)
+
+
+# ---- models that would never learn
+
+
+@pytest.mark.parametrize("model", ["trainer", "value"])
+def test_a_model_that_waits_as_long_as_the_run_lasts(tmp_path, model):
+    prepare(configured(tmp_path, "ppo", f"models.{model}.learns_after=3"))
+    for steps in (4, 5):
+        config = configured(tmp_path, "ppo", f"models.{model}.learns_after={steps}")
+        with pytest.raises(ValueError, match=rf"models.{model}.learns_after is {steps}, and the run has 4 steps"):
+            prepare(config)
+
+
+def test_epochs_too_are_counted(tmp_path):
+    config = settings(tmp_path, "sft")  # 24 rows by 4 make 6 steps
+    del config["runtime"]["steps"]
+    with pytest.raises(ValueError, match=r"models.trainer.learns_after is 6, and the run has 6 steps"):
+        run(config, "models.trainer.learns_after=6")
+
+
+# ---- guards
+
+
+def test_a_bound_on_the_entropy_needs_a_loss_that_measures_it(tmp_path):
+    bound = "runtime.guards.min_entropy=0.5"
+    with pytest.raises(
+        ValueError, match=r"min_entropy is 0.5, and the loss `policy_gradient` .*set loss.measure_entropy: true$"
+    ):
+        prepare(configured(tmp_path, "grpo", bound))
+    prepare(configured(tmp_path, "grpo", bound, "loss.measure_entropy=true"))
+    prepare(configured(tmp_path, "grpo", bound, "loss.entropy_coef=0.01"))
+    with pytest.raises(ValueError, match=r"set models.trainer.loss.measure_entropy: true"):
+        prepare(configured(tmp_path, "grpo", bound, "models.trainer.loss={fn: cispo}"))
+    prepare(configured(tmp_path, "sft", bound, "loss={fn: 'tests.runtime.test_refusing:own_loss'}"))  # may report it
+
+
+# ---- environments
+
+
+GAME = ("rollout={fn: self_play}", "reward={fn: episode}")
+WARM = "runtime.eval_sampling.temperature=1.0"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["runtime.samples_per_prompt=3"], r"runtime.samples_per_prompt is 3: `self_play` pairs the samples"),
+        ([], r"runtime.eval_samples is 1: `self_play` pairs the samples of a prompt; make it even"),
+        ([WARM, "runtime.eval_samples=3"], "runtime.eval_samples is 3"),
+    ],
+)
+def test_self_play_needs_pairs(tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(configured(tmp_path, "grpo", *GAME, *overrides))
+
+
+def test_self_play_with_pairs(tmp_path):
+    prepare(configured(tmp_path, "grpo", *GAME, WARM, "runtime.eval_samples=2"))
+    config = settings(tmp_path, "grpo")
+    del config["data"]["eval"]  # nobody evaluates
+    prepare(load(config, list(GAME), defaults=lambda name: recipe(name).defaults))
+
+
+def test_the_rules_of_a_game(tmp_path):
+    with pytest.raises(ConfigError, match=r"rollout.settings.stick: unknown argument of Nim; did you mean 'sticks'"):
+        prepare(configured(tmp_path, "grpo", "rollout={fn: game, settings: {stick: 5}}"))
+    with pytest.raises(ValueError, match=r"'Nym' is not in coalign.rollout.games; did you mean 'Nim'"):
+        prepare(configured(tmp_path, "grpo", "rollout={fn: self_play, rules: Nym}"))
+    with pytest.raises(ValueError, match=r"'random' is not in coalign.rollout.playing"):
+        prepare(configured(tmp_path, "grpo", "rollout={fn: game, opponent: random}"))
