@@ -7,10 +7,10 @@ updates, count the global denominators, cut into micro-batches, forward and back
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from coalign.algorithms.aggregate import Totals, trained_sequences
 from coalign.algorithms.segments import segment_count
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.memory.arena import PARTS, Arena
 from coalign.modules.layout import trained
 from coalign.modules.objective import Objective, groups_of
 from coalign.types import TOKEN_COLUMNS, Context, Stat, Stats, Total, merge_stats
@@ -37,11 +38,16 @@ class Module:
 
     ``spmd``: the processes of a trainable model form one group, whose ranks call every method together; otherwise they
     are independent replicas. ``exclusive``: a call computes, so it has the model's devices to itself; False for modules
-    that mostly wait for something else (rewards).
+    that mostly wait for something else (rewards). ``adopts``: ``load_weights(…, adopt=True)`` computes with the tensors
+    it is given, where they lie on its device. ``needs``: the parts of the model (coalign.memory.arena.PARTS) that a
+    method computes with; one that is not listed has all of them on the device. ``constant``: those that never change.
     """
 
     spmd: ClassVar[bool] = False
     exclusive: ClassVar[bool] = True
+    adopts: ClassVar[bool] = False
+    needs: ClassVar[Mapping[str, Sequence[str]]] = {}
+    unfit: str | None = None  # why this replica must not serve (coalign.weights)
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
@@ -51,12 +57,45 @@ class Module:
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config
         self.context = context
+        self.arena = Arena(context.device)  # a worker gives all models of its device the same one
+        self.links: dict[str, Any] = {}  # what transports of weights keep here from one sync to the next
+
+    @property
+    def exports(self) -> bool:
+        """Whether ``export_weights`` yields anything on this rank. Several ranks may, each other weights."""
+        return self.context.rank == 0
 
     def setup(self) -> None:
         """Build or load the model. Called once, in the worker's process, before any other verb."""
 
     def close(self) -> None:
         """Give back what was taken."""
+
+    # ---- memory (docs/design.md §6): `tensors` is enough, unless an engine has an allocator of its own
+
+    @property
+    def constant(self) -> Sequence[str]:
+        return ()
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        """The live tensors that a part of the model consists of, between two calls."""
+        return ()
+
+    def move(self, to: str, parts: Sequence[str]) -> None:
+        """Take these parts to the ``host``, or to the ``device``, where they are then bit for bit what they were.
+
+        Raises coalign.memory.arena.OutOfDeviceMemory if there is no room for them.
+        """
+        if to == "host":
+            self.arena.leave(self.context.model, parts, constant=self.constant)
+        else:
+            self.arena.enter(self.context.model, parts)
+
+    def held(self) -> Mapping[str, int]:
+        """Bytes on the device of each part that is there. Asked after each call."""
+        for part in PARTS:
+            self.arena.settle(self.context.model, part, self.tensors(part))
+        return self.arena.held(self.context.model)
 
 
 class TrainableModule(Module):
@@ -68,6 +107,10 @@ class TrainableModule(Module):
     """
 
     spmd = True
+    needs = {
+        **dict.fromkeys(("forward_step", "top_logprobs", "eval_step", "save_adapter"), ("weights",)),
+        **dict.fromkeys(("save", "load", "save_hf"), ("weights", "optimizer")),  # an average counts to the optimizer
+    }
     version = 0
     updates = 0
     tokens = 0
@@ -94,7 +137,8 @@ class TrainableModule(Module):
         raise NotImplementedError
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), one at a time, on rank 0; the other ranks take part and yield nothing.
+        """(Hugging Face name, full tensor), one at a time, on the ranks that have ``exports`` (the first, unless a
+        backend says otherwise), each other weights; the other ranks take part and yield nothing.
 
         In one process the tensors are the live parameters: later training steps show through them. A weight with an
         adapter is given merged, as a new tensor. ``changing``: only what training changes.
@@ -121,10 +165,6 @@ class TrainableModule(Module):
 
     def save_adapter(self, dir: str | Path) -> None:
         """Write the adapters alone, in peft's format. A collective."""
-        raise NotImplementedError
-
-    def move(self, device: str) -> None:
-        """Take weights, gradients and optimizer state to ``device``."""
         raise NotImplementedError
 
     @property

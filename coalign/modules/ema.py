@@ -37,10 +37,6 @@ class Average:
         finally:
             self._set(own)
 
-    def move(self, device: str) -> None:
-        """Take the average to ``device``."""
-        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-
     @torch.no_grad()
     def _set(self, values: dict[str, Tensor]) -> None:
         for name, p in self.parameters.items():

@@ -6,7 +6,7 @@ from coalign.modules.attention, the order of events from coalign.modules.base.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.memory.copying import storage_of
 from coalign.modules import checkpoint, lora, optim, pretrained
 from coalign.modules.base import Measure, Outputs, TrainableModule
 from coalign.modules.ema import Average
@@ -69,6 +70,8 @@ class FSDPModule(TrainableModule):
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
         self.model.train(loss is not None)
+        if loss is not None:  # until the optimizer clears them
+            self.arena.reserve(self.context.model, "gradients", self._gradient_size)
         results = []
         for micro in micros:
             layout = pack(micro, share_prefix=self.config.share_prefix).to(self.device)
@@ -91,6 +94,7 @@ class FSDPModule(TrainableModule):
             if self.average:
                 self.average.update()
         self.optimizer.zero_grad()
+        self.arena.reserve(self.context.model, "gradients", 0)
         return norm
 
     @property
@@ -148,14 +152,25 @@ class FSDPModule(TrainableModule):
             return super().base_weights()
         return lora.off(self.model)
 
-    def move(self, device: str) -> None:
-        self.model.to(device)
-        if self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                state.update({k: v.to(device) if isinstance(v, Tensor) else v for k, v in state.items()})
-        if self.average:
-            self.average.move(device)
-        self.device = torch.device(device)
+    @property
+    def constant(self) -> Sequence[str]:
+        return ("weights",) if self.config.frozen else ()
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        if part == "weights":
+            return [*self.model.parameters(), *self.model.buffers()]
+        if part == "gradients":
+            return [p.grad for p in self.model.parameters() if p.grad is not None]
+        if part == "optimizer" and self.optimizer is not None:
+            entries = (value for state in self.optimizer.state.values() for value in state.values())
+            averages = self.average.tensors.values() if self.average else ()
+            return [*(value for value in entries if isinstance(value, Tensor)), *averages]
+        return ()
+
+    @property
+    def _gradient_size(self) -> int:
+        """Bytes, on this rank."""
+        return sum(storage_of(p).nbytes() for p in self.model.parameters() if p.requires_grad)
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if self.context.world_size > 1 else tensor

@@ -34,6 +34,8 @@ class NativeModule(Module):
     wanted, they come from where ``config.load`` and ``config.init`` say (as version 0).
     """
 
+    adopts = True
+    needs = {"generate": ("weights", "kv"), "load_weights": ("weights",), "pause": (), "resume": ()}
     engine: Engine
     runner: EpisodeRunner | None = None
 
@@ -107,6 +109,10 @@ class NativeModule(Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None:
         """New weights by Hugging Face names; later tokens carry ``version``. See coalign.native.model.Model.load."""
         self.engine.load_weights(weights, version=version, adopt=adopt)
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        model = self.engine.model.module  # keys and values live no longer than a call
+        return [*model.parameters(), *model.buffers()] if part == "weights" else ()
 
     def pause(self) -> None:
         """Stop a running ``generate`` of another thread at its next token; returns when it stands still."""

@@ -52,12 +52,10 @@ def test_the_sampler_and_the_trainer_agree(path):
     assert float((again - out["rollout_logprobs"])[mask].abs().mean()) < 1e-4
 
 
-def test_a_training_step_learns_and_moves_off_the_device(path):
+def test_a_training_step_learns(path):
     trainer = build(FSDPModule, path, optimizer={"lr": 1e-2})
     batch = rollout((5, 9, 12), 3)
     batch = batch.with_(advantages=torch.where(batch["loss_mask"], 1.0, 0.0))
     before = trainer.forward_step(batch)["ref_logprobs"].sum()
     trainer.train_step(batch)
-    assert trainer.forward_step(batch)["ref_logprobs"].sum() > before
-    trainer.move("cpu")
     assert trainer.forward_step(batch)["ref_logprobs"].sum() > before
