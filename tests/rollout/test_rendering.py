@@ -1,9 +1,6 @@
-"""What messages add to a conversation, by the templates that models come with."""
+"""What messages add to a conversation, by templates with the traits of those that models come with."""
 
 from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -12,19 +9,51 @@ from coalign.rollout.rendering import Rendering, RenderingError
 from tests.rollout.helpers import END, TOKENIZER, encode
 from tests.tiny import CHATML, tiny_tokenizer
 
-TRL = importlib.util.find_spec("trl")
 TOOL = {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "5"}
 USER = {"role": "user", "content": "Sure?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 ENDTEXT = encode("<|endoftext|>")
 
 
-def rendering(name: str) -> Rendering:
-    """By a model's own template, as TRL keeps them, with a tokenizer that knows ChatML's special tokens."""
-    if TRL is None:
-        pytest.skip("the templates of several models lie in TRL")
-    path = Path(TRL.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
-    return Rendering(load_template(tiny_tokenizer(bos_token="<|endoftext|>"), str(path)))
+QWEN2_5 = (  # results of tools are a user's words, those of one turn together
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '\n<tool_call>\n' + call.function | tojson + '\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN3 = (  # thoughts stay until the user speaks again, and the last answer has some in any case
+    "{% set ns = namespace(asked=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+) + QWEN2_5.replace(
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}",
+    "{% else %}{% set said = m.content.split('</think>') %}"
+    "{% set thought = said[0].removeprefix('<think>').strip() if said[1:] else '' %}"
+    "{% set thinks = m.role == 'assistant' and loop.index0 > ns.asked and (thought or loop.last) %}"
+    "{{ '<|im_start|>' + m.role + '\n' + ('<think>\n' + thought + '\n</think>\n\n' if thinks else '')"
+    " + said[-1].strip() }}",
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA3_1 = LLAMA3.replace(  # shows a call in place of the answer, and its result as JSON in a role of its own
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}",
+    "{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}"
+    "{{ m.tool_calls[0].function | tojson if m.tool_calls else m.content | tojson if m.role == 'tool' "
+    "else m.content | trim }}"
+    "{{ '<|eot_id|>' }}",
+)
+
+
+def rendering(template: str) -> Rendering:
+    """With a tokenizer that knows ChatML's special tokens."""
+    return Rendering(load_template(tiny_tokenizer(bos_token="<|endoftext|>"), template))
 
 
 def added(renders: Rendering, answer: list[int], *messages, tools=None) -> str:
@@ -36,39 +65,39 @@ QWEN_USER = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
-def test_results_of_tools_for_qwen(name):
-    assert added(rendering(name), [65, END], TOOL, tools=TOOLS) == QWEN_TOOL
-    two = added(rendering(name), [65, END], TOOL, {**TOOL, "tool_call_id": "call00001"}, tools=TOOLS)
+@pytest.mark.parametrize("template", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
+def test_results_of_tools_for_qwen(template):
+    assert added(rendering(template), [65, END], TOOL, tools=TOOLS) == QWEN_TOOL
+    two = added(rendering(template), [65, END], TOOL, {**TOOL, "tool_call_id": "call00001"}, tools=TOOLS)
     assert two.count("<tool_response>") == 2 and two.count("<|im_start|>user") == 1
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507"])
-def test_a_users_words_for_qwen(name):
-    assert added(rendering(name), [65, END], USER) == QWEN_USER
+def test_a_users_words_for_qwen():
+    assert added(rendering(QWEN2_5), [65, END], USER) == QWEN_USER
 
 
 def test_a_template_that_takes_reasoning_back_is_refused_where_it_would():
     with pytest.raises(RenderingError, match="renders earlier turns differently"):
-        added(rendering("qwen3"), [65, END], USER)
+        added(rendering(QWEN3), [65, END], USER)
 
 
 def test_an_answer_that_was_cut_is_ended():
-    assert added(rendering("qwen2_5"), [65], USER) == "<|im_end|>" + QWEN_USER
-    assert added(rendering("qwen2_5"), [], USER) == "<|im_end|>" + QWEN_USER
+    assert added(rendering(QWEN2_5), [65], USER) == "<|im_end|>" + QWEN_USER
+    assert added(rendering(QWEN2_5), [], USER) == "<|im_end|>" + QWEN_USER
 
 
 def test_another_special_token_ends_a_turn_too():
-    assert added(rendering("qwen2_5"), [65, *ENDTEXT], USER) == QWEN_USER
+    assert added(rendering(QWEN2_5), [65, *ENDTEXT], USER) == QWEN_USER
 
 
-@pytest.mark.parametrize("name", ["llama3", "llama3_1", "llama3_2"])
-def test_llama(name):
-    assert added(rendering(name), [65], USER) == "<|eot_id|>" + LLAMA.format("user", "Sure?")
-    role = "tool" if name == "llama3" else "ipython"
-    content = "5" if name == "llama3" else '"5"'
-    tools = None if name == "llama3" else TOOLS
-    assert added(rendering(name), [65], TOOL, tools=tools) == "<|eot_id|>" + LLAMA.format(role, content)
+@pytest.mark.parametrize(
+    ("template", "role", "content"),
+    [(LLAMA3, "tool", "5"), (LLAMA3_1, "ipython", '"5"')],
+    ids=["llama3", "llama3.1"],
+)
+def test_llama(template, role, content):
+    assert added(rendering(template), [65], USER) == "<|eot_id|>" + LLAMA.format("user", "Sure?")
+    assert added(rendering(template), [65], TOOL) == "<|eot_id|>" + LLAMA.format(role, content)
 
 
 def test_phi_ends_every_finished_text():
