@@ -242,9 +242,11 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a worker knows of its place in the run. ``rank`` counts within the model's process group."""
+    """What a worker knows of its place in the run. ``rank`` counts within the model's process group, ``replica`` those
+    groups (or single processes) of the model."""
 
     model: str = "model"
+    replica: int = 0
     rank: int = 0
     world_size: int = 1
     device: str = "cpu"
@@ -261,3 +263,9 @@ class Context:
     tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
     chat_template: str = "auto"  # as `data.chat_template` says it, for what an environment says
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet
+    output: str | None = None  # the run folder, for what a process writes by itself: traces, what filled its memory
+
+    @property
+    def process(self) -> str:
+        """A name for files: `trainer_rank0` of a group, `policy_replica0` of independent replicas."""
+        return f"{self.model}_rank{self.rank}" if self.world_size > 1 else f"{self.model}_replica{self.replica}"

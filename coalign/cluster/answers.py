@@ -53,13 +53,14 @@ def _raise_failure(label: str, where: str, done: concurrent.futures.Future[Meta]
         raise WorkerError(label, where, failure) from failure.exception
 
 
-def combine(running: Sequence[Running], metas: Sequence[Meta], store: Store) -> Outcome:
-    """Shares of one result as a whole: a BatchRef in this order, merged Stats, or the first worker's plain value."""
-    stats = merge_stats(meta.stats or {} for meta in metas)
-    first = metas[0]
+def combine(running: Sequence[Running], metas: Sequence[Meta], store: Store, copies: int = 1) -> Outcome:
+    """Shares of one result as a whole: a BatchRef in this order, merged Stats, or the first worker's plain value. Of
+    ``copies`` neighbours, which were given the same share, the first one counts."""
     pairs = list(zip(running, metas, strict=True))
     if first.lengths is not None:
-        result: Any = BatchRef.concat([BatchRef.of(meta, each.payload, store) for each, meta in pairs])
+        result: Any = BatchRef.concat([BatchRef.of(meta, each.payload, store) for each, meta in pairs[::copies]])
+    stats = merge_stats(meta.stats or {} for _, meta in pairs[::copies])
+    first = metas[0]
     else:
         result = first.value if first.stats is None else stats
     spans = tuple(Span(each.where, meta.start, meta.seconds) for each, meta in pairs)

@@ -12,6 +12,7 @@ from typing import Any
 
 from coalign.cluster.answers import Remote, combine, wait
 from coalign.cluster.apply import name_of
+from coalign.cluster import stacks
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store
 from coalign.cluster.lane import Lane, Task, in_thread
@@ -145,6 +146,10 @@ class Cluster(ABC):
         return self.put(value) if isinstance(value, Batch) else value
 
     # ---- what a kind of cluster provides --------------------------------------------------------------------------
+    def stacks(self) -> dict[str, str]:
+        """The Python stacks of every process of the run, by what it is called (`driver`, `policy, replica 0`)."""
+        return {"driver": stacks.own()}
+
 
     @abstractmethod
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:

@@ -6,7 +6,7 @@ side by side as far as their inputs and their devices allow. Nothing here knows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.answers import Remote, Running, combine, wait
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
-from coalign.config.schema import ModelConfig
+from coalign.cluster.worker import module_class
+from coalign.config.schema import ModelConfig, ProfileConfig
+from coalign.memory.arena import PARTS
 from coalign.types import Context
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class DistModel:
         config: ModelConfig,
         actors: Sequence[DistActor],
         cluster: Cluster,
-        hold: Callable[[], AbstractContextManager[Any]],
+        turn: Callable[..., AbstractContextManager[None]],
         spmd: bool,
     ) -> None:
         self.name = name
@@ -61,7 +63,8 @@ class DistModel:
         self.store = cluster.store
         self.ready: Future  # the modules are loaded
         self._ranks = [rank for actor in actors for rank in actor.ranks]
-        self._hold = hold  # takes the model's devices for the time of one call
+        self._turn = turn  # (future, method, needs): has the model's devices for the time of one call
+        self._parts = module_class(config).needs
         self._spmd = spmd
         self._copies = config.tensor_parallel if spmd else 1
         self._lane = cluster.lane(name)
@@ -111,11 +114,22 @@ class DistModel:
             raise AttributeError(method)
         return partial(self.call, method)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, fatal: bool = True) -> Future:
-        """``function(module, store, *arguments)`` on every rank; the result lists what each of them returned."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        fatal: bool = True,
+        parts: Sequence[str] = ("weights",),
+        beside: Sequence[DistModel] = (),
+    ) -> Future:
+        """``function(module, store, *arguments)`` on every rank; the result lists what each of them returned.
+
+        It works on these ``parts`` of the model, and on the weights of the models ``beside`` it.
+        """
+        needs = {self.name: parts, **{other.name: ("weights",) for other in beside}}
 
         def work(future: Future) -> Outcome:
-            running, metas = self._everywhere(future, "run", function, *arguments)
+            running, metas = self._everywhere(future, "run", needs, function, *arguments)
             return replace(combine(running, metas, self.store), result=[meta.value for meta in metas])
 
         return self._launch(function.__name__, work, fatal)
@@ -124,15 +138,31 @@ class DistModel:
         """Whether a call of one of the two may have to wait until a call of the other one has ended."""
         return self.cluster.slots[self.name] is self.cluster.slots[other.name]
 
+    def start_trace(self, config: ProfileConfig, step: int) -> Future:
+        """Have every rank trace what it does from now on."""
+        return self._verb("start_trace", config, step)
+
+    def stop_trace(self, directory: str) -> Future:
+        """End the trace; every rank writes its file. A failure (a full disk) ends this call only, not the run."""
+        return self._verb("stop_trace", directory)
+
+    @property
+    def processes(self) -> int:
+        return len(self._ranks)
+
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
-        contexts = [each for actor in self.actors for each in actor.contexts(context)]
+        contexts = [
+            each
+            for replica, actor in enumerate(self.actors)
+            for each in actor.contexts(replace(context, replica=replica))
+        ]
 
         def work(future: Future) -> Outcome:
-            with self._hold():
+            with self._turn(future, "setup", {self.name: PARTS}):
                 pairs = zip(self._ranks, contexts, strict=True)
                 running = [rank.execute("setup", self.config, each) for rank, each in pairs]
-                return self._outcome(future, running)
+                return self._outcome(future, "setup", running)
 
         return self._launch("setup", work)
 
@@ -148,24 +178,41 @@ class DistModel:
     def _call(
         self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str = "tokens", fatal: bool = True
     ) -> Future:
+        needs = {self.name: self._parts.get(method, PARTS)}
+
         def work(future: Future) -> Outcome:
+            self.cluster.residency.announce(self.name, needs[self.name])
             ready = tuple(self.cluster.resolve(value) for value in arguments)
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
             shares = self._shares(future.label, ready, named, by)
-            with self._hold():
+            with self._turn(future, method, needs):
                 running = [rank.execute("call", method, *share) for rank, share in shares]
-                return self._outcome(future, running)
+                return self._outcome(future, method, running)
 
         return self._launch(method, work, fatal)
 
-    def _everywhere(self, future: Future, verb: str, *arguments: Any) -> tuple[list[Running], list[Meta]]:
-        with self._hold():
-            running = [rank.execute(verb, *arguments) for rank in self._ranks]
-            return running, wait(future, running, self.cluster.timeout)
+    def _verb(self, verb: str, *arguments: Any) -> Future:
+        def work(future: Future) -> Outcome:
+            return combine(*self._everywhere(future, verb, {}, *arguments), self.store)
 
-    def _outcome(self, future: Future, running: list[Running]) -> Outcome:
+        return self._launch(verb, work, fatal=False)
+
+    def _everywhere(
+        self, future: Future, verb: str, needs: Mapping[str, Sequence[str]], *arguments: Any
+    ) -> tuple[list[Running], list[Meta]]:
+        method = future.label.partition(".")[2]
+        with self._turn(future, method, needs):
+            running = [rank.execute(verb, *arguments) for rank in self._ranks]
+            return running, self._wait(future, method, running)
+
+    def _wait(self, future: Future, method: str, running: list[Running]) -> list[Meta]:
         metas = wait(future, running, self.cluster.timeout)
-        return combine(running[:: self._copies], metas[:: self._copies], self.store)
+        self.cluster.residency.note(running, metas, method)
+        return metas
+
+    def _outcome(self, future: Future, method: str, running: list[Running]) -> Outcome:
+        metas = self._wait(future, method, running)
+        return combine(running, metas, self.store, self._copies)
 
     def _shares(
         self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str

@@ -12,14 +12,17 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from coalign.cluster.apply import apply_columns, sort_result, transform_batches
 from coalign.cluster.future import Failure, Meta, Share, Store
+from coalign.cluster.memory_report import memory_report
+from coalign.cluster.tracing import Tracer
 from coalign.config.functions import resolve_class
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
 from coalign.types import Context
 
@@ -40,12 +43,15 @@ def module_class(config: ModelConfig) -> type:
 
 
 class Worker:
-    """The verbs: ``setup``, ``call`` (a method of the module), ``run`` (a function on it), ``apply``, ``close``."""
+    """The verbs: ``setup``, ``call`` (a method of the module), ``run`` (a function on it), ``apply``, ``transform``,
+    ``start_trace``, ``stop_trace``, ``close``."""
 
     def __init__(self, store: Store, threads: int | None) -> None:
         self.store = store
         self.threads = threads
         self.module: Any = None
+        self.context = Context()
+        self.tracer = Tracer()
 
     def execute(self, verb: str, *arguments: Any) -> Answer:
         """Run one verb; its result and what it took. Never raises: a failure is part of the Meta."""
@@ -56,11 +62,12 @@ class Worker:
         try:
             meta, payload = getattr(self, verb)(*arguments)
         except BaseException as error:
-            return Meta(failure=_failure(error)), None
+            return Meta(failure=_failure(error, self._memory_report(error))), None
         return replace(meta, start=clock, seconds=time.perf_counter() - start, memory=self._peak_memory()), payload
 
     def setup(self, config: ModelConfig, context: Context) -> Answer:
         """Build the module and let it load."""
+        self.context = context
         self.module = module_class(config)(config, context)
         self.module.setup()
         return Meta(), None
@@ -71,13 +78,15 @@ class Worker:
             raise RuntimeError(f"model '{self.module.context.model}' does not serve: {self.module.unfit}")
         arguments = tuple(self._receive(value) for value in arguments)
         keywords = {name: self._receive(value) for name, value in keywords.items()}
-        result = getattr(self.module, method)(*arguments, **keywords)
+        with self.tracer.range(f"{self.context.model}.{method}"):
+            result = getattr(self.module, method)(*arguments, **keywords)
         base = next((value for value in (*arguments, *keywords.values()) if isinstance(value, Batch)), None)
         return _answer(result, base)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         """``function(module, store, *arguments)``: work on the module itself, such as moving its weights."""
-        return Meta(value=function(self.module, self.store, *arguments)), None
+        with self.tracer.range(f"{self.context.model}.{function.__name__}"):
+            return Meta(value=function(self.module, self.store, *arguments)), None
 
     def apply(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
         """A pure function on the merged columns of the inputs; see coalign.cluster.apply."""
@@ -89,6 +98,16 @@ class Worker:
         batch, stats = transform_batches(function, [share.gather(self.store) for share in inputs], keywords)
         return Meta.of(batch, stats), batch
 
+    def start_trace(self, config: ProfileConfig, step: int) -> Answer:
+        """Trace what this worker does from now on."""
+        self.tracer.start(config, step)
+        return Meta(), None
+
+    def stop_trace(self, directory: str) -> Answer:
+        """End the trace, in a file of ``directory``."""
+        self.tracer.stop(Path(directory) / f"{self.context.process}.json.gz")
+        return Meta(), None
+
     def close(self) -> Answer:
         """Let the module give back what it took."""
         if self.module is not None:
@@ -97,6 +116,10 @@ class Worker:
 
     def _receive(self, value: Any) -> Any:
         return value.gather(self.store) if isinstance(value, Share) else value
+
+    def _memory_report(self, error: BaseException) -> str:
+        output = self.context.output
+        return memory_report(error, Path(output) / "out_of_memory", self.context.process) if output else ""
 
     def _peak_memory(self) -> int:
         if self.module is not None and self.module.context.device.startswith("cuda"):
@@ -120,9 +143,9 @@ def _answer(result: Any, base: Batch | None) -> Answer:
     return Meta.of(batch, stats), batch
 
 
-def _failure(error: BaseException) -> Failure:
+def _failure(error: BaseException, more: str) -> Failure:
     trace = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, str(error), trace, _portable(error))
+    return Failure(type(error).__name__, f"{error}{more}", trace, _portable(error))
 
 
 def _portable(error: BaseException) -> BaseException | None:

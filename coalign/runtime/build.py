@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
         rollout=config.rollout.model_dump() if role is Rollout else None,
         tokenizer=tokenizer_directory(config),
         chat_template=config.data.chat_template,
+        output=os.path.abspath(config.output),
     )
 
 

@@ -154,6 +154,7 @@ class Engine:
 
     def learn(self) -> None:
         """Train until the run is complete, or a hook sets ``stop``."""
+        self.phase("sync")
         self.trainers.sync(self.step)
         for hook in self.hooks:
             hook.begin(self)
@@ -170,6 +171,7 @@ class Engine:
             stats = merge_stats([self.late, rollout, training])
             if any(hook.refuses(self, stats, batch) for hook in self.hooks):
                 continue  # before anyone generates with such weights
+            self.phase("sync")
             stats = merge_stats([stats, self.trainers.sync(self.step)])
             self.late = {}
             self.after_step(stats)

@@ -61,6 +61,7 @@ class Evaluate(Hook):
             self.report(engine.step, {}, batches)
 
     def _evaluate(self, engine: Engine) -> tuple[Stats, list[Any]]:
+        engine.phase("evaluate")
         results, batches = engine.evaluator.evaluate()
         for hook in engine.hooks:
             hook.after_evaluation(engine, results)

@@ -9,16 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from coalign.runtime.drawing import cycle, figure, save
 from coalign.runtime.stepline import phase_seconds
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from coalign.runtime.timeline_plot import plot_timeline
 
 Curve = list[tuple[int, float]]
-
-_COLORS = ("#3366cc", "#dd8833", "#2a9d6f", "#b04a8f", "#6b5bb0", "#8a8a3c", "#c0504d", "#4aa3a3")
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,8 @@ _PLOTS = (
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Draw the run's metrics.jsonl into plots/*.png; returns the files. Nothing logged, nothing drawn."""
+    """Draw the run's metrics.jsonl and its newest timeline into plots/*.png; returns the files. Nothing logged, nothing
+    drawn."""
     rows = list(_rows(Path(run_dir) / "metrics.jsonl"))
     if not rows:
         return []
@@ -61,7 +58,8 @@ def plot_run(run_dir: str | Path) -> list[Path]:
     phases = {row["step"]: phase_seconds(_numbers(row)) for row in rows if "time/step" in _numbers(row)}
     if phases:
         written.append(_draw_phases(folder, phases, curves["time/step"]))
-    return written
+    traces = sorted((Path(run_dir) / "timeline").glob("step_*.json"), key=lambda file: file.stat().st_mtime)
+    return written + [plot_timeline(trace, folder / "timeline.png") for trace in traces[-1:]]
 
 
 def _rows(path: Path) -> Iterator[dict]:
@@ -102,8 +100,8 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path:
-    figure, axes = _figure(plot.title, plot.unit)
-    for (name, curve), color in zip(curves.items(), _cycle(len(curves)), strict=True):
+    drawing, axes = figure(plot.title, plot.unit)
+    for (name, curve), color in zip(curves.items(), cycle(len(curves)), strict=True):
         steps, values = zip(*curve, strict=True)
         label = name.partition("/")[2] or name
         if len(values) < 30:
@@ -115,46 +113,18 @@ def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path
         axes.set_ylim(bottom=0)
     if len(curves) > 1:
         axes.legend(frameon=False, fontsize=9)
-    return _save(figure, folder / f"{plot.file}.png")
+    return save(drawing, folder / f"{plot.file}.png")
 
 
 def _draw_phases(folder: Path, phases: Mapping[int, Mapping[str, float]], total: Curve) -> Path:
-    figure, axes = _figure("Time of a step", "seconds")
+    drawing, axes = figure("Time of a step", "seconds")
     steps = list(phases)
     names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds if name != "eval"))
     bands = [[phases[step].get(name, 0.0) for step in steps] for name in names]
     if names:
-        axes.stackplot(steps, bands, labels=names, colors=_cycle(len(names)), alpha=0.75, linewidth=0)
+        axes.stackplot(steps, bands, labels=names, colors=cycle(len(names)), alpha=0.75, linewidth=0)
     axes.plot(*zip(*total, strict=True), color="#222222", linewidth=1.2, label="whole step")
     axes.set_ylim(bottom=0)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return _save(figure, folder / "time.png")
-
-
-def _figure(title: str, unit: str) -> tuple:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(7.5, 4.2))  # not pyplot: no global state, no display needed
-    FigureCanvasAgg(figure)
-    axes: Axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.01)
-    return figure, axes
-
-
-def _save(figure, path: Path) -> Path:
-    figure.savefig(path, dpi=130, bbox_inches="tight")
-    return path
-
-
-def _cycle(count: int) -> list[str]:
-    return [_COLORS[i % len(_COLORS)] for i in range(count)]
+    return save(drawing, folder / "time.png")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,12 @@ from coalign.runtime.folder import RunFolder
 from coalign.runtime.guards import UNHEALTHY, Guards
 from coalign.runtime.hooks import EarlyStop, Evaluate, Hook
 from coalign.runtime.plots import plot_run
+from coalign.runtime.profiling import Profile
 from coalign.runtime.recording import Record
 from coalign.runtime.reference import precompute
 from coalign.runtime.saving import Save, restore
+from coalign.runtime.timeline import Timeline
+from coalign.runtime.watchdog import watching
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,10 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     save = Save(checkpoints, config.runtime.save_every, config.runtime.best, config.runtime.best_mode)
     record = Record(folder, display, config)
     guards = Guards(config.runtime.guards, folder, checkpoints, record.write)
-    engine.hooks = [guards, *_evaluation(engine, record), record, save]
+    timeline = Timeline(folder.path / "timeline", config.runtime.timeline_every)
+    profile = [Profile(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
+    engine.cluster.on_end = timeline.note
+    engine.hooks = [guards, timeline, *profile, *_evaluation(engine, record), record, save]
     if (found := _resume_from(config, checkpoints)) is not None:
         restore(engine, found)
         log.info("continuing from %s", found)
@@ -58,8 +64,11 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
-    engine.phase = display.phase
-    with _stop_on_signal(engine) as caught:
+    with (
+        _stop_on_signal(engine) as caught,
+        watching(engine.cluster, folder.path / "stalls", config.runtime.stall) as dog,
+    ):
+        engine.phase = _tell(dog.phase, display.phase, *(each.phase for each in (timeline, *profile)))
         engine.learn()
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
@@ -69,6 +78,14 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     if guards.ended:
         return UNHEALTHY
     return 128 + caught[0] if caught else 0
+
+
+def _tell(*listeners: Callable[[str], None]) -> Callable[[str], None]:
+    def phase(name: str) -> None:
+        for listener in listeners:
+            listener(name)
+
+    return phase
 
 
 def _evaluation(engine: Engine, record: Record) -> list[Hook]:

@@ -139,6 +139,7 @@ class Save(Hook):
         due = best_now or (self.every and engine.step % self.every == 0)
         if not (last or (due and engine.healthy)):
             return
+        engine.phase("save")
         try:
             self.checkpoints.write(engine.step, lambda directory: fill(engine, directory))
         except Exception as problem:

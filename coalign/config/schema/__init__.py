@@ -8,6 +8,7 @@ from coalign.config.schema.base import Function, Input, Section
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig
 from coalign.config.schema.model import EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
+from coalign.config.schema.observing import ProfileConfig
 from coalign.config.schema.pipeline import (
     STAGES,
     GenerateConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "OptimizerConfig",
     "PipelineConfig",
     "PtxConfig",
+    "ProfileConfig",
     "ReplayConfig",
     "RewardConfig",
     "RolloutConfig",

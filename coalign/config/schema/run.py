@@ -79,6 +79,15 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _rewards_fit(self) -> Self:
+    @model_validator(mode="after")
+    def _profiled_models_exist(self) -> Self:
+        known = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
+        for index, name in enumerate(self.runtime.profile.models if self.runtime.profile else []):
+            if name not in known:
+                key: Key = ("runtime", "profile", "models", index)
+                raise Conflict(key, f"there is no model '{name}'{near(name, known)}")
+        return self
+
         check_rewards(self.reward)
         scorers = [name for name, model in self.models.items() if model.head == "reward" or model.judge]
         for index, reward in enumerate(self.reward):

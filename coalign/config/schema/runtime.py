@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import Probability, Section
+from coalign.config.schema.observing import ProfileConfig
 from coalign.config.schema.rollout import GuardsConfig
 
 
@@ -94,6 +95,11 @@ class RuntimeConfig(Section):
     """Project name; needs the extra [wandb]."""
     call_timeout: PositiveFloat = 3600.0
     """Seconds any one call to a model may take before the run stops with its name."""
+    stall: PositiveFloat | None = 900.0
+    """Seconds after which a call is reported, with the Python stacks of every process in `stalls/`; None: never."""
+    timeline_every: NonNegativeInt = 0
+    """Steps between timelines (`timeline/step_N.json`: who computed what, when, and who waited); 0: none."""
+    profile: Annotated[ProfileConfig | None, Field(examples=[{"steps": [3]}])] = None
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
