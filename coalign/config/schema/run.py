@@ -78,8 +78,6 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _rewards_fit(self) -> Self:
-    @model_validator(mode="after")
     def _profiled_models_exist(self) -> Self:
         known = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
         for index, name in enumerate(self.runtime.profile.models if self.runtime.profile else []):
@@ -88,6 +86,8 @@ class RunConfig(Section):
                 raise Conflict(key, f"there is no model '{name}'{near(name, known)}")
         return self
 
+    @model_validator(mode="after")
+    def _rewards_fit(self) -> Self:
         check_rewards(self.reward)
         scorers = [name for name, model in self.models.items() if model.head == "reward" or model.judge]
         for index, reward in enumerate(self.reward):
