@@ -26,7 +26,9 @@ class Running:
 
 
 class Remote(Protocol):
-    """A handle to one worker, wherever it is."""
+    """A handle to one worker, wherever it is. ``where``: what errors call it."""
+
+    where: str
 
     def execute(self, verb: str, *arguments: Any) -> Running:
         """Start a verb of coalign.cluster.worker.Worker there."""
@@ -57,10 +59,10 @@ def combine(running: Sequence[Running], metas: Sequence[Meta], store: Store, cop
     """Shares of one result as a whole: a BatchRef in this order, merged Stats, or the first worker's plain value. Of
     ``copies`` neighbours, which were given the same share, the first one counts."""
     pairs = list(zip(running, metas, strict=True))
-    if first.lengths is not None:
-        result: Any = BatchRef.concat([BatchRef.of(meta, each.payload, store) for each, meta in pairs[::copies]])
     stats = merge_stats(meta.stats or {} for _, meta in pairs[::copies])
     first = metas[0]
+    if first.lengths is not None:
+        result: Any = BatchRef.concat([BatchRef.of(meta, each.payload, store) for each, meta in pairs[::copies]])
     else:
         result = first.value if first.stats is None else stats
     spans = tuple(Span(each.where, meta.start, meta.seconds) for each, meta in pairs)
