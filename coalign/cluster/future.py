@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,9 @@ from coalign.types import Stats
 
 if TYPE_CHECKING:
     from coalign.cluster.answers import Running
+
+
+MOVE = "move"  # the verb that makes room for a call, or has what it needs come (coalign.cluster.residency)
 
 
 class Store(Protocol):
@@ -148,12 +151,24 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """What the models of a process have on its device: bytes by model and part of what is there (``held``), and what
+    each other part would bring (``away``; of models that move by means of their own, nothing). ``before`` a call, and
+    at its ``peak``: bytes of all of them."""
+
+    held: Mapping[str, Mapping[str, int]]
+    away: Mapping[str, Mapping[str, int]]
+    before: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
 class Meta:
     """What a driver learns of one worker's result; small, whatever the size of the payload.
 
     lengths i64[N], group i64[N], work i64[N] and columns describe the stored batch (None / empty without one);
-    ``stats`` is None unless the call gave some; ``value`` is a plain result; ``start`` (seconds since the epoch, by the
-    worker's clock) and ``seconds`` say when; ``memory`` is the process's peak in bytes (the device's, if the module
+    ``stats`` is None unless the call gave some; ``value`` is a plain result; ``verb``, ``start`` (seconds since the
+    epoch, by the worker's clock) and ``seconds`` say what was done when; ``memory`` is the process's peak in bytes (the device's, if the module
     computes on one).
     """
 
@@ -163,9 +178,11 @@ class Meta:
     columns: tuple[str, ...] = ()
     stats: Stats | None = None
     value: Any = None
+    verb: str = ""
     start: float = 0.0
     seconds: float = 0.0
     memory: int = 0
+    use: Use | None = None  # where somebody looks after the device's memory (coalign.cluster.residency)
     failure: Failure | None = None
 
     @staticmethod
@@ -194,37 +211,40 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one worker computed: from ``start`` (seconds since the epoch) for ``seconds``; ``where`` as in errors."""
+    """What one worker did for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch) for
+    ``seconds``; ``where`` as in errors."""
 
     where: str
+    verb: str
     start: float
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished call: its result and what it took, on each worker."""
+    """A finished call: its result and the peak of its largest worker in bytes."""
 
     result: Any
     stats: Stats
     memory: int = 0
-    spans: tuple[Span, ...] = ()
 
 
 class Future:
     """A call under way. ``label`` is `model.method` or the applied function's name.
 
     ``result()`` waits: a BatchRef, merged Stats or a plain value; WorkerError (or the first error of the run, if that
-    ended this call) otherwise. After it ``stats``, ``spans`` (when each worker computed), ``seconds`` (the slowest
-    worker's) and ``peak_memory`` (bytes, of the largest worker) are there; before, they wait too.
+    ended this call) otherwise. After it ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of
+    the largest worker) are there; before, they wait too.
 
-    ``made`` is when the call was made (seconds since the epoch), ``running`` what workers are doing for it now.
+    ``made`` is when the call was made (seconds since the epoch), ``running`` what workers are doing for it now, and
+    ``spans`` what they have done.
     """
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.made = time.time()
         self.running: list[Running] = []
+        self.spans: list[Span] = []
         self._outcome: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
 
     def result(self) -> Any:
@@ -238,12 +258,13 @@ class Future:
         return self._outcome.result().stats
 
     @property
-    def spans(self) -> tuple[Span, ...]:
-        return self._outcome.result().spans
-
-    @property
     def seconds(self) -> float:
-        return max((span.seconds for span in self.spans), default=0.0)
+        self.result()
+        own: dict[str, float] = {}
+        for span in self.spans:
+            if span.verb != MOVE:
+                own[span.where] = own.get(span.where, 0.0) + span.seconds
+        return max(own.values(), default=0.0)
 
     @property
     def peak_memory(self) -> int:

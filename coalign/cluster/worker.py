@@ -10,7 +10,7 @@ import pickle
 import resource
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from coalign.cluster.apply import apply_columns, sort_result, transform_batches
-from coalign.cluster.future import Failure, Meta, Share, Store
+from coalign.cluster.future import Failure, Meta, Share, Store, Use
 from coalign.cluster.memory_report import memory_report
 from coalign.cluster.tracing import Tracer
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
+from coalign.memory.arena import PARTS, Arena
 from coalign.types import Context
 
 Answer = tuple[Meta, Batch | None]
@@ -44,11 +45,15 @@ def module_class(config: ModelConfig) -> type:
 
 class Worker:
     """The verbs: ``setup``, ``call`` (a method of the module), ``run`` (a function on it), ``apply``, ``transform``,
-    ``start_trace``, ``stop_trace``, ``close``."""
+    ``move``, ``start_trace``, ``stop_trace``, ``close``.
 
-    def __init__(self, store: Store, threads: int | None) -> None:
+    With an ``arena``, every answer says what the module has on its device.
+    """
+
+    def __init__(self, store: Store, threads: int | None, arena: Arena | None = None) -> None:
         self.store = store
         self.threads = threads
+        self.arena = arena
         self.module: Any = None
         self.context = Context()
         self.tracer = Tracer()
@@ -59,16 +64,20 @@ class Worker:
         # Thread counts belong to the calling thread, and their defaults differ between threads, processes and Ray
         # actors; with them differs the order of summation.
         torch.set_num_threads(self.threads or cores())
+        before = self._begin()
         try:
             meta, payload = getattr(self, verb)(*arguments)
+            meta = replace(meta, use=self._use(before))
         except BaseException as error:
             return Meta(failure=_failure(error, self._memory_report(error))), None
-        return replace(meta, start=clock, seconds=time.perf_counter() - start, memory=self._peak_memory()), payload
+        return replace(meta, verb=verb, start=clock, seconds=time.perf_counter() - start, memory=self._peak_memory()), payload
 
     def setup(self, config: ModelConfig, context: Context) -> Answer:
         """Build the module and let it load."""
         self.context = context
         self.module = module_class(config)(config, context)
+        if self.arena is not None:
+            self.module.arena = self.arena
         self.module.setup()
         return Meta(), None
 
@@ -76,6 +85,9 @@ class Worker:
         """Call a method of the module; Shares among the arguments arrive as Batches. RuntimeError if it is unfit."""
         if self.module.unfit:
             raise RuntimeError(f"model '{self.module.context.model}' does not serve: {self.module.unfit}")
+        if self.arena is not None:
+            needs = self.module.needs.get(method, PARTS)
+            self.arena.require(self.context.model, needs, f"{self.context.model}.{method}")
         arguments = tuple(self._receive(value) for value in arguments)
         keywords = {name: self._receive(value) for name, value in keywords.items()}
         with self.tracer.range(f"{self.context.model}.{method}"):
@@ -97,6 +109,15 @@ class Worker:
         """A pure function from whole batches to another one; see coalign.cluster.apply."""
         batch, stats = transform_batches(function, [share.gather(self.store) for share in inputs], keywords)
         return Meta.of(batch, stats), batch
+
+    def move(self, to: str, parts: Sequence[str], limit: int | None) -> Answer:
+        """Take parts of the module to the ``host`` or the ``device``; the bytes that moved. ``limit``: bytes that this
+        process may have on its device from now on (None: as before)."""
+        if limit is not None:
+            self.arena.limit = limit
+        before = self._held()
+        self.module.move(to, parts)
+        return Meta(value=abs(self._held() - before)), None
 
     def start_trace(self, config: ProfileConfig, step: int) -> Answer:
         """Trace what this worker does from now on."""
@@ -120,6 +141,30 @@ class Worker:
     def _memory_report(self, error: BaseException) -> str:
         output = self.context.output
         return memory_report(error, Path(output) / "out_of_memory", self.context.process) if output else ""
+
+    def _begin(self) -> int:
+        """Measure the device's peak from now on; the bytes in use."""
+        if self.arena is None:
+            return 0
+        if self.arena.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.arena.device)
+            return torch.cuda.memory_allocated(self.arena.device)
+        return self.arena.begin()
+
+    def _use(self, before: int) -> Use | None:
+        if self.arena is None or self.module is None:
+            return None
+        own = {self.context.model: self.module.held()}
+        models = self.arena.models()
+        held = {model: self.arena.held(model) for model in models} | own
+        cuda = self.arena.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.arena.device) if cuda else self.arena.peak
+        peak = max(peak, sum(size for parts in held.values() for size in parts.values()))
+        return Use(held, {model: self.arena.away(model) for model in models}, before, peak)
+
+    def _held(self) -> int:
+        """Bytes of everything that is known on the device."""
+        return sum(size for parts in self._use(0).held.values() for size in parts.values())
 
     def _peak_memory(self) -> int:
         if self.module is not None and self.module.context.device.startswith("cuda"):
