@@ -42,7 +42,7 @@ class EnginePolicy:
         self.room = min(bounds) if bounds else None
 
     async def respond(
-        self, tokens: list[int], *, group: int, index: int, limit: int, stop: tuple[str, ...] | None
+        self, tokens: list[int], *, group: int, index: int, opening: int, limit: int, stop: tuple[str, ...] | None
     ) -> Response:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Response] = loop.create_future()
@@ -52,7 +52,7 @@ class EnginePolicy:
                 answer.set_result(response)
 
         prompt = self.run.submit(
-            Request(tokens, group, first=index, limit=limit, stop=stop),
+            Request(tokens, group, first=index, opening=opening, limit=limit, stop=stop),
             lambda place, response: loop.call_soon_threadsafe(settle, response),
         )
         self.loop.news.set()
@@ -61,6 +61,9 @@ class EnginePolicy:
         except asyncio.CancelledError:
             self.run.cut(prompt)
             raise
+
+    def forget(self, group: int, index: int) -> None:
+        self.run.forget(group, index)
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -104,7 +107,7 @@ class EpisodeRunner:
             finally:
                 running.stop()
         self._report(running.calls)
-        return _to_batch(begun, episodes), _stats(running.calls)
+        return _to_batch(begun, episodes), {**_stats(running.calls), **_prefill_stats(run, len(episodes))}
 
     def _compute(
         self, engine: Engine, run: Run, running: EnvironmentBatch, progress: Progress | None, total: int
@@ -173,6 +176,14 @@ def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
     }
     lengths = torch.tensor([len(e.log.tokens) for e in episodes], dtype=torch.int64)
     return Batch(lengths, token, {**begun.sequence, **sequence})
+
+
+def _prefill_stats(run: Run, episodes: int) -> Stats:
+    """How many tokens of prompts an episode took to compute, and how many were still in the cache."""
+    return {
+        "episode/tokens_prefilled": Stat(run.tokens_prefilled, episodes),
+        "episode/tokens_kept": Stat(run.tokens_kept, episodes),
+    }
 
 
 def _stats(calls: Sequence[EnvironmentCall]) -> Stats:

@@ -67,17 +67,19 @@ class KVCache:
 class Segment(NamedTuple):
     """One sequence among the packed rows start..stop-1; its keys and values go to each of ``slots``.
 
-    The last ``decoded`` rows are tokens of a response, which are computed as Decode would have.
+    The last ``decoded`` rows are tokens of a response, which are computed as Decode would have. With ``past`` tokens in
+    the slots already, all rows are such.
     """
 
     start: int
     stop: int
     slots: slice
     decoded: int = 0
+    past: int = 0
 
 
 class Prefill:
-    """Whole sequences, packed end to end. Rows of no segment are padding: their output is zero."""
+    """Sequences, packed end to end. Rows of no segment are padding: their output is zero."""
 
     def __init__(self, cache: KVCache, segments: Sequence[Segment]) -> None:
         self.cache = cache
@@ -86,17 +88,18 @@ class Prefill:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
         keys, values = self.cache.layer(layer, key, value)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for start, stop, slots, decoded in self.segments:
-            keys[slots, : stop - start] = key[0, :, start:stop].transpose(0, 1)
-            values[slots, : stop - start] = value[0, :, start:stop].transpose(0, 1)
-            q, k, v = (x[:, :, start : stop - decoded] for x in (query, key, value))
-            out[:, start : stop - decoded] = rules.attend(q, k, v, rules.causal_mask(q.shape[2], q)).transpose(1, 2)
+        for start, stop, slots, decoded, past in self.segments:
+            keys[slots, past : past + stop - start] = key[0, :, start:stop].transpose(0, 1)
+            values[slots, past : past + stop - start] = value[0, :, start:stop].transpose(0, 1)
+            if whole := stop - decoded - start:
+                q, k, v = (x[:, :, start : start + whole] for x in (query, key, value))
+                out[:, start : start + whole] = rules.attend(q, k, v, rules.causal_mask(whole, q)).transpose(1, 2)
             # A few at a time: some kernels copy the keys for every row.
             for row in range(stop - decoded, stop, _ROWS_AT_ONCE):
                 rows = slice(row, min(row + _ROWS_AT_ONCE, stop))
-                past = Past(torch.arange(rows.start, rows.stop, device=query.device) - start, self.cache.length)
+                positions = torch.arange(rows.start, rows.stop, device=query.device) - start + past
                 same = (x[slots.start].expand(rows.stop - row, *x.shape[1:]) for x in (keys, values))
-                out[0, rows] = past.attend(query[:, :, rows], *same, rules)[0]
+                out[0, rows] = Past(positions, self.cache.length).attend(query[:, :, rows], *same, rules)[0]
         return out
 
 

@@ -18,6 +18,9 @@ class Request:
 
     A single sample goes on after tokens that it already has if they end the prompt and ``begun`` says how many they
     are; then it continues as if it had never stopped.
+
+    A single sample may also be a conversation, with a request for each turn: ``opening`` is how many tokens the prompt
+    of the first one had, and later prompts begin with what the one before was asked and answered.
     """
 
     prompt: list[int]
@@ -31,6 +34,14 @@ class Request:
     """New tokens after which a sample is handed back PARTIAL; None: it goes on to its end."""
     stop: tuple[str, ...] | None = None
     """Strings that end a response; None: the sampling's."""
+    opening: int | None = None
+    """None: no other turn follows, and none came before."""
+
+    @property
+    def decoded(self) -> int:
+        """Tokens at the prompt's end that are computed one by one, as they are (or would have been) where a response
+        is decoded: then it does not show whether keys and values were kept since."""
+        return self.begun if self.opening is None else len(self.prompt) - self.opening
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,11 @@ class Prompt:
     prefix: list[Tensor] | None = None  # keys and values
 
     @property
+    def sample(self) -> tuple[int, int]:
+        """Group and index of the first."""
+        return self.request.group, self.request.first
+
+    @property
     def waiting(self) -> int:
         """Samples without a slot."""
         return self.request.samples - self.started
@@ -77,7 +93,7 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Active:
-    """One sample that is being decoded, in ``slot`` of the KV cache; ``place`` among its request's samples."""
+    """One sample in ``slot`` of the KV cache, being decoded or kept; ``place`` among its request's samples."""
 
     prompt: Prompt
     place: int
@@ -95,6 +111,12 @@ class Active:
     def length(self) -> int:
         """Tokens in the KV cache or about to be."""
         return len(self.prompt.request.prompt) + len(self.tokens)
+
+    def leads_to(self, prompt: Prompt) -> bool:
+        """Whether ``prompt`` goes on with this sample from where it is."""
+        if self.prompt.sample != prompt.sample or self.prompt.request.opening != prompt.request.opening:
+            return False
+        return [*self.prompt.request.prompt, *self.tokens] == prompt.request.prompt[: self.length]
 
     def response(self, status: Status) -> Response:
         return Response(

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from coalign.native.attention import STRIDE, Decode, KVCache, Prefill, Segment
+from coalign.native.attention import Decode, Prefill, Segment
 from coalign.native.linear import ROWS
 from coalign.native.request import Active, OnDone, Prompt, Request
 from coalign.native.sampling import Sampling, sample, stream_key, uniforms
+from coalign.native.slots import KEY, POSITION, TOKEN, Slots
 from coalign.native.stops import StopFinder
 from coalign.types import Status
 
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
 
 OnToken = Callable[[int, int, int], None]  # (group, index, token)
 
-# Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream.
-TOKEN, POSITION, KEY = range(3)
 _MORE = 5 / 4  # by which the cache grows at least, so that it does not grow at every step
 
 
 class Run:
-    """What the engine is working on. ``submit`` and ``cut`` may be called by any thread at any time, ``step`` by one.
+    """What the engine is working on. ``submit``, ``cut`` and ``forget`` may be called by any thread at any time,
+    ``step`` by one.
 
-    Active sequences stand in the slots 0..n-1 of the KV cache, so that decoding reads them as one block; a slot that
-    becomes free is filled from the end. The cache is laid out for the longest sequence so far, for as many slots as the
-    engine's kv_tokens allow of that; a request that needs longer ones waits until no more than that are active.
+    The KV cache is laid out for the longest sequence so far, for as many slots as the engine's kv_tokens allow of that;
+    a request that needs longer ones waits until no more than that are active. Between two turns a conversation keeps
+    its slot as long as nobody needs it and the weights stay; then a turn prefills what is new. Otherwise it prefills
+    everything, to the same bits.
     """
 
     def __init__(self, engine: Engine, sampling: Sampling, on_token: OnToken | None = None) -> None:
@@ -41,18 +42,14 @@ class Run:
         self.on_token = on_token
         self.arrived: deque[Prompt] = deque()
         self.waiting: deque[Prompt] = deque()
-        self.active: list[Active] = []  # active[i] is in slot i
+        self.over: deque[tuple[int, int]] = deque()  # conversations that have ended
         self.total = self.finished = self.tokens_chosen = 0
-        self.slots = self.longest = 0  # of the cache: sequences, and tokens of one
-        self.cache = KVCache(0, 0)
-        self.state = torch.zeros(3, 0, dtype=torch.int64, device=self.model.device)
-        self.seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(0, self.model.vocabulary, dtype=torch.bool, device=self.model.device)
+        self.tokens_prefilled = self.tokens_kept = 0  # of prompts: computed, and still in the cache
+        self.slots = Slots(self.model, note_seen=sampling.repetition_penalty != 1)
 
     @property
     def unfinished(self) -> bool:
-        return bool(self.arrived or self.waiting or self.active)
+        return bool(self.arrived or self.waiting or self.slots.active)
 
     def submit(self, request: Request, on_done: OnDone) -> Prompt:
         """Ask for responses; ``on_done(place, response)`` hears of each on the thread that steps.
@@ -70,13 +67,22 @@ class Run:
             prompt.cut = True
 
     def cut_all(self) -> None:
-        self.cut(*self.arrived, *self.waiting, *(sequence.prompt for sequence in self.active))
+        self.cut(*self.arrived, *self.waiting, *(sequence.prompt for sequence in self.slots.active))
+
+    def forget(self, group: int, index: int) -> None:
+        """The conversation has had its last turn."""
+        self.over.append((group, index))
 
     def step(self) -> None:
         """Start what fits, then one token for everybody."""
+        self._forget()
         while self.arrived:
-            self.waiting.append(self.arrived.popleft())
-            self.total += self.waiting[-1].request.samples
+            prompt = self.arrived.popleft()
+            self.total += prompt.request.samples
+            if self._kept(prompt) is None:
+                self.waiting.append(prompt)
+            else:
+                self.waiting.appendleft(prompt)  # before somebody else is given its slot
         self._hand_back()
         self._admit()
         self._decode()
@@ -89,8 +95,9 @@ class Run:
             raise ValueError(f"{name} has no tokens")
         if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
             raise ValueError(f"{name} holds a token id outside of 0..{vocabulary - 1}")
-        if request.begun and (request.samples > 1 or request.begun >= length):
-            raise ValueError(f"{name}: {request.begun} of {length} tokens are begun, of {request.samples} samples")
+        single = request.begun or request.opening is not None
+        if single and (request.samples > 1 or not 0 <= request.decoded < length):
+            raise ValueError(f"{name}: {request.decoded} of {length} tokens are begun, of {request.samples} samples")
         limit = self.sampling.max_new_tokens - request.begun if request.limit is None else request.limit
         if context is not None:
             if length >= context:
@@ -114,84 +121,81 @@ class Run:
             self.waiting.remove(prompt)
             for place in range(prompt.started, prompt.request.samples):
                 self._finish(Active.begin(prompt, place, -1, None), Status.PARTIAL)
-        for sequence in [s for s in self.active if s.prompt.cut][::-1]:
-            self._vacate(sequence.slot)
+        for sequence in [s for s in self.slots.active if s.prompt.cut]:
+            self.slots.remove(sequence)
             self._finish(sequence, Status.PARTIAL)
+
+    def _forget(self) -> None:
+        """Keep nothing of conversations that are over, nor what other weights have computed."""
+        over = {self.over.popleft() for _ in range(len(self.over))}
+        for sequence in self.slots.kept:
+            if sequence.prompt.sample in over or sequence.versions[-1] != self.engine.version:
+                self.slots.remove(sequence)
 
     def _reserve(self) -> bool:
         """Room for what waits, as far as memory allows; False if some of what is active has to end before."""
-        engine = self.engine
-        wanted = len(self.active) + sum(p.waiting for p in self.waiting)
-        longest = max(self.longest, *(p.longest for p in self.waiting))
+        engine, slots = self.engine, self.slots
+        going_on = {prompt.sample for prompt in self.waiting}
+        kept = sum(sequence.prompt.sample not in going_on for sequence in slots.kept)
+        wanted = len(slots.active) + kept + sum(p.waiting for p in self.waiting)
+        longest = max(slots.longest, *(p.longest for p in self.waiting))
         most = engine.max_sequences if engine.kv_tokens is None else max(1, engine.kv_tokens // longest)
-        slots = min(engine.max_sequences, most, max(wanted, self.slots))
-        if (slots, longest) == (self.slots, self.longest):
+        count = min(engine.max_sequences, most, max(wanted, slots.count))
+        if (count, longest) == (slots.count, slots.longest):
             return True
-        if len(self.active) > slots:
+        if len(slots.active) > count:
             return False
-        if self.slots and engine.kv_tokens is None:
-            slots = min(engine.max_sequences, int(slots * _MORE)) if slots > self.slots else slots
-            longest = int(longest * _MORE) if longest > self.longest else longest
-        self._resize(slots, longest)
+        if slots.count and engine.kv_tokens is None:
+            count = min(engine.max_sequences, int(count * _MORE)) if count > slots.count else count
+            longest = int(longest * _MORE) if longest > slots.longest else longest
+        slots.resize(count, longest)
         return True
-
-    def _resize(self, slots: int, longest: int) -> None:
-        """Lay the cache and what else there is for each slot out anew; active sequences stay where they are."""
-        self.slots, self.longest = slots, longest
-        rows = -(-slots // ROWS) * ROWS  # the surplus holds padding rows; the first position of each is touched
-        length = -(-longest // STRIDE) * STRIDE
-        active = len(self.active)
-        self.cache.resize(rows, length, used=(active, max((s.length for s in self.active), default=0)))
-        state, seen = self.state, self.seen
-        self.state = state.new_zeros(len(state), rows)
-        self.state[:, :active] = state[:, :active]
-        if seen is not None:
-            self.seen = seen.new_zeros(rows, seen.shape[1])
-            self.seen[:active] = seen[:active]
 
     def _admit(self) -> None:
         """Give free slots to waiting samples, in order; prompts are packed into forwards of prefill_tokens."""
         if not self.waiting or not self._reserve():
             return
-        while self.waiting and len(self.active) < self.slots:
-            first, filled, fresh = len(self.active), 0, []
-            while self.waiting and len(self.active) < self.slots:
+        while self.waiting and self.slots.free:
+            first, filled, fresh = len(self.slots.active), 0, []
+            while self.waiting and self.slots.free:
                 prompt = self.waiting[0]
                 known = prompt.version == self.engine.version
-                filled += 0 if known else len(prompt.request.prompt)
+                kept = self._kept(prompt)
+                past = 0 if kept is None else kept.length - 1  # its last token was chosen, but never fed
+                filled += 0 if known else len(prompt.request.prompt) - past
                 if fresh and filled > self.engine.prefill_tokens:
                     break
-                slots = self._start(prompt)
+                slots = self._start(prompt, kept)
                 if known:
-                    self.cache.write(slots, prompt.prefix)
+                    self.slots.cache.write(slots, prompt.prefix)
                 else:
-                    fresh.append((prompt, slots))
+                    fresh.append((prompt, slots, past))
                 if not prompt.waiting:
                     self.waiting.popleft()
             if fresh:
                 self._prefill(fresh)
-            started = self.active[first:]
+            started = self.slots.active[first:]
             logits = torch.cat([s.prompt.logits for s in started])
             for prompt in (s.prompt for s in started):
                 if not prompt.waiting:
                     prompt.logits = prompt.prefix = None
             self._choose(logits, first)
 
-    def _start(self, prompt: Prompt) -> slice:
+    def _kept(self, prompt: Prompt) -> Active | None:
+        """The conversation's last turn, if its keys and values are still there."""
+        if prompt.request.opening is None:
+            return None
+        return next((s for s in self.slots.kept if s.leads_to(prompt)), None)
+
+    def _start(self, prompt: Prompt, kept: Active | None) -> slice:
         """Put as many of the prompt's samples into slots as fit; returns the slots."""
-        request = prompt.request
-        count = min(prompt.waiting, self.slots - len(self.active))
-        slots = slice(len(self.active), len(self.active) + count)
+        request, first = prompt.request, len(self.slots.active)
+        count = min(prompt.waiting, self.slots.free)
         for place in range(prompt.started, prompt.started + count):
-            slot = len(self.active)
             key = stream_key(self.engine.seed, request.group, request.first + place)
-            self.state[:, slot] = torch.tensor([0, len(request.prompt) - 1, key])
-            if self.seen is not None:
-                self.seen[slot] = False
-                self.seen[slot, request.prompt] = True
-            self.active.append(Active.begin(prompt, place, slot, self._stops(request)))
+            self.slots.add(Active.begin(prompt, place, -1, self._stops(request)), key, kept)
         prompt.started += count
-        return slots
+        return slice(first, first + count)
 
     def _stops(self, request: Request) -> StopFinder | None:
         stop = self.sampling.stop if request.stop is None else request.stop
@@ -202,41 +206,48 @@ class Run:
             finder.push(token)
         return finder
 
-    def _prefill(self, fresh: list[tuple[Prompt, slice]]) -> None:
-        """Compute prompts; the keys and values of each go to its slots."""
+    def _prefill(self, fresh: list[tuple[Prompt, slice, int]]) -> None:
+        """Compute prompts, each without so many of its tokens; keys and values go to its slots."""
         tokens, positions, segments, last = [], [], [], []
-        for prompt, slots in fresh:
-            start = len(tokens)
-            tokens += prompt.request.prompt
-            positions += range(len(prompt.request.prompt))
-            segments.append(Segment(start, len(tokens), slots, prompt.request.begun))
+        for prompt, slots, past in fresh:
+            start, request = len(tokens), prompt.request
+            tokens += request.prompt[past:]
+            positions += range(past, len(request.prompt))
+            decoded = min(request.decoded, len(tokens) - start)
+            segments.append(Segment(start, len(tokens), slots, decoded, past))
             last.append(len(tokens) - 1)
+            self.tokens_kept += past
+        self.tokens_prefilled += len(tokens)
         padding = [0] * (-len(tokens) % ROWS)
         as_tensor = lambda values: torch.tensor(values, device=self.model.device)  # noqa: E731
         logits = self.model.forward(
-            as_tensor(tokens + padding), as_tensor(positions + padding), Prefill(self.cache, segments), as_tensor(last)
+            as_tensor(tokens + padding),
+            as_tensor(positions + padding),
+            Prefill(self.slots.cache, segments),
+            as_tensor(last),
         )
-        for (prompt, slots), row in zip(fresh, logits.split(1), strict=True):
+        for (prompt, slots, _), row in zip(fresh, logits.split(1), strict=True):
             prompt.logits, prompt.version = row, self.engine.version
             if prompt.waiting:
-                prompt.prefix = self.cache.read(slots.start, len(prompt.request.prompt))
+                prompt.prefix = self.slots.cache.read(slots.start, len(prompt.request.prompt))
 
     def _decode(self) -> None:
         """One more token for every active sequence."""
-        if not self.active:
+        active = self.slots.active
+        if not active:
             return
-        count = len(self.active)
-        rows = -(-count // ROWS) * ROWS
-        tokens, positions = self.state[TOKEN, :rows], self.state[POSITION, :rows]
-        columns = max(s.length for s in self.active)
-        logits = self.model.forward(tokens, positions, Decode(self.cache, positions, columns), None)
-        self._choose(logits[:count], 0)
+        rows = -(-len(active) // ROWS) * ROWS
+        tokens, positions = self.slots.state[TOKEN, :rows], self.slots.state[POSITION, :rows]
+        columns = max(s.length for s in active)
+        logits = self.model.forward(tokens, positions, Decode(self.slots.cache, positions, columns), None)
+        self._choose(logits[: len(active)], 0)
 
     def _choose(self, logits: Tensor, first: int) -> None:
         """Draw the next token of the slots from ``first`` on, and write it down. logits [their number, V]."""
-        last = len(self.active)
-        state = self.state[:, first:last]
-        seen = None if self.seen is None else self.seen[first:last]
+        sequences = self.slots.active[first:]
+        here = slice(first, first + len(sequences))
+        state = self.slots.state[:, here]
+        seen = None if self.slots.seen is None else self.slots.seen[here]
         tokens, logprobs = sample(logits, uniforms(state[KEY], state[POSITION] + 1), self.sampling, seen)
         state[TOKEN] = tokens
         state[POSITION] += 1
@@ -244,15 +255,15 @@ class Run:
             seen.scatter_(1, tokens[:, None], True)
         if not bool(logprobs.isfinite().all()):
             bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
-            groups = sorted({self.active[first + i].prompt.request.group for i in bad})
+            groups = sorted({sequences[i].prompt.request.group for i in bad})
             raise FloatingPointError(f"logits are not finite (weights version {self.engine.version}, groups {groups})")
-        self.tokens_chosen += last - first
-        self._note(first, tokens.tolist(), logprobs.tolist())
+        self.tokens_chosen += len(sequences)
+        self._note(sequences, tokens.tolist(), logprobs.tolist())
 
-    def _note(self, first: int, tokens: list[int], logprobs: list[float]) -> None:
-        """Write down the new tokens of the slots from ``first`` on; sequences that have ended leave."""
+    def _note(self, sequences: list[Active], tokens: list[int], logprobs: list[float]) -> None:
+        """Write down the new tokens; sequences that have ended leave."""
         ended = []
-        for sequence, token, logprob in zip(self.active[first:], tokens, logprobs, strict=True):
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.engine.version)
@@ -263,23 +274,18 @@ class Run:
                 ended.append((sequence, Status.OK))
             elif len(sequence.tokens) == prompt.limit:
                 ended.append((sequence, prompt.at_limit))
-        for sequence, _ in reversed(ended):  # the last slot first: then what fills a free slot has not ended itself
-            self._vacate(sequence.slot)
+        for sequence, _ in reversed(ended):  # the last slot first: then what fills a free one has not ended itself
+            self._leave(sequence)
         for sequence, status in ended:
             self._finish(sequence, status)
+
+    def _leave(self, sequence: Active) -> None:
+        """Give the slot back, or keep it if there may be another turn, for which all has to be of the same weights."""
+        if sequence.prompt.request.opening is not None and set(sequence.versions) == {self.engine.version}:
+            self.slots.keep(sequence)
+        else:
+            self.slots.remove(sequence)
 
     def _finish(self, sequence: Active, status: Status) -> None:
         self.finished += 1
         sequence.prompt.on_done(sequence.place, sequence.response(status))
-
-    def _vacate(self, slot: int) -> None:
-        """Move the sequence of the last slot into ``slot``."""
-        moved = self.active.pop()
-        if moved.slot != slot:
-            self.cache.write(slice(slot, slot + 1), self.cache.read(moved.slot, moved.length))
-            self.state[:, slot] = self.state[:, moved.slot]
-            if self.seen is not None:
-                self.seen[slot] = self.seen[moved.slot]
-            self.active[slot] = moved
-        self.state[:, moved.slot] = 0
-        moved.slot = slot

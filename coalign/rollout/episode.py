@@ -35,8 +35,14 @@ class Policy(Protocol):
     room: int | None  # tokens of the longest sequence that fits
 
     async def respond(
-        self, tokens: list[int], *, group: int, index: int, limit: int, stop: tuple[str, ...] | None
-    ) -> Answer: ...
+        self, tokens: list[int], *, group: int, index: int, opening: int, limit: int, stop: tuple[str, ...] | None
+    ) -> Answer:
+        """The answer to ``tokens``, of which the first ``opening`` came before the first turn."""
+        ...
+
+    def forget(self, group: int, index: int) -> None:
+        """No more turns of this sample."""
+        ...
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str: ...
 
@@ -205,6 +211,7 @@ class Episode:
         if self._over:
             return
         self._over = True
+        self._policy.forget(self.group, self.index)
         self.status = self.status if status is None else status
         if not self.log.tokens:
             self.log.add(self._prompt)
@@ -230,7 +237,7 @@ class Episode:
         return said + self._written
 
     async def _respond(self, limit: int, stop: Sequence[str] | None) -> Turn:
-        asked = {"group": self.group, "index": self.index, "limit": limit}
+        asked = {"group": self.group, "index": self.index, "opening": self.prompt_length, "limit": limit}
         self._generating = True
         try:
             with self.clock.paused():

@@ -140,9 +140,9 @@ def test_requests_may_arrive_while_others_run(settings, penalty, after):
         for index, response in enumerate(responses):
             assert torch.equal(answers[request.group, index].tokens, response.tokens)
             assert torch.equal(answers[request.group, index].logprobs, response.logprobs)
-    held = run.slots * run.longest
+    held = run.slots.count * run.slots.longest
     assert held <= settings.get("kv_tokens", held)
-    assert run.slots <= settings.get("max_sequences", 64)
+    assert run.slots.count <= settings.get("max_sequences", 64)
 
 
 def test_what_is_cut_comes_back_as_it_is():

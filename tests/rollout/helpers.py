@@ -43,6 +43,7 @@ class Script:
         self.room = room
         self.delay = delay
         self.asked: list[dict[str, Any]] = []
+        self.forgotten: list[tuple[int, int]] = []
 
     async def respond(self, tokens: list[int], **asked: Any) -> Response:
         self.asked.append({"tokens": tokens, **asked})
@@ -53,6 +54,9 @@ class Script:
         logprobs = -torch.arange(1, len(answer) + 1) / 8
         status = Status.OK if answer[-1] == END else Status.TRUNCATED
         return Response(torch.tensor(answer), logprobs, torch.full((len(answer),), 4), status)
+
+    def forget(self, group: int, index: int) -> None:
+        self.forgotten.append((group, index))
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
         return TOKENIZER.decode(tokens, skip_special_tokens=not special)

@@ -137,6 +137,18 @@ def test_company_and_delays_change_nothing(directory):
     assert joined["messages"] == whole["messages"]
 
 
+def test_a_turn_prefills_what_the_policy_has_not_read(directory):
+    """All that it did not choose, once, and the last token of each answer, which was never fed."""
+    out, stats = module(directory, "chats").generate(prompts(directory))
+    turns = stats["episode/turns"].sum
+    assert turns == 3 * len(out)
+    assert stats["episode/tokens_prefilled"].sum == int((~out["loss_mask"]).sum()) + turns - len(out)
+    _, poor = module(directory, "chats", native={"max_sequences": 2}).generate(prompts(directory))
+    sums = [sum(s[f"episode/tokens_{name}"].value for name in ("prefilled", "kept")) for s in (stats, poor)]
+    assert sums[0] == sums[1]
+    assert poor["episode/tokens_prefilled"].value > stats["episode/tokens_prefilled"].value
+
+
 async def one_turn(episode):
     await episode.generate()
 
