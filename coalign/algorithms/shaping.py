@@ -25,9 +25,13 @@ def shape_reward(
     *,
     kl_coef: float,
     estimator: Literal["k1", "k2", "k3"] = "k1",
+    turn_weight: float = 0.0,
 ) -> dict[str, Any]:
-    """token_rewards f32[T]: -kl_coef · kl_t at every trained token, plus the reward at the last one (2203.02155), plus
-    ``turn_rewards``, where there are any, at the trained tokens that they stand at.
+    """token_rewards f32[T]: -kl_coef · kl_t at every trained token, plus the reward at the last one (2203.02155).
+
+    Of the reward, ``turn_weight`` times ``turn_rewards`` (what an environment gave, as far as it is part of it) stands
+    at the trained tokens that they stand at, and only the rest at the last one: whatever the weight, a response has as
+    much reward.
 
     The divergence is that of the policy which sampled, so it is measured with the sampler's log-probs: under that
     policy k1 is unbiased, and the trainer need not run before the batch is complete. A sequence without a trained token
@@ -45,10 +49,13 @@ def shape_reward(
         stats = {"kl": Stat.of(segment_sum(kl, trained, sequences), counts > 0), "kl_per_token": Stat.of(kl)}
     elif kl_coef:
         raise ValueError(f"kl_coef is {kl_coef}, and nobody produced the column `ref_logprobs`: run a reference")
+    rest = reward.double()
     if turn_rewards is not None:
-        token_rewards[loss_mask] += turn_rewards[loss_mask]
+        of_turns = turn_weight * turn_rewards[loss_mask]
+        token_rewards[loss_mask] += of_turns
+        rest = rest - segment_sum(of_turns.double(), trained, sequences)
     last = loss_mask.nonzero().flatten()[counts.cumsum(0)[counts > 0] - 1]
-    token_rewards[last] += reward[counts > 0].to(token_rewards.dtype)
+    token_rewards[last] += rest[counts > 0].to(token_rewards.dtype)
     return {"token_rewards": token_rewards, **stats}
 
 

@@ -12,6 +12,7 @@ from coalign.cluster.future import BatchRef, Future
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig
 from coalign.runtime.engine import Engine
+from coalign.runtime.rewarding import turn_weight
 from coalign.types import Rollout, Scorer, Stats, Trainable
 
 
@@ -89,8 +90,8 @@ class KLInReward(Online):
         return self.charged(super().shaped(batch))
 
     def charged(self, batch: BatchRef | Future) -> Any:
-        """The batch with the divergence subtracted from its rewards."""
-        return self.apply(shape_reward, batch, kl_coef=self.kl.coef)
+        """The batch with rewards per token, the divergence subtracted."""
+        return self.apply(shape_reward, batch, kl_coef=self.kl.coef, turn_weight=turn_weight(self.config))
 
     def after_step(self, stats: Stats) -> None:
         if "kl" in stats:

@@ -18,6 +18,7 @@ from coalign.config.functions import bind, resolve
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.texts import at_their_end
+from coalign.rewards import episode
 from coalign.rewards.calls import RewardError
 from coalign.runtime.vocabulary import reads_alike, tokenizer_directory
 from coalign.types import Stat, Stats, Status, Total
@@ -165,6 +166,16 @@ def reward_parts(config: RunConfig) -> list[RewardConfig]:
     if config.reward:
         return config.reward
     return [RewardConfig(model="reward")] if "reward" in config.models else []
+
+
+def turn_weight(config: RunConfig) -> float:
+    """How much an environment's reward for a turn counts within `reward`: the weight of its part `episode`, if it has
+    one. Normalised or bounded that part is no sum over turns any more, and counts for the response alone: 0."""
+    return sum(
+        part.weight
+        for part in config.reward
+        if part.fn and resolve(part.fn, "coalign.rewards") is episode and part.normalise == "none" and not part.clip
+    )
 
 
 def reward_names(config: RunConfig) -> list[str]:

@@ -58,12 +58,17 @@ def test_without_a_reference_there_is_only_the_reward():
         shape_reward(T([2.0]), torch.full((2,), -1.0), T([True, True]), T([0, 0]), kl_coef=0.1)
 
 
-def test_turn_rewards_stand_at_their_tokens():
-    # Turns end at tokens 1 and 4 (3 is a tool's, where a reward would belong to nobody); the last takes the reward too.
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [(0.0, [0, -0.1, 0, 0, 2.0]), (1.0, [0, 0.5 - 0.1, 0, 0, 1.5]), (2.0, [0, 1.0 - 0.1, 0, 0, 1.0])],
+)
+def test_turn_rewards_are_part_of_the_reward_and_stand_at_their_tokens(weight, expected):
+    # Turns end at tokens 1 and 4 (3 is a tool's, where a reward would belong to nobody).
     sampled, ref, on = torch.zeros(5), T([0.0, -1.0, 0.0, 0.0, 0.0]), T([False, True, True, False, True])
     turns = T([7.0, 0.5, 0.0, 7.0, -0.25])
-    out = shape_reward(T([2.0]), sampled, on, T([0] * 5), ref, turns, kl_coef=0.1)["token_rewards"]
-    assert out.tolist() == pytest.approx([0, 0.5 - 0.1, 0, 0, 2 - 0.25])
+    out = shape_reward(T([2.0]), sampled, on, T([0] * 5), ref, turns, kl_coef=0.1, turn_weight=weight)["token_rewards"]
+    assert out.tolist() == pytest.approx(expected)
+    assert out.sum().item() == pytest.approx(2.0 - 0.1)  # however it is spread
 
 
 class TestSequenceKlReward:

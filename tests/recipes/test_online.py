@@ -16,7 +16,7 @@ from coalign.recipes.remax import prompts_of, with_baseline
 from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import check
 from coalign.runtime.display import Display
-from coalign.types import Status
+from coalign.types import Stat, Status, Total
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 IN_LOSS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_pp_baseline")
@@ -192,6 +192,36 @@ def test_a_policy_that_waits_stays_as_it_is_while_the_value_model_learns(tmp_pat
     waited, learned = (load_file(saved / f"step_{step}" / "hf" / "model.safetensors") for step in (2, 3))
     assert all(first[name].equal(waited[name]) for name in first)
     assert any(not first[name].equal(learned[name]) for name in first)
+
+
+# ---- rewards of an environment
+
+
+async def paid_twice(episode):
+    for worth in (0.25, 0.5):
+        await episode.generate(max_new_tokens=3)
+        episode.reward(worth)
+        episode.write(" ")
+
+
+def as_received(token_rewards, reward, loss_mask, segment):
+    totals = torch.zeros_like(reward).index_add(0, segment, token_rewards)
+    paid = {"paid": Stat.of(token_rewards, token_rewards != 0), "places": Total(float((token_rewards != 0).sum()))}
+    return {"advantages": token_rewards, "total": Stat.of(totals), "reward": reward, **paid}
+
+
+@pytest.mark.parametrize(("parts", "places", "total"), [(["episode"], 2, 0.75), (["episode", "digits"], 2, None)])
+def test_what_an_environment_gives_counts_once_and_where_it_was_given(tmp_path, parts, places, total):
+    config = settings(tmp_path, "reinforce_pp", steps=1, samples_per_prompt=2, eval_at_start=False)
+    config["rollout"] = "tests.recipes.test_online:paid_twice"
+    config["reward"] = [{"fn": {"digits": "tests.runs:digits"}.get(name, name)} for name in parts]
+    config["advantage"] = "tests.recipes.test_online:as_received"
+    config["kl"] = {"fn": "FixedKL", "coef": 0.0}
+    assert run(config) == 0
+    (line,) = metrics(config)
+    assert line["places"] == places * line["samples/count"] == 16
+    assert line["total"] == pytest.approx(line["reward/mean"]) and line["reward/episode/mean"] == 0.75
+    assert total is None or line["total"] == total
 
 
 # ---- going on

@@ -18,7 +18,7 @@ from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import check
 from coalign.runtime.display import Display
 from coalign.runtime.inference import evaluate
-from coalign.runtime.rewarding import Reward, combine_rewards, reward_models
+from coalign.runtime.rewarding import Reward, combine_rewards, reward_models, turn_weight
 from coalign.types import Context, Stat, Status, Total
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
@@ -213,6 +213,21 @@ def two_judges(directory, **runtime):
 
 def loaded(config, *overrides):
     return load(config, list(overrides), defaults=lambda name: recipe(name).defaults)
+
+
+@pytest.mark.parametrize(
+    ("parts", "weight"),
+    [
+        ([{"fn": "math"}], 0.0),
+        ([{"fn": "episode"}, {"fn": "math", "weight": 3.0}], 1.0),
+        ([{"fn": "coalign.rewards.episodes:episode", "weight": 0.5, "name": "game"}, {"model": "kind"}], 0.5),
+        ([{"fn": "episode", "normalise": "batch"}], 0.0),
+        ([{"fn": "episode", "clip": 1.0}], 0.0),
+    ],
+)
+def test_how_much_turns_count(parts, weight):
+    models = {"kind": ModelConfig(head="reward")}
+    assert turn_weight(RunConfig(algorithm="ppo", reward=parts, models=models)) == weight
 
 
 @pytest.mark.parametrize(
