@@ -45,7 +45,10 @@ def wait(future: Future, running: Sequence[Running], timeout: float) -> list[Met
         late = ", ".join(each.where for each in running if not each.meta.done())
         message = f"no answer within {timeout:g} s (runtime.call_timeout)"
         raise WorkerError(future.label, late, Failure("TimeoutError", message, "")) from None
-    return [each.meta.result() for each in running]
+    metas = [each.meta.result() for each in running]
+    pairs = zip(running, metas, strict=True)
+    future.spans += [Span(each.where, meta.verb, meta.start, meta.seconds) for each, meta in pairs]
+    return metas
 
 
 def _raise_failure(label: str, where: str, done: concurrent.futures.Future[Meta]) -> None:
@@ -65,5 +68,4 @@ def combine(running: Sequence[Running], metas: Sequence[Meta], store: Store, cop
         result: Any = BatchRef.concat([BatchRef.of(meta, each.payload, store) for each, meta in pairs[::copies]])
     else:
         result = first.value if first.stats is None else stats
-    spans = tuple(Span(each.where, meta.start, meta.seconds) for each, meta in pairs)
-    return Outcome(result, stats, max(meta.memory for meta in metas), spans)
+    return Outcome(result, stats, max(meta.memory for meta in metas))

@@ -168,8 +168,8 @@ class Meta:
 
     lengths i64[N], group i64[N], work i64[N] and columns describe the stored batch (None / empty without one);
     ``stats`` is None unless the call gave some; ``value`` is a plain result; ``verb``, ``start`` (seconds since the
-    epoch, by the worker's clock) and ``seconds`` say what was done when; ``memory`` is the process's peak in bytes (the device's, if the module
-    computes on one).
+    epoch, by the worker's clock) and ``seconds`` say what was done, and when; ``memory`` is the process's peak in bytes
+    (the device's, if the module computes on one).
     """
 
     lengths: Tensor | None = None
@@ -211,8 +211,8 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one worker did for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch) for
-    ``seconds``; ``where`` as in errors."""
+    """What one worker did for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch)
+    for ``seconds``; ``where`` as in errors."""
 
     where: str
     verb: str

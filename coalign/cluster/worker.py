@@ -70,7 +70,8 @@ class Worker:
             meta = replace(meta, use=self._use(before))
         except BaseException as error:
             return Meta(failure=_failure(error, self._memory_report(error))), None
-        return replace(meta, verb=verb, start=clock, seconds=time.perf_counter() - start, memory=self._peak_memory()), payload
+        seconds = time.perf_counter() - start
+        return replace(meta, verb=verb, start=clock, seconds=seconds, memory=self._peak_memory()), payload
 
     def setup(self, config: ModelConfig, context: Context) -> Answer:
         """Build the module and let it load."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.future import Future, Outcome, Span
+from coalign.cluster.future import MOVE, Future, Outcome, Span
 from coalign.runtime.hooks import Hook
 from coalign.types import Stat, Stats
 
@@ -59,7 +59,7 @@ class Timeline(Hook):
 
     def note(self, future: Future, outcome: Outcome) -> None:
         """A call has ended."""
-        self._ended.append(Event(future.label, future.made, outcome.spans, outcome.memory))
+        self._ended.append(Event(future.label, future.made, tuple(future.spans), outcome.memory))
 
     def phase(self, name: str) -> None:
         """The engine enters a phase; `rollout` is the first one of a step."""
@@ -82,7 +82,7 @@ class Timeline(Hook):
 def phases(entered: Sequence[tuple[float, str]], ended: float) -> list[Event]:
     """The phases of a step, each of which lasts until the next one."""
     stops = [when for when, _ in entered[1:]] + [ended]
-    spans = [Span(LOOP, start, stop - start) for (start, _), stop in zip(entered, stops, strict=True)]
+    spans = [Span(LOOP, "", start, stop - start) for (start, _), stop in zip(entered, stops, strict=True)]
     return [Event(f"{LOOP}.{name}", start, (span,)) for (start, name), span in zip(entered, spans, strict=True)]
 
 
@@ -90,8 +90,9 @@ def under_way(futures: Sequence[Future], now: float) -> list[Event]:
     """What has been computed until now of calls that have not ended."""
     events = []
     for future in futures:
-        busy = tuple(Span(each.where, each.since, now - each.since) for each in future.running if not each.meta.done())
-        events.append(Event(future.label, future.made, busy))
+        running = [each for each in future.running if not each.meta.done()]
+        busy = [Span(each.where, "", each.since, now - each.since) for each in running]
+        events.append(Event(future.label, future.made, (*future.spans, *busy)))
     return events
 
 
@@ -101,7 +102,7 @@ def idle(events: Sequence[Event], processes: Mapping[str, int], begun: float, en
     for event in events:
         for span in event.spans:
             model = span.where.partition(",")[0]
-            if model in busy:
+            if model in busy and span.verb != MOVE:
                 busy[model] += max(0.0, min(ended, span.start + span.seconds) - max(begun, span.start))
     whole = max(ended - begun, 1e-9)
     return {name: max(0.0, 1.0 - seconds / (whole * processes[name])) for name, seconds in busy.items()}
@@ -111,38 +112,44 @@ def chrome_trace(events: Sequence[Event], begun: float, ended: float) -> dict[st
     """The trace event format of Chrome (Perfetto, chrome://tracing): a process for each model, a thread for each of its
     replicas or ranks, and how long calls waited for their inputs, their turn or their device. Times are cut to
     begun..ended."""
-    rows: dict[str, tuple[int, int]] = {}
-    models: dict[str, int] = {}
-    out: list[dict[str, Any]] = []
+    rows, out = _Rows(), []
     micro = lambda when: round((min(max(when, begun), ended) - begun) * 1e6)  # noqa: E731
-
-    def place(where: str) -> dict[str, int]:
-        model, _, process = where.partition(", ")
-        if where not in rows:
-            if model not in models:
-                models[model] = len(models) + 1
-                out.append(_meta("process_name", {"name": model}, pid=models[model], tid=0))
-            rows[where] = (models[model], sum(pid == models[model] for pid, _ in rows.values()) + 1)
-            out.append(_meta("thread_name", {"name": process or model}, pid=rows[where][0], tid=rows[where][1]))
-        pid, tid = rows[where]
-        return {"pid": pid, "tid": tid}
-
     for event in events:
-        name = event.label.partition(".")[2] or event.label
+        called = event.label.partition(".")[2] or event.label
+        arguments = {"label": event.label, "MiB": round(event.memory / 2**20)}
         starts: dict[str, float] = {}
         for span in sorted(event.spans, key=lambda span: span.start):
             start, stop = micro(span.start), micro(span.start + span.seconds)
-            arguments = {"label": event.label, "MiB": round(event.memory / 2**20)}
-            out.append(
-                {"ph": "X", "name": name, "ts": start, "dur": stop - start, "args": arguments, **place(span.where)}
-            )
+            name = MOVE if span.verb == MOVE else called
+            out.append({"ph": "X", "name": name, "ts": start, "dur": stop - start, "args": arguments})
+            out[-1] |= rows.place(span.where)
             starts.setdefault(span.where, start)
         for where, start in (starts or {event.label.partition(".")[0]: micro(ended)}).items():
             if start - micro(event.made) > _NOTICED * 1e6:
-                waiting = {"cat": "waiting", "name": f"{name} waits", "id": len(out), **place(where)}
+                waiting = {"cat": "waiting", "name": f"{called} waits", "id": len(out), **rows.place(where)}
                 out += [{"ph": "b", "ts": micro(event.made), **waiting}, {"ph": "e", "ts": start, **waiting}]
-    return {"traceEvents": out, "displayTimeUnit": "ms"}
+    return {"traceEvents": rows.names + out, "displayTimeUnit": "ms"}
 
 
-def _meta(kind: str, arguments: dict[str, Any], **where: int) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "args": arguments, **where}
+class _Rows:
+    """Numbers for models (processes of a trace) and their processes (threads), in the order in which they come up."""
+
+    def __init__(self) -> None:
+        self.names: list[dict[str, Any]] = []
+        self._places: dict[str, dict[str, int]] = {}
+        self._models: dict[str, int] = {}
+        self._threads: Counter[str] = Counter()
+
+    def place(self, where: str) -> dict[str, int]:
+        if where not in self._places:
+            model, _, process = where.partition(", ")
+            if model not in self._models:
+                self._models[model] = len(self._models) + 1
+                self._name("process_name", model, {"pid": self._models[model], "tid": 0})
+            self._threads[model] += 1
+            self._places[where] = {"pid": self._models[model], "tid": self._threads[model]}
+            self._name("thread_name", process or model, self._places[where])
+        return self._places[where]
+
+    def _name(self, kind: str, name: str, place: dict[str, int]) -> None:
+        self.names.append({"ph": "M", "name": kind, "args": {"name": name}, **place})
