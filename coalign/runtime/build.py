@@ -22,7 +22,14 @@ from coalign.runtime.engine import Engine
 from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator
 from coalign.runtime.reference import BaseWeights, shared_bases
-from coalign.runtime.refusing import check_environment, check_guards, check_it_learns, check_loss, check_sections
+from coalign.runtime.refusing import (
+    check_environment,
+    check_guards,
+    check_it_learns,
+    check_loss,
+    check_room,
+    check_sections,
+)
 from coalign.runtime.rewarding import Reward, reward_models, reward_names, reward_parts
 from coalign.runtime.trainer import Trainer
 from coalign.runtime.vocabulary import check_tokens_fit, tokenizer_directory
@@ -60,6 +67,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
         for name in learning:
             check_loss(name, models[name], config)
             check_it_learns(name, models[name], config.runtime.steps or math.inf)
+        check_room(roles, models)
         for main in learning[:1]:
             check_guards(main, models[main], config)
     return cls, {name: models[name] for name in roles}

@@ -5,11 +5,14 @@ Each function raises ValueError with the key, its value and what would be right.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from coalign.algorithms.traits import check_aggregation, needs
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig, ModelConfig, RunConfig
 from coalign.rollout.naming import environment as environment_of
 from coalign.runtime.engine import Engine
+from coalign.types import Rollout
 
 SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that say which samples there are
 
@@ -57,6 +60,22 @@ def check_it_learns(name: str, model: ModelConfig, steps: float) -> None:
             f"models.{name}.learns_after is {model.learns_after}, and the run has {steps} steps, so the model would "
             "never learn; make it smaller, or the run longer"
         )
+
+
+def check_room(roles: Mapping[str, type], models: Mapping[str, ModelConfig]) -> None:
+    """Refuse responses that may be longer than what a model that reads their tokens takes at once: the first of them
+    would end the run. Models that read text cut it by themselves."""
+    for policy in (name for name, role in roles.items() if role is Rollout):
+        longest = models[policy].sampling.max_new_tokens
+        for name in roles:
+            budget = models[name].max_tokens_per_micro
+            reads_tokens = name != policy and not (models[name].chat_template or models[name].judge)
+            if reads_tokens and budget is not None and budget <= longest:
+                raise ValueError(
+                    f"models.{name}.max_tokens_per_micro is {budget}, and a response may have {longest} tokens "
+                    f"(models.{policy}.sampling.max_new_tokens) beside its prompt. A sequence is never cut: raise it "
+                    "above the longest prompt and response together"
+                )
 
 
 def loss_of(name: str, model: ModelConfig, config: RunConfig) -> tuple[LossConfig, str]:

@@ -123,3 +123,15 @@ def test_the_rules_of_a_game(tmp_path):
         prepare(configured(tmp_path, "grpo", "rollout={fn: self_play, rules: Nym}"))
     with pytest.raises(ValueError, match=r"'random' is not in coalign.rollout.playing"):
         prepare(configured(tmp_path, "grpo", "rollout={fn: game, opponent: random}"))
+
+
+# ---- room for the longest response
+
+
+@pytest.mark.parametrize(("algorithm", "reader"), [("grpo", "trainer"), ("rloo", "reference"), ("ppo", "value")])
+def test_a_response_that_no_micro_batch_holds_is_refused(tmp_path, algorithm, reader):
+    small = f"models.{reader}.max_tokens_per_micro=64"
+    said = rf"models\.{reader}\.max_tokens_per_micro is 64, and a response may have 64 tokens"
+    with pytest.raises(ValueError, match=said):
+        prepare(configured(tmp_path, algorithm, small, "models.policy.sampling.max_new_tokens=64"))
+    prepare(configured(tmp_path, algorithm, small, "models.policy.sampling.max_new_tokens=63"))
