@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from coalign.weights.checksum import checksum, tensor_bytes
-
-BUCKET_BYTES = 64 * 2**20
-
-
-class WeightError(RuntimeError):
-    """Weights that arrived are not those that were sent; names the tensor."""
+from coalign.weights.transport import WeightError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +44,7 @@ class Packed:
 Bucket = list[Packed]
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], size: int = BUCKET_BYTES) -> Iterator[Bucket]:
+def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
     """Buckets of at most ``size`` bytes (a larger tensor has one to itself), in the order of the weights.
 
     Tensors on the host are not copied: a bucket shows later changes until a store has taken it.

@@ -7,35 +7,41 @@ from typing import Any
 
 from torch import Tensor
 
-from coalign.weights.transport import Model
+from coalign.weights.transport import Sent, Transport, Weights, check_names, installing, once
 
 
-def adopt(source: Model, target: Model, version: int, changing: bool) -> int:
-    """Hand over the tensors; 0 bytes moved. Only where the two never compute at once: training works in place."""
-    [weights] = source.run(live_weights, changing).result()
-    target.run(load_weights, weights, version, True).result()
-    return 0
+class Adopt(Transport):
+    """Hand over the tensors; nothing is moved. Only where the two never compute at once: training works in place."""
+
+    adopt = True
+
+    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
+        [weights] = self.source.run(live_weights, changing, fatal=False).result()
+        sent = self.target.run(load_weights, weights, version, self.adopt, fatal=False, beside=[self.source]).result()
+        check_names(sent, expected)
+        return [Sent(dict.fromkeys(part.sizes, 0)) for part in sent] if self.adopt else sent
 
 
-def copy(source: Model, target: Model, version: int, changing: bool) -> int:
-    """Copy the tensors; the bytes moved. The target keeps this version while the source trains on."""
-    [weights] = source.run(live_weights, changing).result()
-    return target.run(load_weights, weights, version, False).result()[0]
+class Copy(Adopt):
+    """Copy the tensors. The target keeps this version while the source trains on."""
+
+    adopt = False
 
 
-def live_weights(module: Any, store: Any, changing: bool) -> Iterator[tuple[str, Tensor]]:
+def live_weights(module: Any, store: Any, changing: bool) -> Weights:
     """The module's own tensors under their Hugging Face names; a merged one is made when the target takes it."""
-    return module.export_weights(changing=changing)
+    return once(module.export_weights(changing=changing))
 
 
-def load_weights(module: Any, store: Any, weights: Iterator[tuple[str, Tensor]], version: int, adopt: bool) -> int:
-    """Compute with these tensors, or with their present values, from now on; their bytes."""
-    sizes: list[int] = []
+def load_weights(module: Any, store: Any, weights: Weights, version: int, adopt: bool) -> Sent:
+    """Compute with these tensors, or with their present values, from now on."""
+    sizes: dict[str, int] = {}
 
-    def counted() -> Iterator[tuple[str, Tensor]]:
+    def noted() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            sizes.append(tensor.nbytes)
+            sizes[name] = tensor.nbytes
             yield name, tensor
 
-    module.load_weights(counted(), version=version, adopt=adopt)
-    return sum(sizes)
+    with installing(module, version):
+        module.load_weights(noted(), version=version, adopt=adopt)
+    return Sent(sizes)

@@ -1,36 +1,36 @@
-"""Transport through the cluster's object store: the source's first rank puts buckets there, every target reads them.
-
-Two phases: all ranks of all targets verify the checksums, then all install. So a damaged tensor leaves every replica
-serving the version it had.
-"""
+"""Transport through the cluster's object store: senders put buckets there, every target reads them. Works wherever the
+models are, also when they take turns on their devices."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from coalign.weights.buckets import pack
-from coalign.weights.transport import Model
+from coalign.weights.transport import Sent, Staged, exported, installing
 
 
-def through_store(source: Model, target: Model, version: int, changing: bool) -> int:
-    """Move the weights; the bytes moved to each target."""
-    references, moved = source.run(export_buckets, changing).result()[0]
-    target.run(verify_buckets, references, fatal=False).result()
-    target.run(install_buckets, references, version).result()
-    return moved
+class ObjectStore(Staged):
+    def stage(self, version: int, changing: bool) -> list[Sent]:
+        sent = self.source.run(export_buckets, changing, self.config.bucket_mib * 2**20, fatal=False).result()
+        self.target.run(verify_buckets, _references(sent), fatal=False).result()
+        return sent
+
+    def install(self, version: int, sent: list[Sent]) -> None:
+        self.target.run(install_buckets, _references(sent), version, fatal=False).result()
 
 
-def export_buckets(module: Any, store: Any, changing: bool) -> tuple[list[Any], int]:
-    """References to the buckets, and their bytes; on every rank but the first nothing is kept."""
-    if module.context.rank:
-        for _ in module.export_weights(changing=changing):  # collectives: all ranks gather each tensor
-            pass
-        return [], 0
-    references, moved = [], 0
-    for bucket in pack(module.export_weights(changing=changing)):
-        references.append(store.put(bucket))
-        moved += sum(len(packed.data) for packed in bucket)
-    return references, moved
+def _references(sent: list[Sent]) -> list[Any]:
+    return [reference for part in sent for reference in part.where]
+
+
+def export_buckets(module: Any, store: Any, changing: bool, size: int) -> Sent:
+    """Put this rank's weights into the store."""
+    references, sizes = [], {}
+    with exported(module, changing) as weights:
+        for bucket in pack(weights, size):
+            references.append(store.put(bucket))
+            sizes |= {packed.name: len(packed.data) for packed in bucket}
+    return Sent(sizes, references)
 
 
 def verify_buckets(module: Any, store: Any, references: list[Any]) -> None:
@@ -43,5 +43,5 @@ def verify_buckets(module: Any, store: Any, references: list[Any]) -> None:
 def install_buckets(module: Any, store: Any, references: list[Any], version: int) -> None:
     """Serve these weights from now on."""
     arrived = (packed for reference in references for packed in store.get(reference))
-    weights = ((packed.name, packed.tensor()) for packed in arrived)
-    module.load_weights(weights, version=version, adopt=False)
+    with installing(module, version):
+        module.load_weights(((packed.name, packed.tensor()) for packed in arrived), version=version, adopt=False)

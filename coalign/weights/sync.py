@@ -5,12 +5,22 @@ This file picks a transport by where the models live; each transport has a file 
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 
+from coalign.cluster.future import WorkerError
+from coalign.config.schema import SyncConfig
 from coalign.types import Stats, Total
-from coalign.weights.in_process import adopt, copy
-from coalign.weights.object_store import through_store
-from coalign.weights.transport import Model, Transport
+from coalign.weights.arena import NoRoom
+from coalign.weights.disk import Disk
+from coalign.weights.in_process import Adopt, Copy
+from coalign.weights.object_store import ObjectStore
+from coalign.weights.places import place
+from coalign.weights.shared_memory import SharedMemory
+from coalign.weights.transport import Model, Transport, WeightError
+
+log = logging.getLogger(__name__)
 
 
 class WeightSync:
@@ -20,27 +30,68 @@ class WeightSync:
     """
 
     def __init__(
-        self, source: Model, target: Model, *, overlap: bool = False, transport: Transport | None = None
+        self, source: Model, target: Model, config: SyncConfig | None = None, *, overlap: bool = False
     ) -> None:
         self.source = source
         self.target = target
-        self.transport = transport or transport_between(source, target, overlap)
-        self.complete = False  # the target has all weights: from then on frozen ones need not move
+        self.config = config or SyncConfig()
+        self.overlap = overlap
+        self.transport: Transport | None = None
+        self._names: dict[bool, frozenset[str]] = {}  # that arrived: of all weights, of those that training changes
+        self._turn = threading.Lock()
+
+    @property
+    def complete(self) -> bool:
+        """The target has all weights: from then on frozen ones need not move."""
+        return False in self._names
 
     def __call__(self, version: int) -> Stats:
-        """Move the weights and wait until every replica serves them.
+        """Move the weights and wait until every replica serves them. A second call waits for the first.
 
-        `sync/bytes` (moved to each target) and `sync/seconds`. Raises WorkerError naming the tensor that arrived
-        damaged; the target then still serves its old version.
+        `sync/bytes` (moved to each target) and `sync/seconds`. Raises WorkerError or WeightError naming the tensor that
+        arrived damaged, twice or not at all; the target then serves its old version, or, if it had begun to take the
+        new weights, nothing.
         """
-        begun = time.perf_counter()
-        moved = self.transport(self.source, self.target, version, self.complete)
-        self.complete = True
-        return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - begun)}
+        if not self._turn.acquire(timeout=self.config.timeout):
+            raise WeightError(
+                f"weights of version {version} for {self.target.name}: another sync has been under way for "
+                f"{self.config.timeout:g} s (sync.timeout)"
+            )
+        try:
+            begun = time.perf_counter()
+            moved = self._move(version)
+            return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - begun)}
+        finally:
+            self._turn.release()
+
+    def _move(self, version: int) -> int:
+        if self.transport is None:
+            self.transport = transport_between(self.source, self.target, self.config, self.overlap)
+        changing = self.complete
+        try:
+            sent = self.transport.move(version, changing, self._names.get(changing))
+        except WorkerError as problem:
+            if self.config.transport != "auto" or not isinstance(problem.cause, NoRoom | OSError):
+                raise
+            log.warning("weights of %s: %s; they go through the object store instead", self.source.name, problem.cause)
+            self.transport = ObjectStore(self.source, self.target, self.config)
+            sent = self.transport.move(version, changing, self._names.get(changing))
+        self._names[changing] = frozenset(name for part in sent for name in part.sizes)
+        return sum(size for part in sent for size in part.sizes.values())
 
 
-def transport_between(source: Model, target: Model, overlap: bool) -> Transport:
-    """The live tensors, or a copy, where both models are in one process; the object store otherwise."""
-    if source.store.in_process and target.store.in_process:
-        return copy if overlap else adopt
-    return through_store
+def transport_between(source: Model, target: Model, config: SyncConfig, overlap: bool) -> Transport:
+    """The one that ``config`` names, or the one that fits where the ranks are."""
+    if config.transport == "auto" and source.store.in_process and target.store.in_process:
+        return (Copy if overlap else Adopt)(source, target, config)
+    senders, readers = (model.run(place).result() for model in (source, target))
+    name = config.transport if config.transport != "auto" else _between(source, target, [*senders, *readers])
+    if name in (simple := {"object_store": ObjectStore, "disk": Disk}):
+        return simple[name](source, target, config)
+    return SharedMemory(source, target, config, senders, readers)
+
+
+def _between(source: Model, target: Model, places: list) -> str:
+    if len({each.host for each in places}) == 1:
+        return "shared_memory"
+    return "object_store"

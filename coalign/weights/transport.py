@@ -1,20 +1,133 @@
-"""What a transport of weights is, and what it may ask of a model."""
+"""What a transport of weights is, what it may ask of a model, and what all of them check.
+
+Two phases: every rank of every target verifies what has arrived, then all install it. So whatever goes wrong on the way
+leaves every replica serving the version it had. One that fails while it installs refuses to serve (``installing``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from torch import Tensor
+
+from coalign.config.schema import SyncConfig
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+class WeightError(RuntimeError):
+    """Weights that did not arrive as they were sent; names the tensor."""
+
+
+class Future(Protocol):
+    def result(self) -> Any: ...
 
 
 class Model(Protocol):
     """What a transport needs of a coalign.cluster.DistModel."""
 
+    name: str
     store: Any
 
-    def run(self, function: Callable[..., Any], *arguments: Any, fatal: bool = True) -> Any:
-        """``function(module, store, *arguments)`` on every rank: a Future of the list of results."""
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, fatal: bool = True, beside: Sequence[Any] = ()
+    ) -> Future:
+        """``function(module, store, *arguments)`` on every rank: a Future of the list of results. It also works on the
+        weights of the models ``beside`` it."""
+
+    def takes_turns_with(self, other: Any) -> bool:
+        """Whether a call of one of the two models may have to wait until a call of the other one has ended."""
 
 
-Transport = Callable[[Model, Model, int, bool], int]
-"""(source, target, version, changing) -> bytes moved to each target. Returns when every replica serves the version.
-``changing``: only the weights that training changes; the target has the others."""
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one rank sent: the bytes of each tensor, and whatever the transport needs to find them."""
+
+    sizes: dict[str, int]
+    where: Any = None
+
+
+class Transport(ABC):
+    """Moves the weights of one model to all replicas of another."""
+
+    def __init__(self, source: Model, target: Model, config: SyncConfig) -> None:
+        self.source = source
+        self.target = target
+        self.config = config
+        self.in_turns = source.store.in_process or source.takes_turns_with(target)
+
+    @abstractmethod
+    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
+        """Returns what each rank sent, when every replica serves ``version``.
+
+        ``changing``: only the weights that training changes; the target has the others. ``expected``: the names that
+        have to arrive, if known. Raises WorkerError, or WeightError for a name that came twice or not at all.
+        """
+
+
+class Staged(Transport):
+    """A transport that keeps everything that has arrived beside the weights in use, until all of it is verified."""
+
+    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
+        sent = self.stage(version, changing)
+        check_names(sent, expected)
+        self.install(version, sent)
+        return sent
+
+    @abstractmethod
+    def stage(self, version: int, changing: bool) -> list[Sent]:
+        """Returns when every target rank can reach the weights and has found them whole; all still serve the old."""
+
+    @abstractmethod
+    def install(self, version: int, sent: list[Sent]) -> None:
+        """Every target serves what is staged."""
+
+
+def check_names(sent: Sequence[Sent], expected: frozenset[str] | None) -> None:
+    """Raises WeightError for a name that two ranks sent, or that is missing or new among those ``expected``."""
+    owner: dict[str, int] = {}
+    for rank, part in enumerate(sent):
+        for name in part.sizes:
+            if name in owner:
+                raise WeightError(f"weight '{name}' was sent twice: by rank {owner[name]} and by rank {rank}")
+            owner[name] = rank
+    if expected is None:
+        return
+    for names, what in ((expected - owner.keys(), "was not sent"), (owner.keys() - expected, "was not expected")):
+        if names:
+            others = f" (nor {len(names) - 1} others)" if len(names) > 1 else ""
+            raise WeightError(f"weight '{min(names)}' {what}{others}")
+
+
+def once(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they are. Raises WeightError for a name that comes again."""
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise WeightError(f"weight '{name}' was sent twice by one rank")
+        seen.add(name)
+        yield name, tensor
+
+
+@contextmanager
+def exported(module: Any, changing: bool) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """The weights of this rank. Whatever fails in the context, the rank takes part in the others' collectives to the
+    end: else they would wait for it."""
+    weights = module.export_weights(changing=changing)
+    try:
+        yield once(weights)
+    finally:
+        for _ in weights:
+            pass
+
+
+@contextmanager
+def installing(module: Any, version: int) -> Iterator[None]:
+    """Until its end is reached the module refuses to serve: it would compute with weights of two versions."""
+    module.unfit = f"the weights of version {version} were installed in part only; it needs a complete sync"
+    yield
+    module.unfit = None

@@ -1,3 +1,24 @@
-"""Weights move between models that run: the fixtures of tests/cluster."""
+"""`make(senders, readers, module)`: a trainer of some ranks and a policy of some replicas, each rank a process."""
 
-from tests.cluster.conftest import make, prompts, ray_here  # noqa: F401
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.weights import modules
+from tests.weights.processes import Processes
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., tuple[Processes, Processes]]]:
+    running: list[Processes] = []
+
+    def start(senders: int = 1, readers: int = 1, module: str = "Reader", *, turns: bool = False):
+        running.append(Processes("trainer", modules.Sender, senders, turns=turns))
+        running.append(Processes("policy", getattr(modules, module), readers, turns=turns))
+        return running[-2:]
+
+    yield start
+    for model in running:
+        model.close()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.weights.buckets import WeightError, pack
+from coalign.weights.buckets import pack
 from coalign.weights.checksum import checksum, tensor_bytes
+from coalign.weights.transport import WeightError
 
 
 def weights():
@@ -39,7 +40,7 @@ def test_buckets_are_filled_and_a_large_tensor_has_its_own():
 
 
 def test_any_flipped_bit_is_seen_and_the_tensor_named():
-    [[_, packed, *_]] = pack(weights())
+    [[_, packed, *_]] = pack(weights(), 10**6)
     for byte in range(len(packed.data)):
         data = packed.data.copy()
         data[byte] ^= 1 << (byte % 8)
@@ -54,7 +55,7 @@ def test_swapped_words_are_seen():
 
 
 def test_read_only_data_raises_no_warning(recwarn):
-    [[packed, *_]] = pack(weights())
+    [[packed, *_]] = pack(weights(), 10**6)
     data = packed.data.copy()
     data.flags.writeable = False
     assert replace(packed, data=data).tensor().shape == (5, 3)

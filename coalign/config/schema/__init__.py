@@ -23,6 +23,7 @@ from coalign.config.schema.run import PtxConfig, RunConfig
 from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, RuntimeConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 from coalign.config.schema.serving import ServeConfig
+from coalign.config.schema.sync import SyncConfig
 
 __all__ = [
     "FUNCTIONS",
@@ -44,8 +45,8 @@ __all__ = [
     "NativeConfig",
     "OptimizerConfig",
     "PipelineConfig",
-    "PtxConfig",
     "ProfileConfig",
+    "PtxConfig",
     "ReplayConfig",
     "RewardConfig",
     "RolloutConfig",
@@ -58,4 +59,5 @@ __all__ = [
     "ServeConfig",
     "SourceConfig",
     "StageConfig",
+    "SyncConfig",
 ]

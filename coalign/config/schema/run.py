@@ -14,6 +14,7 @@ from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig,
 from coalign.config.schema.model import ModelConfig
 from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig
 from coalign.config.schema.runtime import RuntimeConfig
+from coalign.config.schema.sync import SyncConfig
 
 
 class PtxConfig(Section):
@@ -59,6 +60,7 @@ class RunConfig(Section):
     """Adds a language-modelling loss to every update of the main model."""
     kl: Function | None = None
     """Where the penalty on divergence from the reference enters, for recipes that put it into the reward."""
+    sync: SyncConfig = SyncConfig()
     models: dict[str, ModelConfig] = {}
 
     _places: Places = PrivateAttr(default_factory=lambda: Places({}))

@@ -1,0 +1,28 @@
+"""How weights travel from the models that learn to those that generate."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from coalign.config.schema.base import Section
+
+
+class SyncConfig(Section):
+    """How weights travel from a model that learns to those that compute with them."""
+
+    shorthand = "transport"
+
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "object_store", "disk"] = "auto"
+    """`auto` takes what the placement allows: the live tensors within one process, the GPUs' own memory (`cuda_ipc`) or
+    the host's (`shared_memory`) on one host, groups of torch.distributed between hosts (`broadcast`), Ray's object
+    store where the two models take turns on their devices. `disk`: files in `directory`."""
+    every: PositiveInt = 1
+    """Training steps from one sync to the next; more than one needs `runtime.max_staleness` of `every` - 1 at least."""
+    timeout: PositiveFloat = 600.0
+    """Seconds without any progress after which a sync fails, with the rank and the tensor that it waited for."""
+    bucket_mib: PositiveInt = 64
+    """MiB that travel at once by `broadcast`, `object_store` and `disk` (a larger tensor travels on its own)."""
+    directory: str | None = None
+    """Of `disk`: a directory that all hosts see; None: `sync` in the run folder."""

@@ -1,0 +1,68 @@
+"""Memory that several processes of one host see.
+
+It has no name (memfd_create): it is no file in /dev/shm, whose size containers limit to 64 MiB, and it is gone with the
+last process that maps it, however that process ended. Others open it through the creator's entry in /proc, so they must
+see that process: same user, same container.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+CGROUP = Path("/sys/fs/cgroup")
+Address = tuple[int, int, int]  # process, file descriptor there, bytes
+
+
+class NoRoom(MemoryError):
+    """The host has no memory left for weights on their way."""
+
+
+class Arena:
+    """Bytes u8[size] of shared memory: ``create`` them in one process, ``open`` their ``address`` in others, which may
+    only read."""
+
+    def __init__(self, address: Address, mapped: mmap.mmap) -> None:
+        self.address = address
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+
+    @staticmethod
+    def create(size: int) -> Arena:
+        """Raises NoRoom if the host's memory, or the container's limit, would not hold it."""
+        if size > (free := available()):
+            raise NoRoom(f"shared memory for weights: {size / 2**20:,.0f} MiB wanted, {free / 2**20:,.0f} MiB are free")
+        handle = os.memfd_create("coalign-weights")
+        os.ftruncate(handle, size)
+        return Arena((os.getpid(), handle, size), mmap.mmap(handle, size))
+
+    @staticmethod
+    def open(address: Address) -> Arena:
+        """Raises OSError if the creator is gone or out of sight."""
+        process, handle, size = address
+        file = os.open(f"/proc/{process}/fd/{handle}", os.O_RDONLY)
+        try:
+            return Arena(address, mmap.mmap(file, size, prot=mmap.PROT_READ))
+        finally:
+            os.close(file)
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A view. What another process created is not to be written to: that ends this process (SIGSEGV)."""
+        size = dtype.itemsize * torch.Size(shape).numel()
+        return self.bytes[offset : offset + size].view(dtype).view(shape)
+
+
+def available() -> int:
+    """Bytes of memory that this process may still take: the host's, or what its container leaves."""
+    free = psutil.virtual_memory().available
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free

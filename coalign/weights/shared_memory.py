@@ -1,0 +1,193 @@
+"""Transport between processes of one host, through memory that all of them map.
+
+A sender writes each tensor once; every reader on the host finds it there, and a reader that can (``Module.adopts``)
+computes with it in place. Then two sides are written in turn: version n + 1 goes to one while readers compute with n on
+the other. What training does not change is written once, and has one place. Readers follow the sender's journal and
+verify while it writes; each tensor is verified once on the host, by one of the readers.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.weights.arena import Address, Arena
+from coalign.weights.copying import checked, copied
+from coalign.weights.journal import Journal, State
+from coalign.weights.places import Place
+from coalign.weights.transport import Model, Sent, Staged, WeightError, exported, installing
+
+SEGMENT = 16 * 2**20  # bytes of the first arena; later ones are as large as all before them together
+LARGEST = 2**30
+ALIGNED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor lies."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    arena: Address
+    offset: int
+    size: int
+    checksum: int
+
+
+class SharedMemory(Staged):
+    """``senders`` and ``readers``: where the ranks of the two models are."""
+
+    def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
+        super().__init__(source, target, config)
+        self.link = f"shared memory {uuid.uuid4().hex}"
+        self.adopt = any(place.adopts for place in readers)
+        self.readers = [place.process for place in readers]
+        self.journals: list[Address] = []
+        self.side = 0
+
+    def stage(self, version: int, changing: bool) -> list[Sent]:
+        if not self.journals:
+            self.journals = self.source.run(open_outlet, self.link, fatal=False).result()
+        sending = self.source.run(send, self.link, version, changing, self.side, fatal=False)
+        if self.in_turns:
+            sending.result()
+        receiving = self.target.run(
+            receive, self.link, self.source.name, self.journals, self.readers, version, self.config.timeout, fatal=False
+        )
+        sent = sending.result()
+        receiving.result()
+        return sent
+
+    def install(self, version: int, sent: list[Sent]) -> None:
+        self.target.run(install, self.link, version, self.adopt, fatal=False).result()
+        if self.adopt:
+            self.side = 1 - self.side
+
+
+# ---- in the workers
+
+
+class Outlet:
+    """A sender's memory: its journal, and for each side where each tensor lies."""
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self._arenas: list[Arena] = []
+        self._filled = 0  # of the newest arena
+        self._places: tuple[dict[str, tuple[Arena, int, int]], ...] = ({}, {})
+
+    def place(self, side: int, name: str, size: int) -> tuple[Arena, int]:
+        """The tensor's own place on a side. Raises NoRoom."""
+        arena, offset, had = self._places[side].get(name, (None, 0, -1))
+        if arena is None or had != size:
+            arena, offset = self._new(size)
+            self._places[side][name] = arena, offset, size
+        return arena, offset
+
+    def _new(self, size: int) -> tuple[Arena, int]:
+        if not self._arenas or self._filled + size > len(self._arenas[-1].bytes):
+            before = sum(len(arena.bytes) for arena in self._arenas)
+            self._arenas.append(Arena.create(max(size, SEGMENT, min(before, LARGEST))))
+            self._filled = 0
+        offset = self._filled
+        self._filled += -(-size // ALIGNED) * ALIGNED
+        return self._arenas[-1], offset
+
+
+class Inlet:
+    """What a reader knows of the senders' memory."""
+
+    def __init__(self, journals: list[Address]) -> None:
+        self.journals = [Journal(address) for address in journals]
+        self.entries: list[Entry] = []
+        self.version = -1
+        self._arenas: dict[Address, Arena] = {}
+
+    def view(self, entry: Entry) -> Tensor:
+        """The tensor where it lies."""
+        return self._arena(entry).tensor(entry.offset, entry.dtype, entry.shape)
+
+    def bytes(self, entry: Entry) -> Tensor:
+        return self._arena(entry).bytes[entry.offset : entry.offset + entry.size]
+
+    def _arena(self, entry: Entry) -> Arena:
+        if entry.arena not in self._arenas:
+            self._arenas[entry.arena] = Arena.open(entry.arena)
+        return self._arenas[entry.arena]
+
+
+def open_outlet(module: Any, store: Any, link: str) -> Address:
+    """Where to find this rank's journal."""
+    module.links[link] = Outlet()
+    return module.links[link].journal.address
+
+
+def send(module: Any, store: Any, link: str, version: int, changing: bool, side: int) -> Sent:
+    """Write this rank's weights to one side, and the journal of it."""
+    outlet: Outlet = module.links[link]
+    journal, sizes = outlet.journal, {}
+    journal.begin(version)
+
+    def jobs(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Entry, Tensor, Tensor]]:
+        for name, tensor in weights:
+            sizes[name] = size = tensor.nbytes
+            arena, offset = outlet.place(side, name, size)
+            entry = name, tensor.dtype, tuple(tensor.shape), arena.address, offset, size
+            yield entry, tensor, arena.bytes[offset : offset + size]
+
+    try:
+        with exported(module, changing) as weights:
+            for entry, checksum in copied(jobs(weights)):
+                journal.append(Entry(*entry, checksum))
+    except BaseException:
+        journal.end(State.BROKEN)
+        raise
+    journal.end(State.COMPLETE)
+    return Sent(sizes)
+
+
+def receive(
+    module: Any,
+    store: Any,
+    link: str,
+    source: str,
+    journals: list[Address],
+    readers: list[int],
+    version: int,
+    timeout: float,
+) -> None:
+    """Follow the senders to their end. Raises WeightError unless everything arrived as it was sent."""
+    if link not in module.links:
+        module.links[link] = Inlet(journals)
+    inlet: Inlet = module.links[link]
+    inlet.entries, inlet.version = [], -1
+
+    def mine() -> Iterator[tuple[Entry, Tensor]]:
+        for rank, journal in enumerate(inlet.journals):
+            for entry in journal.follow(version, timeout, f"{source}, rank {rank}"):
+                inlet.entries.append(entry)
+                if len(inlet.entries) % len(readers) == readers.index(os.getpid()):
+                    yield entry, inlet.bytes(entry)
+
+    for entry, found in checked(mine()):
+        if found != entry.checksum:
+            raise WeightError(
+                f"weight '{entry.name}' arrived damaged: checksum {found:016x}, sent with {entry.checksum:016x}"
+            )
+    inlet.version = version
+
+
+def install(module: Any, store: Any, link: str, version: int, adopt: bool) -> None:
+    """Serve what was received."""
+    inlet: Inlet = module.links[link]
+    if inlet.version != version:
+        raise WeightError(f"version {version} was not received; the last complete one is {inlet.version}")
+    with installing(module, version):
+        module.load_weights(((entry.name, inlet.view(entry)) for entry in inlet.entries), version=version, adopt=adopt)

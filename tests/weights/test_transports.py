@@ -1,0 +1,242 @@
+"""Every transport between processes: the same weights arrive, and nothing else is ever served."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from coalign.cluster.future import WorkerError
+from coalign.cluster.worker import Worker
+from coalign.config.schema import SyncConfig
+from coalign.types import Context, Total
+from coalign.weights import arena, shared_memory
+from coalign.weights.copying import copied
+from coalign.weights.object_store import verify_buckets
+from coalign.weights.sync import WeightSync
+from coalign.weights.transport import WeightError
+from tests.weights import modules
+
+TRANSPORTS = ["shared_memory", "object_store", "disk"]
+STAGED = ["shared_memory", "object_store", "disk"]
+EMBED = 4 * 2**18
+LAYER = 4 * 15 + 2 * 7
+
+
+@pytest.fixture
+def syncing(tmp_path):
+    def make_sync(trainer, policy, transport, **settings):
+        given = {"timeout": 20.0, "bucket_mib": 1, "directory": str(tmp_path / "sync")} | settings
+        return WeightSync(trainer, policy, SyncConfig(transport=transport, **given))
+
+    return make_sync
+
+
+def expected(ranks, learnt):
+    found = {"embed": torch.arange(2.0**18), "empty": torch.zeros(0, 4)}
+    for rank in range(ranks):
+        found[f"layers.{rank}.weight"] = torch.full((3, 5), float(rank + learnt))
+        found[f"layers.{rank}.half"] = torch.full((7,), 1.0 + learnt, dtype=torch.bfloat16)
+    return found
+
+
+def same(found, wanted):
+    return found.keys() == wanted.keys() and all(
+        found[k].dtype == wanted[k].dtype and torch.equal(found[k], wanted[k]) for k in wanted
+    )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("module", ["Reader", "Adopter"])
+def test_several_senders_reach_several_readers(make, syncing, transport, module):
+    trainer, policy = make(senders=2, readers=2, module=module)
+    sync = syncing(trainer, policy, transport)
+    assert sync(0)["sync/bytes"] == Total(EMBED + 2 * LAYER)
+    for version in range(1, 4):
+        trainer.call("learn")
+        assert sync(version)["sync/bytes"] == Total(2 * LAYER)  # the embedding is frozen
+        for found, weights in policy.call("serving"):
+            assert found == version and same(weights, expected(2, version))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_training_does_not_show_through(make, syncing, transport):
+    trainer, policy = make(module="Adopter")
+    sync = syncing(trainer, policy, transport)
+    sync(0)
+    trainer.call("learn")
+    [(version, weights)] = policy.call("serving")
+    assert version == 0 and same(weights, expected(1, 0))
+
+
+@pytest.mark.parametrize("transport", STAGED)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("break", "the export broke"),
+        ("forget", r"weight 'layers\.\d\.half' was not sent"),
+        ("twice", r"weight 'layers\.\d\.weight' was sent twice by one rank"),
+        ("both", "weight 'layers.0.weight' was sent twice"),
+    ],
+)
+def test_what_goes_wrong_at_a_sender_leaves_the_old_version(make, syncing, transport, fault, message):
+    trainer, policy = make(senders=2, readers=2, module="Adopter")
+    sync = syncing(trainer, policy, transport)
+    for version in (0, 1):
+        sync(version)
+    trainer.call("learn")
+    trainer.call("misbehave", fault)
+    with pytest.raises((WorkerError, WeightError), match=message):
+        sync(2)
+    for found, weights in policy.call("serving"):
+        assert found == 1 and same(weights, expected(2, 0))
+    trainer.call("misbehave", "")
+    sync(3)
+    for found, weights in policy.call("serving"):
+        assert found == 3 and same(weights, expected(2, 1))
+
+
+def test_a_sender_that_stalls_is_named(make, syncing):
+    trainer, policy = make()
+    sync = syncing(trainer, policy, "shared_memory", timeout=0.5)
+    sync(0)
+    trainer.call("misbehave", "stall")
+    with pytest.raises(WorkerError, match=r"trainer, rank 0 sent nothing for 0.5 s .*after 'layers.0.weight'"):
+        sync(1)
+    assert policy.call("serving")[0][0] == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_replica_that_fails_while_it_installs_refuses_to_serve(make, syncing, transport):
+    trainer, policy = make(readers=2)
+    sync = syncing(trainer, policy, transport)
+    sync(0)
+    policy.call("misbehave", "break")
+    with pytest.raises(WorkerError, match="the load broke"):
+        sync(1)
+    assert set(policy.call("condition")) == {
+        "the weights of version 1 were installed in part only; it needs a complete sync"
+    }
+    policy.call("misbehave", "")
+    sync(2)
+    assert policy.call("condition") == [None, None]
+    assert policy.call("serving")[0][0] == 2
+
+
+def test_a_replica_that_is_unfit_answers_no_call():
+    worker = Worker(None, 1)
+    worker.module = modules.Reader(None, Context(model="policy"))
+    worker.module.unfit = "half of it is new"
+    meta, _ = worker.execute("call", "serving", (), {})
+    assert meta.failure.message == "model 'policy' does not serve: half of it is new"
+
+
+def damaged_send(module, store, *arguments):
+    """``send`` with one bit of each tensor flipped after it was written."""
+
+    def damaged(jobs):
+        for job in jobs:
+            for result in copied([job]):
+                job[2][:1] ^= 4
+                yield result
+
+    shared_memory.copied = damaged
+    try:
+        return shared_memory.send(module, store, *arguments)
+    finally:
+        shared_memory.copied = copied
+
+
+def damaged_verify(module, store, references):
+    """``verify_buckets`` of what has one bit flipped."""
+    for reference in references:
+        for packed in store.get(reference):
+            data = packed.data.copy()
+            data[:1] ^= 4
+            type(packed)(packed.name, packed.dtype, packed.shape, data, packed.checksum).verify()
+
+
+class Damaging:
+    """A model in which one of a transport's functions is replaced."""
+
+    def __init__(self, model, function, by):
+        self.model, self.function, self.by = model, function, by
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def run(self, function, *arguments, **keywords):
+        return self.model.run(self.by if function is self.function else function, *arguments, **keywords)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "object_store"])
+def test_damaged_bytes_are_refused_and_the_old_version_keeps_serving(make, syncing, transport):
+    trainer, policy = make(senders=1, readers=2, module="Adopter")
+    sync = syncing(trainer, policy, transport)
+    sync(0)
+    trainer.call("learn")
+    whole = sync.transport.source, sync.transport.target
+    sync.transport.source = Damaging(whole[0], shared_memory.send, damaged_send)
+    sync.transport.target = Damaging(whole[1], verify_buckets, damaged_verify)
+    with pytest.raises(WorkerError, match=r"weight 'layers.0.\w+' arrived damaged") as caught:
+        sync(1)
+    assert isinstance(caught.value.cause, WeightError)
+    for found, weights in policy.call("serving"):
+        assert found == 0 and same(weights, expected(1, 0))
+    sync.transport.source, sync.transport.target = whole
+    sync(1)
+    for found, weights in policy.call("serving"):
+        assert found == 1 and same(weights, expected(1, 1))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_syncs_at_once_come_one_after_the_other(make, syncing, transport):
+    trainer, policy = make(senders=2, readers=2, module="Adopter")
+    sync = syncing(trainer, policy, transport)
+    sync(0)
+    failures = []
+
+    def race(version):
+        try:
+            sync(version)
+        except Exception as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=race, args=(version,)) for version in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    versions = {found for found, _ in policy.call("serving")}
+    assert len(versions) == 1
+    assert all(same(weights, expected(2, 0)) for _, weights in policy.call("serving"))
+
+
+def test_a_sync_that_waits_too_long_for_another_says_so(make, syncing):
+    sync = syncing(*make(), "auto", timeout=0.05)
+    with sync._turn, pytest.raises(WeightError, match="version 5 for policy: another sync has been under way"):
+        sync(5)
+
+
+@pytest.mark.parametrize("transport", STAGED)
+def test_models_that_take_turns_on_their_devices(make, syncing, transport):
+    trainer, policy = make(module="Adopter", turns=True)
+    sync = syncing(trainer, policy, transport)
+    for version in range(3):
+        sync(version)
+    assert policy.call("serving")[0][0] == 2
+
+
+def no_memory(module, store):
+    arena.available = lambda: 1000
+
+
+def test_without_memory_the_weights_take_another_way(make, syncing, caplog):
+    trainer, policy = make()
+    sync = syncing(trainer, policy, "auto")
+    trainer.run(no_memory).result()
+    sync(0)
+    assert "memory for weights: 256 MiB wanted, 0 MiB are free; they go through the object store" in caplog.text
+    assert same(policy.call("serving")[0][1], expected(1, 0))
