@@ -178,6 +178,15 @@ def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[s
     engine.models_running = started
 
 
+def sync_between(engine: Engine, source: str, target: str) -> WeightSync:
+    """How the weights of one model of the run reach another one."""
+    config = engine.config
+    directory = config.sync.directory or str(Path(config.output) / "sync")
+    settings = config.sync.model_copy(update={"directory": str(Path(directory, f"{source}-{target}").absolute())})
+    models = engine.models_running
+    return WeightSync(models[source], models[target], settings, overlap=config.runtime.max_staleness > 0)
+
+
 def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) -> Engine:
     """Data, models and engine, ready to ``learn``; with ``only`` these models alone, ready to be evaluated."""
     cls, models = prepare(config)
@@ -198,9 +207,8 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     buffer = Buffer(config.runtime.max_staleness, steps)
     decided = control(config, cluster, data)
     engine.environment = Environment(cluster, engine.env_flow, data, buffer, engine.ledger, decided)
-    overlap = config.runtime.max_staleness > 0
     pairs = [(a, b) for a, b in cls.sync if a in models and b in models]
-    syncs = [WeightSync(engine.models_running[a], engine.models_running[b], overlap=overlap) for a, b in pairs]
+    syncs = [sync_between(engine, *pair) for pair in pairs]
     engine.trainers = Trainer(cluster, engine.train_flow, syncs, next(iter(engine.learning), None))
     if config.data.eval:
         held_out = loader(config, cls, tokenizer, "eval")
