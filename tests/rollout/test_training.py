@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from coalign.config import load
+from coalign.rollout.episode import Turn
+from coalign.rollout.parsers import Call
 from coalign.runtime.build import prepare, recipe
 from tests.rollout.helpers import TOOLS_CHATML
-from tests.runs import command, metrics, run, settings, stopping_after, weights_hash
+from tests.runs import command, metrics, run, run_in_two_parts, settings, stopping_after, weights_hash
 from tests.runtime.test_processes import finish, wait_for_step
 from tests.tiny import tiny_model_dir
 
@@ -43,6 +45,27 @@ def test_grpo_learns_from_episodes(tmp_path):
     assert [line["step"] for line in metrics(resumed)] == [1]
     assert run(resumed) == 0
     assert weights_hash(resumed, 2) == weights_hash(config, 2)
+
+
+def always_calls(turn: Turn) -> tuple[str, list[Call]]:
+    """A parser for policies of random weights: whatever they say is a sum."""
+    return turn.text, [Call("calculator", {"expression": f"{len(turn.tokens)}+{turn.tokens[0]}"})]
+
+
+def test_a_run_with_tools_that_is_stopped_ends_with_the_same_weights(tmp_path):
+    """Stopped while the episodes of a later step are under way."""
+    whole = calculating(tmp_path, steps=4, save_every=2, max_staleness=1)
+    parser = "tests.rollout.test_training:always_calls"
+    whole["rollout"] = {"fn": "tool_use", "tools": ["calculator"], "max_turns": 3, "parser": parser}
+    whole["reward"] = {"fn": "tests.runs:digits"}
+    stop = list("abcdefghijklmnopqrstuvwxyz")  # such policies end no turn by themselves
+    whole["models"]["policy"]["sampling"] = {"max_new_tokens": 60, "stop": stop}
+    assert run(whole) == 0
+    assert all(line["episode/turns"] > 1.5 and line["episode/tool_calls"] > 0.5 for line in metrics(whole))
+    cut = run_in_two_parts(whole)
+    assert weights_hash(cut, 4) == weights_hash(whole, 4)
+    names = ("reward/mean", "episode/turns", "episode/tokens_prefilled", "episode/tokens_kept", "loss/value")
+    assert [[line[n] for n in names] for line in metrics(cut)] == [[line[n] for n in names] for line in metrics(whole)]
 
 
 @pytest.mark.slow

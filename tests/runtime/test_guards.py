@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from coalign.algorithms.losses import policy_gradient
 from coalign.config.schema.rollout import GuardsConfig
@@ -31,15 +32,22 @@ def fading(x: LossInput, *, start: float = 2.0) -> LossOutput:
     return LossOutput(policy_gradient(x).value, {"entropy": Stat.of(entropy)})
 
 
-def configured(tmp_path: Path, loss: dict, **runtime) -> dict:
+def configured(tmp_path: Path, loss: dict, algorithm: str = "grpo", **runtime) -> dict:
     """A run of four steps of four prompts each; step s trains on the prompts 4 (s - 1) … 4 s - 1."""
     tmp_path.mkdir(exist_ok=True)
-    config = settings(tmp_path, "grpo", **({"save_every": 1, "keep": 9, "eval_at_start": False} | runtime))
+    config = settings(tmp_path, algorithm, **({"save_every": 1, "keep": 9, "eval_at_start": False} | runtime))
     return config | {"loss": {"fn": f"tests.runtime.test_guards:{loss.pop('fn')}", **loss}}
 
 
 def checkpoints(config: dict) -> list[int]:
     return sorted(int(p.name.removeprefix("step_")) for p in (Path(config["output"]) / "checkpoints").glob("step_*"))
+
+
+def learned(config: dict, step: int, model: str) -> dict:
+    """Weights, optimizer and progress of a model in a checkpoint."""
+    file = Path(config["output"]) / f"{model}.pt"
+    dcp_to_torch_save(Path(config["output"]) / "checkpoints" / f"step_{step}" / "models" / model, file)
+    return torch.load(file, weights_only=True)
 
 
 # ---- what they see
@@ -172,6 +180,23 @@ def test_rolling_back_takes_weights_and_optimizer_back(tmp_path):
     groups = [read_dump(Path(config["output"]) / "failed" / name)[0]["group"].unique().tolist() for name in dumps]
     assert groups == [[4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert metrics(config)[-1]["guards/rollbacks"] == 2
+
+
+@pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_rolling_back_takes_the_value_model_back_too(tmp_path, cluster):
+    """The checkpoint is written again after a rollback, from what the processes hold."""
+    healthy = configured(tmp_path / "healthy", {"fn": "fading"}, "ppo", steps=1)
+    assert run(healthy) == 0
+    guards = {"min_entropy": 1.7, "action": "rollback", "max_rollbacks": 1}
+    config = configured(tmp_path / "guarded", {"fn": "fading"}, "ppo", guards=guards, cluster=cluster)
+    assert run(config) == UNHEALTHY
+    assert metrics(config)[-1]["guards/rollbacks"] == 1 and checkpoints(config) == [0, 1]
+    for model in ("trainer", "value"):
+        here, there = learned(config, 1, model), learned(healthy, 1, model)
+        assert here.keys() == there.keys() and here["progress"] == there["progress"]
+        moments = [name for name in here if name.startswith("optimizer.") and isinstance(here[name], torch.Tensor)]
+        assert moments and all(torch.equal(here[name], there[name]) for name in moments)
+        assert all(torch.equal(here[name], there[name]) for name in here if name.startswith("model."))
 
 
 def test_the_first_step_can_be_rolled_back(tmp_path):
