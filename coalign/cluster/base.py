@@ -5,18 +5,22 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from coalign.cluster import stacks
 from coalign.cluster.answers import Remote, combine, wait
 from coalign.cluster.apply import name_of
-from coalign.cluster import stacks
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store
 from coalign.cluster.lane import Lane, Task, in_thread
-from coalign.cluster.slot import Footprint, Slot, plan
+from coalign.cluster.placement import Node, Seat, assign, seats
+from coalign.cluster.residency import Residency
+from coalign.cluster.slot import Footprint, Slot, distinct, plan
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
@@ -35,7 +39,8 @@ class Cluster(ABC):
 
     store: Store
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
+        """``models`` are those that will run (None: all of the configuration)."""
         self.timeout = config.runtime.call_timeout
         self.models: dict[str, DistModel] = {}
         self.on_call: Callable[[Future], None] | None = None
@@ -44,25 +49,31 @@ class Cluster(ABC):
         self._pending: set[Future] = set()
         self._lock = threading.Lock()
         self._lanes: list[Lane] = []
-        self.footprints = {name: _footprint(name, model) for name, model in config.models.items()}
-        self.slots = plan(self.footprints, config.runtime.colocation)
+        self.slots = planned(config.models if models is None else models, config.runtime.colocation)
+        memory = config.runtime.device_memory
+        capacity = None if memory is None else int(memory * 2**30)
+        self.residency = Residency(self.slots, config.models if models is None else models, capacity, self.timeout)
+        self.nodes: list[Node] = []
+        self.seats: dict[str, list[Seat]] = {}  # of each model's processes, by rank
 
     # ---- what a run does ------------------------------------------------------------------------------------------
 
     def spawn(self, name: str, config: ModelConfig, context: Context) -> DistModel:
         """Start a model; it loads while others do (``model.ready``, a Future).
 
-        Raises ValueError if the name is taken or the devices are not there.
+        Raises ValueError if the name is taken, or for a model that nobody announced and that needs devices.
         """
         if name in self.models:
             raise ValueError(f"there is a model '{name}' already")
-        if name not in self.slots:  # the configuration does not list it (rewards): places of its own
-            self.slots |= plan({name: _footprint(name, config)}, [])
+        if name not in self.slots:
+            self._make_room(name, footprint(name, config))
         slot = self.slots[name]
         spmd = _one_group(config)
         exclusive = module_class(config).exclusive
         actors = self._start(name, slot, context.threads, spmd, exclusive)
-        hold = self._hold(name, slot) if exclusive else nullcontext
+        hold = partial(self._turn, name) if exclusive else _at_once
+        if exclusive:
+            self.residency.add(name, slot, [rank for actor in actors for rank in actor.ranks])
         model = self.models[name] = DistModel(name, config, actors, self, hold, spmd)
         model.ready = model.setup(context)
         return model
@@ -135,6 +146,10 @@ class Cluster(ABC):
         with self._lock:
             return sorted(self._pending, key=lambda future: future.made)
 
+    def stacks(self) -> dict[str, str]:
+        """The Python stacks of every process of the run, by what it is called (`driver`, `policy, replica 0`)."""
+        return {"driver": stacks.own()}
+
     def lane(self, name: str) -> Lane:
         """A thread of this cluster, ended with it."""
         self._lanes.append(Lane(name))
@@ -146,10 +161,6 @@ class Cluster(ABC):
         return self.put(value) if isinstance(value, Batch) else value
 
     # ---- what a kind of cluster provides --------------------------------------------------------------------------
-    def stacks(self) -> dict[str, str]:
-        """The Python stacks of every process of the run, by what it is called (`driver`, `policy, replica 0`)."""
-        return {"driver": stacks.own()}
-
 
     @abstractmethod
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
@@ -163,11 +174,33 @@ class Cluster(ABC):
     def _kill(self) -> None:
         """End all workers, whatever they are doing."""
 
-    def _hold(self, name: str, slot: Slot) -> Callable[[], AbstractContextManager[Any]]:
-        """How a call has the model's devices to itself."""
-        return partial(slot.hold, name)
+    def _hold(self, slot: Slot, *models: str) -> AbstractContextManager[None]:
+        """How a call has the devices of models of a slot to itself."""
+        return slot.hold(*models)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _turn(self, name: str, future: Future, method: str, needs: Mapping[str, Sequence[str]]) -> Iterator[None]:
+        """Have the places of a model, and of the others of which a call ``needs`` parts, and these parts there."""
+        slots = {self.slots[each].name: self.slots[each] for each in (name, *needs)}
+        with ExitStack() as stack:
+            for _, slot in sorted(slots.items()):
+                stack.enter_context(self._hold(slot, *({name, *needs} & slot.places.keys())))
+            self.residency.prepare(future, name, method, needs)
+            try:
+                yield
+            finally:
+                self.residency.done(name)
+
+    def _make_room(self, name: str, needs: Footprint) -> None:
+        """Seats for processes that the cluster was not started for."""
+        if needs.devices:
+            raise ValueError(f"models.{name} needs {needs.total} devices, and none were reserved for it at the start")
+        busy = Counter(seat.node for ranks in self.seats.values() for seat in ranks)
+        nodes = [replace(node, processes=busy[number]) for number, node in enumerate(self.nodes)]
+        [self.slots[name]] = added = distinct(plan({name: needs}, []))
+        self.seats |= seats(added, assign(added, nodes), [])
 
     def _finish(self, future: Future, work: Callable[[Future], Outcome], fatal: bool) -> None:
         if not future.done():
@@ -195,10 +228,22 @@ class Cluster(ABC):
         return True
 
 
+@contextmanager
+def _at_once(future: Future, method: str, needs: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """The turn of a model that has to wait for nobody."""
+    yield
+
+
+def planned(models: Mapping[str, ModelConfig], colocation: Sequence[Sequence[str]]) -> dict[str, Slot]:
+    """The slot of each model. Raises what Footprint.of and slot.plan raise."""
+    return plan({name: footprint(name, model) for name, model in models.items()}, colocation)
+
+
+def footprint(name: str, config: ModelConfig) -> Footprint:
+    """Processes and devices of a model."""
+    return Footprint.of(name, config, _one_group(config))
+
+
 def _one_group(config: ModelConfig) -> bool:
     """Whether the processes of a model form one group. Frozen models are independent replicas: nothing to agree on."""
     return module_class(config).spmd and not config.frozen
-
-
-def _footprint(name: str, config: ModelConfig) -> Footprint:
-    return Footprint.of(name, config, _one_group(config))

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from coalign.cluster.accelerators import accelerator
 from coalign.cluster.answers import Remote, Running
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta
 from coalign.cluster.lane import Task
-from coalign.cluster.slot import Slot, require
+from coalign.cluster.placement import Node, assign, seats
+from coalign.cluster.slot import Slot, distinct
 from coalign.cluster.worker import Worker
-from coalign.config.schema import RunConfig
+from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
+from coalign.memory.arena import Arena
 
 
 class Cell:
@@ -48,7 +51,7 @@ class LocalWorker:
     """A worker of this process whose verbs run on the thread that ``submit`` gives them to."""
 
     def __init__(self, where: str, worker: Worker, submit: Callable[[Task], None]) -> None:
-        self._where, self._worker, self._submit = where, worker, submit
+        self.where, self._worker, self._submit = where, worker, submit
 
     def execute(self, verb: str, *arguments: Any) -> Running:
         meta: concurrent.futures.Future[Meta] = concurrent.futures.Future()
@@ -59,7 +62,7 @@ class LocalWorker:
             meta.set_result(answer)
 
         self._submit(task)
-        return Running(self._where, meta, cell)
+        return Running(self.where, meta, cell)
 
 
 class LocalCluster(Cluster):
@@ -73,35 +76,36 @@ class LocalCluster(Cluster):
 
     store = LocalStore()
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
+        super().__init__(config, models)
         self._cpu = self.lane("cpu")
+        self._arenas: dict[str, Arena] = {}  # by device: models that share tensors have to agree about them
         self._threads = config.runtime.threads
-        self._gpus = _first_gpus(list(self.slots.values()))
-        require(self.slots, [torch.cuda.device_count()])
+        self._device = accelerator(config.runtime.accelerator).device
+        count = 0 if self._device == "cpu" else getattr(torch, self._device).device_count()
+        self.nodes = [Node("this process", count, count)]
+        where = assign(distinct(self.slots), self.nodes)
+        self.seats = seats(distinct(self.slots), where, [[[str(number) for number in range(count)]]])
 
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
-        if len(slot.places[name]) > 1:
-            raise ValueError(f"models.{name} asks for {len(slot.places[name])} processes; use `runtime.cluster: ray`")
-        lane = self._cpu if exclusive and not slot.gpus_of(name) else self.lane(f"{name}-worker")
-        device = f"cuda:{self._gpus[slot.name] + slot.places[name][0] * slot.gpus}" if slot.gpus_of(name) else "cpu"
-        return [DistActor([LocalWorker(name, Worker(self.store, threads), lane.submit)], device)]
+        processes = slot.footprints[name].processes
+        if processes > 1:
+            raise ValueError(f"models.{name} asks for {processes} processes; use `runtime.cluster: ray`")
+        devices = self.seats[name][0].devices
+        lane = self.lane(f"{name}-worker") if devices or not exclusive else self._cpu
+        device = f"{self._device}:{devices[0]}" if devices else "cpu"
+        arena = None
+        if self.residency.slots and exclusive:
+            limit = self.residency.capacity if slot.name in self.residency.slots else None
+            arena = self._arenas.setdefault(device, Arena(device, limit))
+        return [DistActor([LocalWorker(name, Worker(self.store, threads, arena), lane.submit)], device)]
 
-    def _hold(self, name: str, slot: Slot) -> Callable[[], AbstractContextManager[Any]]:
-        return super()._hold(name, slot) if slot.gpus_of(name) else nullcontext
+    def _hold(self, slot: Slot, *models: str) -> AbstractContextManager[None]:
+        in_order = not slot.devices and slot.name not in self.residency.slots  # on one thread as it is
+        return nullcontext() if in_order else super()._hold(slot, *models)
 
     def _helper(self) -> Remote:
         return LocalWorker("this process", Worker(self.store, self._threads), self._cpu.submit)
 
     def _kill(self) -> None:
         """Threads cannot be killed: they end when idle, or with the process."""
-
-
-def _first_gpus(slots: list[Slot]) -> dict[str, int]:
-    """The first device of each slot, counted through this machine's."""
-    first, count = {}, 0
-    for slot in slots:
-        if slot.name not in first:
-            first[slot.name] = count
-            count += slot.size * slot.gpus
-    return first

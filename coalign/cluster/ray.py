@@ -3,9 +3,8 @@
 Columns are stored as numpy arrays, so a worker maps a payload instead of unpickling it, and copies its own rows out:
 stored objects are shared by all readers and must not be written to.
 
-Cores: Ray only counts them, the operating system shares them. Each process reserves the fraction with which all of them
-fit into half of the cluster's cores (at most one core each): reservations spread processes over nodes, and no layout
-can wait for a core. How many threads compute is set by ``threads`` alone.
+Cores: Ray only counts them, the operating system shares them. So no process reserves any, no layout waits for a core,
+and processes are put on nodes by us. How many threads compute is set by ``threads`` alone.
 """
 
 from __future__ import annotations
@@ -13,29 +12,38 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
 
+from coalign.cluster.accelerators import accelerator
 from coalign.cluster.answers import Remote, Running
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta
-from coalign.cluster.slot import Slot, require
+from coalign.cluster.placement import Domain, Node, Nodes, Seat, assign, seats
+from coalign.cluster.slot import Footprint, Slot, distinct
+from coalign.cluster.topology import domains, nvidia_buses
 from coalign.cluster.worker import Worker
-from coalign.config.schema import RunConfig
+from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch, Column
+from coalign.memory.arena import Arena
 
-PLACEMENT_SECONDS = 120.0  # how long the cluster may take to reserve a slot (autoscaling included)
+PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
+RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as held
+LOOK_SECONDS = 0.2  # between two looks at what is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +114,11 @@ def stored(value: Any) -> Any:
 
 
 class Actor:
-    """A worker in a process of its own."""
+    """A worker in a process of its own; ``arena``: the device whose memory is looked after."""
 
-    def __init__(self, threads: int | None) -> None:
-        self._worker = Worker(RayStore(), threads)
+    def __init__(self, threads: int | None, visible: Mapping[str, str], arena: str | None = None) -> None:
+        os.environ.update(visible)  # not before: Ray hides all devices from an actor that asks it for none
+        self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None)
 
     def address(self) -> str:
         """host:port of this node with a port that is free now."""
@@ -136,88 +145,139 @@ class RayWorker:
 
 
 class RayCluster(Cluster):
-    """Models on a Ray cluster: the one at ``runtime.ray_address``, or one that starts here and ends with the run."""
+    """Models on a Ray cluster: the one at ``runtime.ray_address``, or one that starts here and ends with the run.
+
+    All devices of a run are reserved at once, by a placement group with one bundle per node, on the nodes that
+    coalign.cluster.placement has found; which process sees which of them is said by us. Ray gives a device to several
+    actors only in fractions, and several devices only whole: so it could not let a model of two devices per process
+    share them with one of one device per process.
+    """
 
     store = RayStore()
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
+        super().__init__(config, models)
         # Names are unique over all runs of a Ray cluster.
         self._run = f"{os.path.basename(os.path.normpath(config.output))}-{uuid.uuid4().hex[:6]}"
         self._threads = config.runtime.threads
-        self._groups: dict[str, PlacementGroup] = {}
+        self._resource = config.runtime.accelerator
+        self._patience = config.runtime.wait_for_devices
+        self._groups: list[PlacementGroup] = []
         self._actors: list[Any] = []
         self._starting = threading.Lock()  # nothing may start while everything is being ended
         self._owner = not ray.is_initialized()
         if self._owner:
             _connect(config.runtime.ray_address)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        # Two more than the configuration lists: rewards, and pure functions.
-        processes = sum(footprint.processes for footprint in self.footprints.values()) + 2
-        self._cpu = min(1.0, round(sum(node.get("CPU", 0.0) for node in nodes) / 2 / processes, 3))
         try:
-            require(self.slots, [int(node.get("GPU", 0)) for node in nodes])
-        except ValueError:
+            self._place()
+        except BaseException:
             self._kill()
             raise
 
     def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
-        group = self._group(slot)
-        gpus = slot.gpus_of(name)
+        kind, known = "rank" if spmd else "replica", accelerator(self._resource)
+        device = known.device if slot.footprints[name].devices else "cpu"
+        arena = device if slot.name in self.residency.slots and exclusive else None
         ranks = []
-        for process, place in enumerate(slot.places[name]):
-            kind = "rank" if spmd else "replica"
+        for process, seat in enumerate(self.seats[name]):
+            visible = {known.visible: ",".join(seat.devices)} if seat.devices else {}
             where = f"{name}, {kind} {process}"
-            options = {
-                "name": f"{self._run}:{name}:{kind}{process}",
-                "num_gpus": gpus / slot.sharers,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, place),
-            }
-            ranks.append(self._actor(where, threads, options))
-        device = "cuda" if gpus else "cpu"
+            ranks.append(self._actor(where, f"{name}:{kind}{process}", seat, threads, visible, arena))
         if not spmd:
             return [DistActor([rank], device) for rank in ranks]
         meeting = ray.get(ranks[0].actor.address.remote()) if len(ranks) > 1 else None
         return [DistActor(ranks, device, meeting)]
 
-    def _actor(self, where: str, threads: int | None, options: dict[str, Any]) -> RayWorker:
+    def _actor(
+        self,
+        where: str,
+        name: str,
+        seat: Seat,
+        threads: int | None,
+        visible: dict[str, str],
+        arena: str | None = None,
+    ) -> RayWorker:
         # Ray would set OMP_NUM_THREADS to the cores reserved, and results depend on the number of threads.
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        named = type(options["name"], (Actor,), {})  # what `ps` and Ray's tools show
+        named = type(f"{self._run}:{name}", (Actor,), {})  # what `ps` and Ray's tools show
         remote = ray.remote(named).options(
-            num_cpus=self._cpu, max_restarts=0, max_task_retries=0, runtime_env={"env_vars": env}, **options
+            name=f"{self._run}:{name}",
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": env},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(self._ids[seat.node], soft=False),
         )
         with self._starting:
             if self.error:
                 raise self.error
-            actor = remote.remote(threads)
+            actor = remote.remote(threads, visible, arena)
             self._actors.append(actor)
-        return RayWorker(where, actor)
+        on = f" on {self.nodes[seat.node].name}" if len(self.nodes) > 1 else ""
+        return RayWorker(where + on, actor)
 
-    def _group(self, slot: Slot) -> PlacementGroup:
-        """The slot's reservation, made at its first use. Raises ValueError if the cluster does not grant it in time."""
-        if slot.name not in self._groups:
-            if slot.gpus > 1 and slot.sharers > 1:
-                raise ValueError(
-                    f"runtime.colocation: {slot.name} share {slot.gpus} GPUs in each process, and Ray divides single "
-                    "GPUs only; give each model num_process equal to num_gpu, or devices of its own"
-                )
-            tenants = [sum(place in places for places in slot.places.values()) for place in range(slot.size)]
-            bundles = [{"CPU": round(self._cpu * count, 4), "GPU": slot.gpus} for count in tenants]
-            group = placement_group(
-                bundles, strategy="PACK" if slot.gpus else "SPREAD", name=f"{self._run}:{slot.name}"
+    def _place(self) -> None:
+        """Give every process its seat, and reserve the devices. ValueError if there is no room."""
+        slots = distinct(self.slots)
+        self._ids, self.nodes, where = self._assign(slots)
+        used = Counter(where[slot.name][place] for slot in slots for place in range(slot.devices))
+        devices: list[list[Domain]] = [[] for _ in self.nodes]
+        if used:
+            for node, told in zip(used, self._reserve(used), strict=True):
+                devices[node] = told or [[str(number) for number in range(used[node])]]
+        self.seats = seats(slots, where, devices)
+
+    def _assign(self, slots: list[Slot]) -> tuple[list[str], list[Node], dict[str, Nodes]]:
+        """Ray's names of the nodes, what is there, and the nodes of each slot."""
+        begun = time.monotonic()
+        while True:
+            ids, nodes = self._look()
+            patience = self._patience
+            try:
+                assign(slots, [replace(node, free=node.total) for node in nodes])
+                patience = max(patience, RELEASE_SECONDS)
+                return ids, nodes, assign(slots, nodes)
+            except ValueError:
+                if time.monotonic() - begun >= patience:
+                    raise
+            time.sleep(LOOK_SECONDS)
+
+    def _look(self) -> tuple[list[str], list[Node]]:
+        """The nodes that are alive, by name."""
+        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda n: (n["NodeName"], n["NodeID"]))
+        free, names = available_resources_per_node(), Counter(node["NodeName"] for node in alive)
+        nodes = []
+        for node in alive:
+            name = node["NodeName"] + (f"#{node['NodeID'][:4]}" if names[node["NodeName"]] > 1 else "")
+            held, there = free.get(node["NodeID"], {}), node["Resources"]
+            count = int(held.get(self._resource, 0)), int(there.get(self._resource, 0))
+            nodes.append(Node(name, *count, cores=there.get("CPU", 0.0)))
+        return [node["NodeID"] for node in alive], nodes
+
+    def _reserve(self, used: Mapping[int, int]) -> list[list[Domain]]:
+        """Reserve so many devices of each node: their names, by node. None of a resource that Ray only counts."""
+        bundles = [{self._resource: float(count)} for count in used.values()]
+        chosen = [{"ray.io/node-id": self._ids[node]} for node in used]
+        group = placement_group(bundles, name=self._run, bundle_label_selector=chosen)
+        self._groups.append(group)
+        if not group.wait(PLACEMENT_SECONDS):
+            raise ValueError(
+                f"Ray did not reserve {bundles} on {[self.nodes[node].name for node in used]} within "
+                f"{PLACEMENT_SECONDS:g} s, although they were free; free are now {available_resources_per_node()}"
             )
-            self._groups[slot.name] = group
-            if not group.wait(PLACEMENT_SECONDS):
-                raise ValueError(
-                    f"{slot.name}: Ray did not reserve {bundles} within {PLACEMENT_SECONDS:g} s; "
-                    f"free are {ray.available_resources()}"
-                )
-        return self._groups[slot.name]
+        asked = []
+        for bundle, count in enumerate(used.values()):
+            held = {"num_gpus": count} if self._resource == "GPU" else {"resources": {self._resource: count}}
+            inside = PlacementGroupSchedulingStrategy(group, bundle)
+            task = ray.remote(_devices).options(num_cpus=0, scheduling_strategy=inside, **held)
+            asked.append(task.remote(self._resource))
+        return ray.get(asked)
 
     @cached_property
     def _functions(self) -> RayWorker:
-        return self._actor("functions", self._threads, {"name": f"{self._run}:functions"})
+        if "functions" not in self.slots:
+            self._make_room("functions", Footprint(processes=1, devices=0))
+        return self._actor("functions", "functions", self.seats["functions"][0], self._threads, {})
 
     def _helper(self) -> Remote:
         return self._functions
@@ -228,9 +288,15 @@ class RayCluster(Cluster):
             while self._actors:
                 ray.kill(self._actors.pop())
             while self._groups:
-                remove_placement_group(self._groups.popitem()[1])
+                remove_placement_group(self._groups.pop())
             if self._owner:
                 ray.shutdown()
+
+
+def _devices(resource: str) -> list[Domain]:
+    """The devices that Ray gave the task that calls this, by what lies close together."""
+    names = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
+    return domains(names, nvidia_buses() if resource == "GPU" else {})
 
 
 def _connect(address: str | None) -> None:

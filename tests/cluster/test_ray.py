@@ -148,7 +148,7 @@ def test_gpus_that_are_not_there_are_refused_at_once(kind, request):
         request.getfixturevalue("ray_here")
     models = {"policy": ModelConfig(module="tests.cluster.modules:EchoModule", num_gpu=64)}
     config = RunConfig(algorithm="none", models=models, runtime=RuntimeConfig(cluster=kind))
-    with pytest.raises(ValueError, match=r"the models ask for 64 GPUs \(policy: 64\); there are \d+ on 1 node"):
+    with pytest.raises(ValueError, match=r"the models ask for 64 devices \(policy: 64\); there are \d+ on 1 node"):
         start(config)
 
 

@@ -1,39 +1,73 @@
-"""Which models share which devices, and what can never fit."""
+"""Which models share which devices, read from the configuration."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from coalign.cluster.slot import Footprint, plan, require
+from coalign.cluster.slot import Footprint, plan
+from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig
 
 
-def gpus(processes: int, each: int = 1) -> Footprint:
-    return Footprint(processes, each)
+def ranks(processes: int, together: int = 1) -> Footprint:
+    """Of an SPMD model: a device each."""
+    return Footprint(processes, 1, together)
+
+
+def replicas(processes: int, devices: int) -> Footprint:
+    return Footprint(processes, devices)
+
+
+def on_cpu(processes: int) -> Footprint:
+    return Footprint(processes, 0)
+
+
+def singles(*places: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((place,) for place in places)
 
 
 def test_models_in_no_group_own_their_devices():
-    slots = plan({"a": gpus(2), "b": gpus(1)}, [])
+    slots = plan({"a": ranks(2), "b": ranks(1)}, [])
     assert slots["a"] is not slots["b"]
-    require(slots, [3])
+    assert (slots["a"].devices, slots["b"].devices) == (2, 1)
 
 
 def test_a_group_needs_as_much_as_its_largest_member():
-    slots = plan({"a": gpus(8), "b": gpus(4), "c": gpus(4), "d": gpus(2)}, [["a", "b", "c"]])
+    slots = plan({"a": ranks(8), "b": ranks(4), "c": ranks(4), "d": ranks(2)}, [["a", "b", "c"]])
     assert slots["a"] is slots["b"] is slots["c"] is not slots["d"]
-    assert slots["a"].size == 8 and slots["a"].sharers == 2
-    require(slots, [8, 2])
+    assert slots["a"].size == slots["a"].devices == 8
 
 
 def test_small_members_lie_side_by_side():
-    places = plan({"b": gpus(4), "a": gpus(8), "c": gpus(4)}, [["b", "a", "c"]])["a"].places
-    assert places == {"a": tuple(range(8)), "b": (0, 1, 2, 3), "c": (4, 5, 6, 7)}
+    places = plan({"b": ranks(4), "a": ranks(8), "c": ranks(4)}, [["b", "a", "c"]])["a"].places
+    assert places == {"a": singles(*range(8)), "b": singles(0, 1, 2, 3), "c": singles(4, 5, 6, 7)}
+
+
+def test_processes_of_several_devices_lie_on_those_of_processes_with_one():
+    slot = plan({"trainer": ranks(4), "policy": replicas(2, 2)}, [["trainer", "policy"]])["policy"]
+    assert slot.places == {"trainer": singles(0, 1, 2, 3), "policy": ((0, 1), (2, 3))}
+    assert slot.units == ((0, 1), (2, 3))
+
+
+def test_no_process_lies_across_two_that_need_a_node_each():
+    members = {"a": ranks(8), "b": replicas(2, 3), "c": replicas(1, 2), "d": ranks(1)}
+    slot = plan(members, [list(members)])["a"]
+    assert slot.places["b"] == ((0, 1, 2), (3, 4, 5))
+    assert slot.places["c"] == ((6, 7),) and slot.places["d"] == singles(0)
+    assert slot.units == ((0, 1, 2), (3, 4, 5), (6, 7))
+
+
+def test_tensor_parallel_ranks_need_one_node():
+    slot = plan({"a": ranks(8, together=4)}, [])["a"]
+    assert slot.places["a"] == singles(*range(8)) and slot.units == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def test_side_by_side_runs_in_parallel_and_the_large_one_excludes_both():
-    slot = plan({"a": gpus(2), "b": gpus(1), "c": gpus(1)}, [["a", "b", "c"]])["a"]
+    slot = plan({"a": ranks(4), "b": replicas(1, 2), "c": ranks(2)}, [["a", "b", "c"]])["a"]
     entered = threading.Event()
 
     def large():
@@ -48,48 +82,88 @@ def test_side_by_side_runs_in_parallel_and_the_large_one_excludes_both():
     thread.join()
 
 
-def test_cpu_models_share_no_gpus():
-    slot = plan({"a": gpus(2), "b": gpus(3, each=0)}, [["a", "b"]])["a"]
-    assert slot.gpus_of("a") == 1 and slot.gpus_of("b") == 0 and slot.sharers == 1
+def test_cpu_models_beside_devices():
+    slot = plan({"a": ranks(2), "b": on_cpu(3), "c": ranks(1)}, [["a", "b", "c"]])["a"]
+    assert (slot.size, slot.devices) == (3, 2)
+    assert slot.places["b"] == singles(0, 1, 2)
+    assert slot.places["c"] == singles(0), "a device model never lies on a place that is no device"
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([["a", "x"]], r"runtime.colocation names 'x'; the models are \['a', 'b'\]"),
-        ([["a"], ["a", "b"]], "'a' is in two groups"),
-        ([["a", "b"]], r"the processes of a\+b hold \[1, 2\] GPUs each; make them equal"),
-    ],
-)
-def test_groups_that_make_no_sense(groups, message):
-    with pytest.raises(ValueError, match=message):
-        plan({"a": gpus(2), "b": gpus(2, each=2)}, groups)
+def test_spread():
+    wide = Footprint(2, 1, spread=True)
+    assert not plan({"a": ranks(2)}, [])["a"].spread
+    assert plan({"a": on_cpu(2)}, [])["a"].spread
+    assert plan({"a": wide, "b": ranks(2)}, [["a", "b"]])["b"].spread
+    message = r"runtime.colocation\[0\]: 'a' and 'b' share devices, and only one of them asks for `placement: spread`"
+    with pytest.raises(ConfigError, match=message):
+        plan({"a": wide, "c": ranks(1), "b": Footprint(2, 1, spread=False)}, [["a", "c", "b"]])
 
 
-def test_too_many_gpus_are_refused_with_what_was_asked_and_what_is_there():
-    slots = plan({"a": gpus(2), "b": gpus(2)}, [])
-    with pytest.raises(ValueError, match=r"ask for 4 GPUs \(a: 2, b: 2\); there are 3 on 2 node\(s\). .*colocation"):
-        require(slots, [1, 2])
-    require(plan({"a": gpus(2), "b": gpus(2)}, [["a", "b"]]), [1, 2])
-    with pytest.raises(ValueError, match="one process of a asks for 2 GPUs on one node; there are 2 on 2"):
-        require(plan({"a": gpus(1, each=2)}, []), [1, 1])
+def test_a_model_of_a_group_that_does_not_run_takes_no_place():
+    slots = plan({"a": ranks(2)}, [["a", "reference"], ["judge"]])
+    assert slots.keys() == {"a"} and slots["a"].name == "a"
 
 
 @pytest.mark.parametrize(
     ("config", "spmd", "expected"),
     [
-        ({}, False, (1, 0)),
-        ({"num_process": 3}, False, (3, 0)),
-        ({"num_gpu": 4}, True, (4, 1)),
-        ({"num_gpu": 8, "tensor_parallel": 2}, False, (4, 2)),
-        ({"num_gpu": 8, "tensor_parallel": 2}, True, (8, 1)),
-        ({"num_gpu": 4, "num_process": 2}, False, (2, 2)),
+        ({}, False, Footprint(1, 0)),
+        ({}, True, Footprint(1, 0)),
+        ({"num_process": 3}, False, Footprint(3, 0)),
+        ({"num_gpu": 4}, True, Footprint(4, 1)),
+        ({"num_gpu": 8, "tensor_parallel": 2}, False, Footprint(4, 2)),
+        ({"num_gpu": 8, "tensor_parallel": 2}, True, Footprint(8, 1, 2)),
+        ({"num_gpu": 8, "tensor_parallel": 2, "pipeline_parallel": 2}, False, Footprint(2, 4)),
+        ({"num_gpu": 4, "num_process": 2}, False, Footprint(2, 2)),
+        ({"num_gpu": 8, "num_process": 2, "tensor_parallel": 2}, False, Footprint(2, 4)),
+        ({"tensor_parallel": 2}, False, Footprint(1, 0)),  # on CPU the engine makes its own processes
+        ({"num_process": 4, "tensor_parallel": 2}, True, Footprint(4, 0, 2)),
+        ({"placement": "spread"}, False, Footprint(1, 0, spread=True)),
     ],
 )
-def test_processes_and_their_gpus(config, spmd, expected):
-    assert Footprint.of("m", ModelConfig(**config), spmd) == Footprint(*expected)
+def test_processes_and_their_devices(config, spmd, expected):
+    assert Footprint.of("m", ModelConfig(**config), spmd) == expected
 
 
-def test_gpus_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"models.m: num_gpu=3 cannot be divided among 2 processes"):
-        Footprint.of("m", ModelConfig(num_gpu=3, num_process=2), False)
+def test_a_batch_has_as_many_shares_as_groups_of_ranks():
+    assert (ranks(8, together=4).parts, replicas(4, 2).parts, on_cpu(3).parts) == (2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "spmd", "message"),
+    [
+        ({"num_gpu": 3, "num_process": 2}, False, "is 2; num_gpu=3 does not divide by it"),
+        ({"num_gpu": 4, "num_process": 4, "tensor_parallel": 2}, False, "is 4; num_gpu=4 does not divide by it, 2 for"),
+        ({"num_process": 3, "tensor_parallel": 2}, True, r"is 3; expected a multiple of .* = 2 × 1"),
+        ({"num_gpu": 4, "num_process": 2, "tensor_parallel": 4}, True, r"is 2; expected a multiple of .* = 4 × 1"),
+    ],
+)
+def test_numbers_that_do_not_divide_are_refused(config, spmd, message):
+    with pytest.raises(ConfigError, match=rf"^models\.m\.num_process: {message}"):
+        Footprint.of("m", ModelConfig(**config), spmd)
+
+
+members = st.one_of(
+    st.builds(ranks, st.integers(1, 8)),
+    st.builds(lambda groups, wide: ranks(groups * wide, wide), st.integers(1, 3), st.integers(2, 4)),
+    st.builds(replicas, st.integers(1, 4), st.integers(1, 4)),
+    st.builds(on_cpu, st.integers(1, 8)),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(members, min_size=1, max_size=5))
+def test_every_process_has_its_own_places_and_every_group_one_unit(given_members):
+    footprints = {f"m{i}": footprint for i, footprint in enumerate(given_members)}
+    slot = plan(footprints, [list(footprints)])["m0"]
+    assert sorted(place for unit in slot.units for place in unit) == list(range(slot.size))
+    unit_of = {place: unit for unit in slot.units for place in unit}
+    assert slot.devices == max(footprint.total for footprint in given_members)
+    for model, footprint in footprints.items():
+        mine = slot.places[model]
+        assert [len(places) for places in mine] == [footprint.places] * footprint.processes
+        flat = [place for places in mine for place in places]
+        assert len(set(flat)) == len(flat) and max(flat) < (slot.devices if footprint.devices else slot.size)
+        for first in range(0, footprint.processes, footprint.together):
+            together = {unit_of[p] for places in mine[first : first + footprint.together] for p in places}
+            assert len(together) == 1

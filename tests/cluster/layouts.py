@@ -1,0 +1,139 @@
+"""Layouts on a Ray cluster of three nodes on this machine, two of them with four devices each: run as a program (a
+process has one Ray only), it prints as JSON where every process found itself, and what came of a flow."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+import torch
+from ray.cluster_utils import Cluster as Machines
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from coalign.cluster.start import start
+from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
+from coalign.data.batch import Batch
+from coalign.types import Context
+
+MODULES = {"policy": "EchoModule", "judge": "SumModule", "trainer": "GroupModule"}
+ALL = [[*MODULES]]
+LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], list[list[str]], dict[str, Any]]] = {
+    "exclusive": (
+        {"policy": {"num_gpu": 2, "tensor_parallel": 2}, "judge": {"num_gpu": 2}, "trainer": {"num_gpu": 4}},
+        [],
+        {},
+    ),
+    "shared": (
+        {"policy": {"num_gpu": 4, "tensor_parallel": 2}, "judge": {"num_gpu": 4}, "trainer": {"num_gpu": 4}},
+        ALL,
+        {},
+    ),
+    "partly": (
+        {"policy": {"num_gpu": 4, "tensor_parallel": 4}, "judge": {"num_gpu": 2}, "trainer": {"num_gpu": 8}},
+        ALL,
+        {},
+    ),
+    "single": ({"policy": {"num_gpu": 1}, "judge": {"num_gpu": 1}, "trainer": {"num_gpu": 1}}, ALL, {}),
+    "spread": (
+        {"policy": {"num_gpu": 4, "tensor_parallel": 2, "placement": "spread"}, "judge": {}, "trainer": {"num_gpu": 2}},
+        [],
+        {},
+    ),
+    "stand_in": (
+        {"policy": {"num_gpu": 2, "tensor_parallel": 2}, "judge": {"num_gpu": 1}, "trainer": {"num_gpu": 2}},
+        ALL,
+        {"accelerator": "chip"},
+    ),
+}
+
+
+def cluster(models: dict[str, dict[str, Any]], colocation: list[list[str]], kind: str = "ray", **runtime: Any) -> Any:
+    configs = {n: ModelConfig(module=f"tests.cluster.modules:{MODULES[n]}", **m) for n, m in models.items()}
+    settings = RuntimeConfig(cluster=kind, colocation=colocation, threads=1, call_timeout=300.0, **runtime)
+    running = start(RunConfig(algorithm="none", models=configs, runtime=settings))
+    for name, config in configs.items():
+        running.spawn(name, config, Context(model=name, threads=1))
+    return running
+
+
+def seen(module: Any, store: Any) -> list[str]:
+    """Node, device, and what the process may see."""
+    node = ray.get_runtime_context().get_node_id()
+    visible = {name: os.environ.get(f"{name}_VISIBLE_DEVICES", "") for name in ("CUDA", "COALIGN")}
+    return [node, module.context.device, visible["CUDA"] or visible["COALIGN"]]
+
+
+def flow(running: Any) -> dict[str, Any]:
+    """Prompts of different lengths, their samples scored and trained on."""
+    lengths = torch.tensor([3, 1, 4, 1, 5, 2, 6, 9])
+    tokens = torch.arange(int(lengths.sum()), dtype=torch.int32)
+    prompts = Batch(lengths).with_(tokens=tokens, group=torch.arange(8), rows=[{"id": i} for i in range(8)])
+    out = running.models["policy"].generate(prompts, samples=3)
+    scores = running.models["judge"].forward_step(out)
+    stats = running.models["trainer"].train_step(out).result()
+    made = out.result().fetch()
+    return {
+        "tokens": made["tokens"].tolist(),
+        "index": made["index"].tolist(),
+        "rows": [row["id"] for row in made["rows"]],
+        "reward": scores.result().fetch()["reward"].tolist(),
+        "trained": stats["tokens"].value,
+        "ranks": stats["ranks"].value,
+    }
+
+
+def layouts(names: dict[str, str]) -> dict[str, Any]:
+    found = {}
+    for layout, (models, colocation, runtime) in LAYOUTS.items():
+        with cluster(models, colocation, **runtime) as running:
+            where = {name: model.run(seen).result() for name, model in running.models.items()}
+            seats = {name: [[running.nodes[s.node].name, *s.devices] for s in running.seats[name]] for name in models}
+            told = {name: [[names[node], *rest] for node, *rest in ranks] for name, ranks in where.items()}
+            found[layout] = {"told": told, "planned": seats, "flow": flow(running)}
+    return found
+
+
+def refusals() -> dict[str, Any]:
+    """More than there is; more than another job leaves; and waiting until it leaves them."""
+    found: dict[str, Any] = {}
+    for name, number in (("total", 9), ("together", 8)):
+        begun = time.monotonic()
+        try:
+            cluster({"policy": {"num_gpu": number, "tensor_parallel": number if name == "together" else 1}}, [])
+        except ValueError as error:
+            found[name] = [str(error), time.monotonic() - begun]
+    other = placement_group([{"GPU": 3}, {"GPU": 2}])
+    assert other.wait(60)
+    try:
+        cluster({"policy": {"num_gpu": 4}}, [])
+    except ValueError as error:
+        found["held"] = str(error)
+    threading.Timer(7.0, lambda: remove_placement_group(other)).start()
+    with cluster({"policy": {"num_gpu": 8}}, [], wait_for_devices=120.0) as running:
+        found["waited"] = len(running.seats["policy"])
+    return found
+
+
+def main() -> None:
+    machines = Machines(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": 80 * 2**20})
+    for name in ("b", "a"):
+        machines.add_node(
+            num_cpus=1, num_gpus=4, resources={"chip": 4}, node_name=name, object_store_memory=80 * 2**20
+        )
+    ray.init(address=machines.address, log_to_driver=False, namespace="coalign")
+    names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+    with cluster({name: {} for name in MODULES}, [], kind="local") as local:
+        expected = flow(local)
+    found = {"expected": expected, "layouts": layouts(names), "refusals": refusals()}
+    ray.shutdown()
+    machines.shutdown()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Nodes and devices of every process: exact lists by hand, properties of any plan, refusals that say what is there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coalign.cluster.placement import Node, assign, seats
+from coalign.cluster.slot import Footprint, distinct, plan
+
+
+def nodes(*free: int, cores: float = 8.0) -> list[Node]:
+    return [Node(f"n{i}", number, number, cores) for i, number in enumerate(free)]
+
+
+def placed(footprints, colocation, *free, domains=None):
+    """{model: ["node:devices" of each process]} on nodes with so many devices, called 0, 1, 2, …"""
+    slots = distinct(plan(footprints, colocation))
+    where = assign(slots, nodes(*free))
+    known = domains or [[[str(i) for i in range(number)]] for number in free]
+    found = seats(slots, where, known)
+    return {model: [f"{seat.node}:{','.join(seat.devices)}" for seat in ranks] for model, ranks in found.items()}
+
+
+def ranks(processes, together=1, spread=None):
+    return Footprint(processes, 1, together, spread)
+
+
+def test_exclusive():
+    assert placed({"a": ranks(2), "b": ranks(2)}, [], 4) == {"a": ["0:0", "0:1"], "b": ["0:2", "0:3"]}
+    assert placed({"a": ranks(1), "b": ranks(3)}, [], 3, 1) == {"a": ["1:0"], "b": ["0:0", "0:1", "0:2"]}
+
+
+def test_shared():
+    both = ["0:0", "0:1", "1:0", "1:1"]
+    assert placed({"a": ranks(4), "b": ranks(4)}, [["a", "b"]], 2, 2) == {"a": both, "b": both}
+
+
+def test_partly_shared():
+    found = placed({"a": ranks(8), "b": ranks(4), "c": Footprint(2, 2), "d": ranks(2)}, [["a", "b", "c"]], 4, 6)
+    assert found == {
+        "a": ["0:0", "0:1", "1:4", "1:5", "1:0", "1:1", "1:2", "1:3"],
+        "b": ["0:0", "0:1", "1:4", "1:5"],
+        "c": ["1:0,1", "1:2,3"],
+        "d": ["0:2", "0:3"],
+    }
+
+
+def test_a_single_device():
+    assert placed({"a": ranks(1), "b": Footprint(1, 1)}, [["a", "b"]], 1) == {"a": ["0:0"], "b": ["0:0"]}
+
+
+def test_a_model_stays_on_one_node_if_one_has_room():
+    assert placed({"a": ranks(4)}, [], 2, 3, 4, 8)["a"] == ["2:0", "2:1", "2:2", "2:3"]
+
+
+def test_spread_takes_the_node_with_the_fewest_of_the_model():
+    assert placed({"a": ranks(4, spread=True)}, [], 8, 8, 8)["a"] == ["0:0", "1:0", "2:0", "0:1"]
+    pairs = placed({"a": Footprint(2, 2, spread=True)}, [], 4, 4)
+    assert pairs["a"] == ["0:0,1", "1:0,1"]
+
+
+def test_tensor_parallel_groups_stay_on_one_node():
+    assert placed({"a": ranks(4, 2)}, [], 3, 3)["a"] == ["0:0", "0:1", "1:0", "1:1"]
+
+
+def test_large_units_do_not_find_their_nodes_taken_by_small_ones():
+    found = placed({"small": ranks(3), "large": Footprint(1, 4)}, [], 4, 3)
+    assert found == {"small": ["1:0", "1:1", "1:2"], "large": ["0:0,1,2,3"]}
+
+
+def test_choices_are_taken_back_where_sizes_do_not_divide():
+    # The 3 looks best beside nothing, in the node of 4; only the other node leaves room for both pairs.
+    assert placed({"a": Footprint(1, 3), "b": Footprint(3, 2)}, [], 5, 4) == {
+        "a": ["0:0,1,2"],
+        "b": ["0:3,4", "1:0,1", "1:2,3"],
+    }
+
+
+def test_units_take_devices_that_lie_close_together():
+    two_sockets = [[["0", "1", "2"], ["3", "4"]]]
+    found = placed({"a": Footprint(2, 2), "b": ranks(1)}, [], 5, domains=two_sockets)
+    assert found == {"a": ["0:3,4", "0:0,1"], "b": ["0:2"]}
+    across = placed({"a": Footprint(1, 4)}, [], 5, domains=two_sockets)
+    assert across == {"a": ["0:0,1,2,3"]}
+
+
+def test_cpu_processes_go_where_cores_are_free():
+    on_cpu = distinct(plan({"trainer": ranks(4), "reward": Footprint(3, 0)}, []))
+    machines = [Node("gpus", 4, 4, cores=4), Node("cpus", 0, 0, cores=4)]
+    assert assign(on_cpu, machines) == {"trainer": (0, 0, 0, 0), "reward": (1, 1, 1)}
+    packed = distinct(plan({"reward": Footprint(3, 0, spread=False)}, []))
+    assert assign(packed, [Node("a", 0, 0, 8), Node("b", 0, 0, 16)]) == {"reward": (1, 1, 1)}
+    spread = distinct(plan({"reward": Footprint(3, 0)}, []))
+    assert assign(spread, [Node("a", 0, 0, 8), Node("b", 0, 0, 16)]) == {"reward": (1, 0, 1)}
+    assert assign(spread, [Node("a", 0, 0, 8, processes=9), Node("b", 0, 0, 8)]) == {"reward": (1, 1, 1)}
+
+
+def test_a_cpu_model_of_a_group_is_beside_its_devices():
+    slots = distinct(plan({"trainer": ranks(2), "scorer": Footprint(2, 0)}, [["trainer", "scorer"]]))
+    assert assign(slots, [Node("empty", 0, 0, 64), Node("gpus", 2, 2, 2)]) == {"trainer+scorer": (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("footprints", "machines", "message"),
+    [
+        (
+            {"a": ranks(2), "b": ranks(2)},
+            nodes(1, 2),
+            r"ask for 4 devices \(a: 2, b: 2\); there are 3 on 2 node\(s\)\. Lower num_gpu, or let .*colocation",
+        ),
+        (
+            {"a": ranks(2)},
+            [Node("n0", 1, 8), Node("cpu", 0, 0)],
+            r"ask for 2 devices \(a: 2\); there are 8 on 2 node\(s\), of which other jobs leave 1 free \(n0: 1 of 8\)",
+        ),
+        (
+            {"a": Footprint(2, 2), "b": ranks(1)},
+            nodes(3, 1, 1),
+            r"5 devices \(a: 4, b: 1\), some .* on one node \(a: 2 × 2\), and .* hold them \(n0: 3, n1: 1, n2: 1\)",
+        ),
+        ({"a": Footprint(1, 8)}, nodes(4, 4), r"a: 1 × 8.*Lower tensor_parallel or pipeline_parallel"),
+        ({"a": Footprint(3, 3)}, nodes(5, 5), r"a: 3 × 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_is_asked_and_what_is_there(footprints, machines, message):
+    with pytest.raises(ValueError, match=message):
+        assign(distinct(plan(footprints, [])), machines)
+
+
+models = st.one_of(
+    st.builds(ranks, st.integers(1, 6), spread=st.sampled_from([None, True])),
+    st.builds(lambda groups, wide: ranks(groups * wide, wide), st.integers(1, 2), st.integers(2, 3)),
+    st.builds(Footprint, st.integers(1, 3), st.integers(1, 3)),
+    st.builds(Footprint, st.integers(1, 3), st.just(0)),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(models, min_size=1, max_size=4), st.lists(st.integers(0, 6), min_size=1, max_size=4), st.booleans())
+def test_any_plan_keeps_its_promises_and_any_refusal_is_right(given_models, free, shared):
+    footprints = {f"m{i}": footprint for i, footprint in enumerate(given_models)}
+    colocation = [[*footprints][:2]] if shared and len({f.spread for f in given_models[:2]} - {None}) < 2 else []
+    slots = plan(footprints, colocation)
+    try:
+        where = assign(distinct(slots), nodes(*free))
+    except ValueError:
+        assert not _possible(tuple(len(u) for s in distinct(slots) for u in _device_units(s)), tuple(free))
+        return
+    names = [[[f"{node}.{i}" for i in range(number)]] for node, number in enumerate(free)]
+    found = seats(distinct(slots), where, names)
+    held = Counter()
+    for slot in distinct(slots):
+        used = {device for model in slot.places for seat in found[model] for device in seat.devices}
+        held.update(used)
+        assert len(used) == slot.devices
+    assert all(count == 1 for count in held.values()), "a device is held by one slot alone"
+    for model, footprint in footprints.items():
+        assert [len(seat.devices) for seat in found[model]] == [footprint.devices] * footprint.processes
+        mine = [device for seat in found[model] for device in seat.devices]
+        assert len(set(mine)) == len(mine)
+        for seat in found[model]:
+            assert all(device.startswith(f"{seat.node}.") for device in seat.devices)
+        for first in range(0, footprint.processes, footprint.together):
+            assert len({seat.node for seat in found[model][first : first + footprint.together]}) == 1
+    for a, b in product(footprints, footprints):
+        if a < b and not _take_turns(slots, a, b):
+            assert not {d for s in found[a] for d in s.devices} & {d for s in found[b] for d in s.devices}
+
+
+def _take_turns(slots, a, b):
+    """Whether one model's processes wait for the other's."""
+    mine, theirs = ({p for places in slots[m].places[m] for p in places} for m in (a, b))
+    return slots[a] is slots[b] and bool(mine & theirs)
+
+
+def _device_units(slot):
+    units = ([place for place in unit if place < slot.devices] for unit in slot.units)
+    return [unit for unit in units if unit]
+
+
+@cache
+def _possible(sizes, free):
+    """Try everything."""
+    if not sizes:
+        return True
+    tries = ((*free[:i], left - sizes[0], *free[i + 1 :]) for i, left in enumerate(free) if left >= sizes[0])
+    return any(_possible(sizes[1:], tuple(sorted(left))) for left in tries)
+
+
+def test_a_large_cluster_is_planned_at_once():
+    footprints = {"policy": Footprint(128, 8), "trainer": ranks(1024), "reference": Footprint(256, 4)}
+    slots = distinct(plan(footprints, [[*footprints]]))
+    where = assign(slots, nodes(*[8] * 128))
+    assert where["policy+trainer+reference"] == tuple(i // 8 for i in range(1024))
