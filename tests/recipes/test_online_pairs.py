@@ -100,12 +100,14 @@ def test_what_it_refuses(tmp_path, change, message):
         flow(config | change)
 
 
-def test_a_stopped_run_ends_with_the_same_weights(tmp_path):
-    whole = configuration(tmp_path, steps=4, save_every=2)
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_a_stopped_run_ends_with_the_same_weights(tmp_path, max_staleness):
+    whole = configuration(tmp_path, steps=4, save_every=2, max_staleness=max_staleness)
     run(whole)
     cut = run_in_two_parts(whole)
     assert [line["step"] for line in metrics(cut)] == [1, 2, 3, 4]
     assert weights_hash(cut, 4) == weights_hash(whole, 4)
+    assert [line["samples/staleness_max"] for line in metrics(cut)] == [min(step, max_staleness) for step in range(4)]
 
 
 @pytest.mark.parametrize("pairs", ["best_worst", pytest.param("all_pairs", marks=pytest.mark.slow)])
