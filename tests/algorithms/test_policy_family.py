@@ -2,13 +2,17 @@
 
 import math
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
 
 from coalign.algorithms.aggregate import Totals, aggregation_weights, trained_sequences
 from coalign.algorithms.losses import cispo, gspo, policy_gradient
+from coalign.algorithms.losses.terms import Surrogate, policy_loss, surrounded
 from coalign.algorithms.traits import check_aggregation, needs
+from coalign.config.errors import ConfigError
+from coalign.config.functions import bind
 from coalign.types import LossInput, merge_stats
 
 T = torch.tensor
@@ -324,3 +328,28 @@ def test_the_corrected_divergence_has_the_gradient_of_the_divergence(loss, ancho
 
     torch.testing.assert_close(expected(kl_corrected=True), exact)
     assert (expected() - exact).abs().max() > 0.01
+
+
+# ---- what a loss of one's own gets
+
+
+@policy_loss
+def plain(x: LossInput, *, scale: float = 2.0) -> Surrogate:
+    """REINFORCE, with a factor."""
+    return -scale * x.advantages * x.logprobs, torch.ones_like(x.logprobs), {}
+
+
+def test_a_surrogate_of_ones_own_has_all_settings_of_the_family():
+    shared = {name: p.default for name, p in signature(surrounded).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    for loss in (plain, policy_gradient, gspo, cispo):
+        assert shared.items() <= bind(loss, {}, "loss").items()
+    assert bind(plain, {"kl_coef": 1}, "loss") == {"scale": 2.0, **shared, "kl_coef": 1.0}
+    assert needs(plain, {"entropy_coef": 0.1, "kl_coef": 0.2}) == ("entropy", "ref")
+    assert plain.__name__ == "plain" and plain.__doc__ == "REINFORCE, with a factor."
+    with pytest.raises(ConfigError, match=r"loss\.is_mode: is 'trunc'; expected"):
+        bind(plain, {"is_mode": "trunc"}, "loss")
+    with pytest.raises(ConfigError, match=r"loss\.kl_ceof: unknown argument of plain; did you mean 'kl_coef'"):
+        bind(plain, {"kl_ceof": 1.0}, "loss")
+    x = drawn((2, 1))
+    out = plain(x, scale=3.0, entropy_coef=0.5).value
+    assert torch.allclose(out, -3.0 * x.advantages * x.logprobs - 0.5 * x.entropy)

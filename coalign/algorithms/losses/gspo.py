@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from typing import Literal
 
-from coalign.algorithms.importance import Level, Mode
+from coalign.algorithms.importance import Level
 from coalign.algorithms.losses.terms import (
+    Surrogate,
     bounded_exp,
     clip_range,
     clipped_surrogate,
     policy_loss,
-    policy_needs,
     sequence_mean,
 )
 from coalign.algorithms.traits import read
-from coalign.types import LossInput, LossOutput
+from coalign.types import LossInput
 
 
+@policy_loss
 def gspo(
     x: LossInput,
     *,
     form: Literal["sequence", "token"] = "sequence",
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    kl_coef: float = 0.0,
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3",
-    kl_corrected: bool = False,
-    entropy_coef: float = 0.0,
-    measure_entropy: bool = False,
-    is_level: Level = "none",
-    is_mode: Mode = "truncate",
-    is_low: float = 0.0,
-    is_high: float = 2.0,
-    drift_limit: float | None = None,
-) -> LossOutput:
+    is_level: Level,
+) -> Surrogate:
     """max(-sA, -clip(s, 1 - clip_low, 1 + clip_high) A) with s = exp(mean over the sequence of log π/π_old), at every
     token of the sequence (2507.18071). The mean evens ratios out, so the clip range is a thousandth of PPO's.
 
@@ -46,7 +38,7 @@ def gspo(
     length (LUSPO, 2602.05261), `constant` is the same over another constant. `token_mean` is refused. In the form
     `sequence` so are weights per token (``is_level: token``): all of its tokens are one event.
 
-    Reads and raises as policy_gradient does, where the other settings are described.
+    Reads and raises as policy_gradient does; the other settings are those of terms.surrounded.
     """
     if form not in ("sequence", "token"):
         raise ValueError(f"loss.form is '{form}': expected sequence or token")
@@ -60,22 +52,7 @@ def gspo(
         log_ratio = log_ratio.detach() + (logprobs - logprobs.detach())
     ratio = bounded_exp(log_ratio)
     surrogate, stats = clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
-    return policy_loss(
-        x,
-        surrogate,
-        ratio,
-        stats,
-        kl_coef=kl_coef,
-        kl_estimator=kl_estimator,
-        kl_corrected=kl_corrected,
-        entropy_coef=entropy_coef,
-        is_level=is_level,
-        is_mode=is_mode,
-        is_low=is_low,
-        is_high=is_high,
-        drift_limit=drift_limit,
-    )
+    return surrogate, ratio, stats
 
 
-gspo.needs = policy_needs
 gspo.aggregations = ("sequence_mean_token_mean", "sequence_mean_token_sum", "constant")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Signature, signature
+from typing import Any, Literal, get_type_hints
+
 import torch
 from torch import Tensor
 
@@ -9,7 +14,9 @@ from coalign.algorithms.importance import MAX_LOG_RATIO, Level, Mode, importance
 from coalign.algorithms.kl import estimate_kl
 from coalign.algorithms.segments import segment_count, segment_sum
 from coalign.algorithms.traits import read
-from coalign.types import LossInput, LossOutput, Max, Stat, Stats
+from coalign.types import Loss, LossInput, LossOutput, Max, Stat, Stats
+
+Surrogate = tuple[Tensor, Tensor, Stats]  # what is differentiated and its ratio, [T] each, and statistics of them
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -36,30 +43,41 @@ def sequence_mean(x: LossInput, values: Tensor) -> Tensor:
     return (sums / segment_count(x.segment, x.sequences).clamp(min=1))[x.segment].to(values)
 
 
-def policy_loss(
+def surrounded(
     x: LossInput,
     surrogate: Tensor,
     ratio: Tensor,
     stats: Stats,
     *,
-    kl_coef: float,
-    kl_estimator: str,
-    kl_corrected: bool,
-    entropy_coef: float,
-    is_level: Level,
-    is_mode: Mode,
-    is_low: float,
-    is_high: float,
-    drift_limit: float | None,
+    kl_coef: float = 0.0,
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3",
+    kl_corrected: bool = False,
+    entropy_coef: float = 0.0,
+    measure_entropy: bool = False,
+    is_level: Level = "none",
+    is_mode: Mode = "truncate",
+    is_low: float = 0.0,
+    is_high: float = 2.0,
+    drift_limit: float | None = None,
 ) -> LossOutput:
     """weight · surrogate + kl_coef · KL(π‖π_ref) - entropy_coef · entropy, [T], with the statistics of all three.
 
-    ``surrogate`` and ``ratio`` are [T]; the other settings are described in policy_gradient. The weights that correct
-    for the sampler are on the surrogate alone.
+    - ``kl_coef`` adds the divergence from the reference as a loss (2402.03300), with ``kl_corrected`` times ρ: then the
+      gradient of k3, too, is that of KL(π‖π_ref), also off policy (2512.02556).
+    - ``entropy_coef`` subtracts the entropy, which ``measure_entropy`` only reports.
+    - ``is_level`` weighs the surrogate, and nothing else, by π_old/π_rollout, with ``is_mode``, ``is_low`` and
+      ``is_high`` (see coalign.algorithms.importance).
+    - ``drift_limit`` lets go of tokens with A < 0 in a sequence whose mean of log π_rollout/π exceeds it: mistakes that
+      the policy would hardly make any more (2512.02556).
+
+    Reads rollout if ``is_level`` or ``drift_limit``, ref if ``kl_coef``, entropy if asked for; ValueError if one is
+    missing.
     """
     stats = {**stats, "policy_gradient": Stat.of(surrogate), **_ratio_stats(x, ratio)}
     if is_level != "none":
         read(x, "rollout", "is_level")
+    if measure_entropy:
+        read(x, "entropy", "measure_entropy")
     value = surrogate
     if x.rollout is not None:
         weights, seen = importance_weights(
@@ -77,6 +95,28 @@ def policy_loss(
     if entropy_coef:
         value = value - entropy_coef * read(x, "entropy", "entropy_coef")
     return LossOutput(value, stats)
+
+
+def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
+    """Decorator: a loss of a function ``(x, *, settings) -> Surrogate``, with its settings and those of `surrounded`.
+
+    A setting of `surrounded` that the function reads as well is one of its parameters, without a default.
+    """
+    own, shared = signature(surrogate).parameters, signature(surrounded).parameters
+    shared = {name: p for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
+    whole = Signature(list({**own, **shared}.values()))
+
+    @wraps(surrogate)
+    def loss(x: LossInput, **settings: Any) -> LossOutput:
+        bound = whole.bind(x, **settings)
+        bound.apply_defaults()
+        mine = {name: value for name, value in bound.kwargs.items() if name in own}
+        return surrounded(x, *surrogate(x, **mine), **{name: bound.kwargs[name] for name in shared})
+
+    loss.__signature__ = whole
+    loss.__annotations__ = get_type_hints(surrounded) | get_type_hints(surrogate) | {"return": LossOutput}
+    loss.needs = policy_needs
+    return loss
 
 
 def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, **_: object) -> tuple[str, ...]:
