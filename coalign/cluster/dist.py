@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.answers import Remote, Running, combine, wait
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
+from coalign.cluster.stream import arriving, streams
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory.arena import PARTS
@@ -75,7 +76,7 @@ class DistModel:
 
     def forward_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
         """Columns for the rows of ``batch``: a BatchRef of these columns alone."""
-        return self._call("forward_step", (batch,), keywords)
+        return self._call("forward_step", (batch,), keywords, by_row=True)
 
     def train_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
         """Learn from ``batch``: Stats."""
@@ -176,20 +177,56 @@ class DistModel:
         return self.cluster.launch(f"{self.name}.{method}", work, self._lane.submit, fatal)
 
     def _call(
-        self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str = "tokens", fatal: bool = True
+        self,
+        method: str,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        by: str = "tokens",
+        fatal: bool = True,
+        by_row: bool = False,
     ) -> Future:
         needs = {self.name: self._parts.get(method, PARTS)}
 
         def work(future: Future) -> Outcome:
             self.cluster.residency.announce(self.name, needs[self.name])
+            if by_row and self._takes_parts_of(arguments[0]):
+                return self._as_they_come(future, method, needs, arguments[0], keywords)
             ready = tuple(self.cluster.resolve(value) for value in arguments)
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
             shares = self._shares(future.label, ready, named, by)
             with self._turn(future, method, needs):
                 running = [rank.execute("call", method, *share) for rank, share in shares]
+                future.comes_in([] if self._spmd else running)
                 return self._outcome(future, method, running)
 
         return self._launch(method, work, fatal)
+
+    def _takes_parts_of(self, value: Any) -> bool:
+        """Whether rows of ``value`` can be computed before the others: nothing but them would be waited for, and nobody
+        wants the devices between two parts."""
+        alone = len(self.cluster.slots[self.name].places) == 1
+        return alone and not self._spmd and isinstance(value, Future) and streams(value)
+
+    def _as_they_come(
+        self,
+        future: Future,
+        method: str,
+        needs: Mapping[str, Sequence[str]],
+        batch: Future,
+        keywords: dict[str, Any],
+    ) -> Outcome:
+        """A call by rows on what is there of ``batch``, again and again; the result has the order of its rows."""
+        named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
+        done: dict[int, list[tuple[Running, Meta]]] = {}
+        for bundles in arriving(batch, self.store):
+            shares = [(at, self._shares(future.label, (rows,), named, "tokens")) for at, rows in bundles.items()]
+            with self._turn(future, method, needs):
+                running = [(at, rank.execute("call", method, *own)) for at, ranks in shares for rank, own in ranks]
+                metas = self._wait(future, method, [each for _, each in running])
+            for (at, each), meta in zip(running, metas, strict=True):
+                done.setdefault(at, []).append((each, meta))
+        pairs = [pair for at in sorted(done) for pair in done[at]]
+        return combine([each for each, _ in pairs], [meta for _, meta in pairs], self.store)
 
     def _verb(self, verb: str, *arguments: Any) -> Future:
         def work(future: Future) -> Outcome:

@@ -237,7 +237,8 @@ class Future:
     the largest worker) are there; before, they wait too.
 
     ``made`` is when the call was made (seconds since the epoch), ``running`` what workers are doing for it now, and
-    ``spans`` what they have done.
+    ``spans`` what they have done. ``answers`` comes once the call is under way: what each independent replica does for
+    it, in the order of the result's rows (empty if the rows are of no use before all are there).
     """
 
     def __init__(self, label: str) -> None:
@@ -245,17 +246,18 @@ class Future:
         self.made = time.time()
         self.running: list[Running] = []
         self.spans: list[Span] = []
-        self._outcome: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
+        self.answers: concurrent.futures.Future[list[Running]] = concurrent.futures.Future()
+        self.ended: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
 
     def result(self) -> Any:
-        return self._outcome.result().result
+        return self.ended.result().result
 
     def done(self) -> bool:
-        return self._outcome.done()
+        return self.ended.done()
 
     @property
     def stats(self) -> Stats:
-        return self._outcome.result().stats
+        return self.ended.result().stats
 
     @property
     def seconds(self) -> float:
@@ -268,15 +270,20 @@ class Future:
 
     @property
     def peak_memory(self) -> int:
-        return self._outcome.result().memory
+        return self.ended.result().memory
+
+    def comes_in(self, answers: list[Running]) -> None:
+        """The call is under way: set ``answers``. Only the first time counts."""
+        if not self.answers.done():
+            self.answers.set_result(answers)
 
     def succeed(self, outcome: Outcome) -> None:
         """Set the outcome, unless an error of the run came first."""
-        self._settle(lambda: self._outcome.set_result(outcome))
+        self._settle(lambda: self.ended.set_result(outcome))
 
     def fail(self, error: BaseException) -> None:
         """End with ``error``, unless the call has ended already."""
-        self._settle(lambda: self._outcome.set_exception(error))
+        self._settle(lambda: self.ended.set_exception(error))
 
     def _settle(self, settle: Any) -> None:
         try:
@@ -284,3 +291,4 @@ class Future:
         except concurrent.futures.InvalidStateError:
             return  # two threads may end a call: its own lane, and the one that saw the run's first error
         self.running = []
+        self.comes_in([])

@@ -118,6 +118,22 @@ class ServingModule(Module):
         return self.version, {name: tensor.float().tolist() for name, tensor in self.weights.items()}
 
 
+class SleepyModule(Module):
+    """Takes as many milliseconds for a batch as the largest of its tokens says; refuses negative ones."""
+
+    def generate(self, prompts: Batch) -> Batch:
+        if bool((prompts["tokens"] < 0).any()):
+            raise ValueError("nobody sleeps for less than no time")
+        time.sleep(float(prompts["tokens"].max()) / 1000)
+        return prompts.with_(index=torch.zeros(len(prompts), dtype=torch.int32))
+
+    def forward_step(self, batch: Batch, *, into: str = "reward") -> dict[str, torch.Tensor]:
+        return {into: batch["tokens"].float(), "handled": Total(len(batch))}
+
+    def nap(self, batch: Batch, *, seconds: float) -> None:
+        time.sleep(seconds)
+
+
 class MarkModule(Module):
     """Leaves a file when it is closed."""
 

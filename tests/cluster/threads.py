@@ -1,0 +1,34 @@
+"""A cluster of threads: models with several processes, on one machine and at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coalign.cluster.dist import DistActor
+from coalign.cluster.local import LocalCluster, LocalWorker
+from coalign.cluster.slot import Slot
+from coalign.cluster.worker import Worker
+from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
+from coalign.types import Context
+
+
+class ThreadCluster(LocalCluster):
+    """Every process of a model is a thread of this one."""
+
+    def _start(self, name: str, slot: Slot, threads: int | None, spmd: bool, exclusive: bool) -> list[DistActor]:
+        kind = "rank" if spmd else "replica"
+        ranks = [
+            LocalWorker(f"{name}, {kind} {i}", Worker(self.store, threads), self.lane(f"{name}-{i}").submit)
+            for i in range(slot.footprints[name].processes)
+        ]
+        return [DistActor(ranks, "cpu")] if spmd else [DistActor([rank], "cpu") for rank in ranks]
+
+
+def thread_cluster(models: Mapping[str, Mapping[str, object]], **runtime: object) -> ThreadCluster:
+    """With these models (modules of tests.cluster.modules) running."""
+    configs = {n: ModelConfig(**{**m, "module": f"tests.cluster.modules:{m['module']}"}) for n, m in models.items()}
+    settings = RuntimeConfig(**({"threads": 1, "call_timeout": 60.0} | runtime))
+    cluster = ThreadCluster(RunConfig(algorithm="none", models=configs, runtime=settings))
+    for name, config in configs.items():
+        cluster.spawn(name, config, Context(model=name, threads=1)).ready.result()
+    return cluster
