@@ -158,7 +158,7 @@ class FSDPModule(TrainableModule):
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if part == "weights":
-            return [*self.model.parameters(), *self.model.buffers()]
+            return self.model.parameters()  # buffers are small tables
         if part == "gradients":
             return [p.grad for p in self.model.parameters() if p.grad is not None]
         if part == "optimizer" and self.optimizer is not None:

@@ -111,8 +111,7 @@ class NativeModule(Module):
         self.engine.load_weights(weights, version=version, adopt=adopt)
 
     def tensors(self, part: str) -> Iterable[Tensor]:
-        model = self.engine.model.module  # keys and values live no longer than a call
-        return [*model.parameters(), *model.buffers()] if part == "weights" else ()
+        return self.engine.model.module.parameters() if part == "weights" else ()
 
     def pause(self) -> None:
         """Stop a running ``generate`` of another thread at its next token; returns when it stands still."""

@@ -34,7 +34,11 @@ class Trainer:
         return merge_stats([calls.stats(self.main), {"time/train": Total(time.perf_counter() - begun)}])
 
     def sync(self, version: int) -> Stats:
-        """Give the weights of ``version`` to every target; a target serves them only once they are verified."""
+        """Give the weights of ``version`` to every target; a target serves them only once they are verified.
+
+        Also what moved onto devices and off them since the last sync (`swaps/…`, `memory/device`).
+        """
         begun = time.perf_counter()
         parts = [sync(version) for sync in self.syncs]
-        return merge_stats([*parts, {"time/sync": Total(time.perf_counter() - begun)}])
+        swaps = self.cluster.residency.take()
+        return merge_stats([*parts, swaps, {"time/sync": Total(time.perf_counter() - begun)}])

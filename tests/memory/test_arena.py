@@ -159,7 +159,7 @@ def test_computing_with_what_is_away_is_refused(arena):
     arena.settle("trainer", "weights", filled(KIB))
     arena.require("trainer", ["weights", "optimizer"], "trainer.train_step")
     arena.leave("trainer", ["weights"])
-    with pytest.raises(RuntimeError, match="trainer.train_step needs weights of 'trainer' on the device"):
+    with pytest.raises(RuntimeError, match=r"trainer\.train_step needs weights of 'trainer' on the device"):
         arena.require("trainer", ["weights", "optimizer"], "trainer.train_step")
 
 
