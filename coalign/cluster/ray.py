@@ -35,6 +35,7 @@ from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta
 from coalign.cluster.placement import Domain, Node, Nodes, Seat, assign, seats
 from coalign.cluster.slot import Footprint, Slot, distinct
+from coalign.cluster.stacks import Listening, ask, listen
 from coalign.cluster.topology import domains, nvidia_buses
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
@@ -44,6 +45,7 @@ from coalign.memory.arena import Arena
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as held
 LOOK_SECONDS = 0.2  # between two looks at what is free
+STACKS_SECONDS = 30.0  # how long the nodes may take to tell the stacks of their processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,12 @@ class Actor:
 
     def __init__(self, threads: int | None, visible: Mapping[str, str], arena: str | None = None) -> None:
         os.environ.update(visible)  # not before: Ray hides all devices from an actor that asks it for none
+        self._listening = listen()
         self._worker = Worker(RayStore(), threads, Arena(arena) if arena else None)
+
+    def listening(self) -> tuple[str, Listening]:
+        """The node that this process is on, and where it writes its stacks."""
+        return ray.get_runtime_context().get_node_id(), self._listening
 
     def address(self) -> str:
         """host:port of this node with a port that is free now."""
@@ -164,6 +171,7 @@ class RayCluster(Cluster):
         self._patience = config.runtime.wait_for_devices
         self._groups: list[PlacementGroup] = []
         self._actors: list[Any] = []
+        self._listening: dict[str, ray.ObjectRef] = {}  # by what errors call a process
         self._starting = threading.Lock()  # nothing may start while everything is being ended
         self._owner = not ray.is_initialized()
         if self._owner:
@@ -213,8 +221,9 @@ class RayCluster(Cluster):
                 raise self.error
             actor = remote.remote(threads, visible, arena)
             self._actors.append(actor)
-        on = f" on {self.nodes[seat.node].name}" if len(self.nodes) > 1 else ""
-        return RayWorker(where + on, actor)
+        where += f" on {self.nodes[seat.node].name}" if len(self.nodes) > 1 else ""
+        self._listening[where] = actor.listening.remote()
+        return RayWorker(where, actor)
 
     def _place(self) -> None:
         """Give every process its seat, and reserve the devices. ValueError if there is no room."""
@@ -281,6 +290,25 @@ class RayCluster(Cluster):
 
     def _helper(self) -> Remote:
         return self._functions
+
+    def stacks(self) -> dict[str, str]:
+        if not self._listening:
+            return super().stacks()
+        ready, _ = ray.wait([*self._listening.values()], num_returns=len(self._listening), timeout=STACKS_SECONDS)
+        nodes: dict[str, dict[str, Listening]] = {}
+        for where, reference in self._listening.items():
+            if reference in ready:
+                node, listening = ray.get(reference)
+                nodes.setdefault(node, {})[where] = listening
+        asked = [
+            ray.remote(ask).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            for node in nodes
+        ]
+        answers = [task.remote(processes) for task, processes in zip(asked, nodes.values(), strict=True)]
+        found = dict.fromkeys(self._listening, "the process has not started, or its node does not answer\n")
+        for answer in ray.wait(answers, num_returns=len(answers), timeout=STACKS_SECONDS)[0]:
+            found |= ray.get(answer)
+        return super().stacks() | found
 
     def _kill(self) -> None:
         """Also ends Ray itself if it was started here."""

@@ -14,7 +14,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TextIO
 
 _PATIENCE = 5.0  # seconds that a process may take to answer; one that is stopped never does
 _PAUSE = 0.05  # seconds without a new line: it has answered
@@ -35,22 +38,31 @@ def listen() -> Listening:
     return Listening(os.getpid(), file)
 
 
-def ask(process: Listening) -> str:
-    """The stacks of another process of this machine, most recent call first; or why there are none."""
-    try:
-        with open(f"/proc/{process.pid}/fd/{process.file}") as answer:
-            answer.seek(0, os.SEEK_END)
-            os.kill(process.pid, signal.SIGUSR1)
-            text, deadline = "", time.monotonic() + _PATIENCE
-            while time.monotonic() < deadline:
-                time.sleep(_PAUSE)
-                more = answer.read()
-                if text and not more:
-                    break
-                text += more
-    except (FileNotFoundError, ProcessLookupError):
-        return "the process is gone\n"
-    return text or f"no answer within {_PATIENCE:g} s: the process is stopped, or waits for a device or a disk\n"
+def ask(processes: Mapping[str, Listening]) -> dict[str, str]:
+    """The stacks of other processes of this machine, most recent call first; or why there are none."""
+    with ExitStack() as stack:
+        texts, files = {}, {}
+        for name, process in processes.items():
+            try:
+                files[name] = stack.enter_context(open(f"/proc/{process.pid}/fd/{process.file}"))
+                files[name].seek(0, os.SEEK_END)
+                os.kill(process.pid, signal.SIGUSR1)
+                texts[name] = ""
+            except (FileNotFoundError, ProcessLookupError):
+                texts[name] = "the process is gone\n"
+        _read(files, texts)
+    return {name: text or "no answer: the process is stopped, or deep in the kernel\n" for name, text in texts.items()}
+
+
+def _read(files: dict[str, TextIO], texts: dict[str, str]) -> None:
+    """Add what comes to the texts, until nobody writes any more or _PATIENCE is over."""
+    deadline = time.monotonic() + _PATIENCE
+    while files and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+        new = {name: file.read() for name, file in files.items()}
+        files = {name: file for name, file in files.items() if new[name] or not texts[name]}
+        for name, text in new.items():
+            texts[name] += text
 
 
 def own() -> str:

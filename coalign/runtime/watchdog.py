@@ -103,7 +103,10 @@ class Watchdog:
             self._asked.clear()
             reason = "asked for (SIGUSR1)" if asked else self.look(time.time())
             if reason and not self._closed:
-                self.report(reason)
+                try:
+                    self.report(reason)
+                except Exception:  # the run is more than its report
+                    log.exception("the report of a run that stands still failed")
 
 
 @contextmanager

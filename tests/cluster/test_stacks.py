@@ -1,0 +1,88 @@
+"""The stacks of processes that do not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from coalign.cluster.stacks import Listening, ask, own
+
+STUCK = """
+import threading
+import time
+from coalign.cluster.stacks import listen
+
+def waits_for_ever(lock):
+    lock.acquire()
+
+lock = threading.Lock()
+lock.acquire()
+threading.Thread(target=waits_for_ever, args=(lock,), daemon=True).start()
+listening = listen()
+print(listening.pid, listening.file, flush=True)
+waits_for_ever(lock)
+"""
+
+
+@pytest.fixture
+def stuck():
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    pid, file = map(int, process.stdout.readline().split())
+    yield process, Listening(pid, file)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_process_that_hangs_tells_its_stacks_and_goes_on(stuck):
+    process, listening = stuck
+    for _ in range(2):  # each time all of it, and nothing of the time before
+        text = ask({"policy, replica 3": listening})["policy, replica 3"]
+        assert text.count("in waits_for_ever") == 2 and text.count("most recent call first") == 2
+    assert process.poll() is None
+
+
+def test_processes_that_cannot_answer_are_said_to_be_so(stuck, monkeypatch):
+    process, listening = stuck
+    monkeypatch.setattr("coalign.cluster.stacks._PATIENCE", 0.3)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert ask({"one": listening}) == {"one": "no answer: the process is stopped, or deep in the kernel\n"}
+    process.kill()
+    process.wait()
+    assert ask({"one": listening}) == {"one": "the process is gone\n"}
+
+
+def test_own_stacks_name_the_threads():
+    done, begun = threading.Event(), threading.Event()
+
+    def waits():
+        begun.set()
+        done.wait()
+
+    thread = threading.Thread(target=waits, name="coalign-policy")
+    thread.start()
+    begun.wait()
+    text = own()
+    done.set()
+    thread.join()
+    assert "Thread coalign-policy:" in text and "in waits" in text and "Thread MainThread:" in text
+
+
+def test_every_process_of_a_run_tells_its_stacks_while_it_computes(make_ray):
+    cluster = make_ray({"judge": {"module": "SumModule", "num_process": 2}})
+    judge = cluster.models["judge"]
+    judge.threads().result()
+    sleeping = judge.sleep(60.0)
+    while not len(sleeping.running) == 2:
+        time.sleep(0.05)
+    deadline = time.monotonic() + 30.0
+    while not all("in sleep" in cluster.stacks()[f"judge, replica {i}"] for i in range(2)):
+        assert time.monotonic() < deadline
+    assert "Thread MainThread:" in cluster.stacks()["driver"]
+    assert not sleeping.done()
