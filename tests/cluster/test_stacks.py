@@ -79,7 +79,7 @@ def test_every_process_of_a_run_tells_its_stacks_while_it_computes(make_ray):
     judge = cluster.models["judge"]
     judge.threads().result()
     sleeping = judge.sleep(60.0)
-    while not len(sleeping.running) == 2:
+    while len(sleeping.running) != 2:
         time.sleep(0.05)
     deadline = time.monotonic() + 30.0
     while not all("in sleep" in cluster.stacks()[f"judge, replica {i}"] for i in range(2)):

@@ -1,0 +1,134 @@
+"""What a step looked like: worked out by hand, of real calls, and as files."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from coalign.cluster.answers import Running
+from coalign.cluster.future import Future, Outcome, Span
+from coalign.runtime.timeline import Event, Timeline, chrome_trace, idle, phases, under_way
+from coalign.runtime.timeline_plot import plot_timeline
+from coalign.types import Stat
+from tests.cluster.test_stream import sleepy
+from tests.cluster.threads import thread_cluster
+from tests.runs import metrics, run, settings
+
+# Two replicas generate from 10 to 12 and to 14, a judge scores from 14 to 15, after its weights came (13 to 14).
+EVENTS = [
+    Event("policy.generate", 9.5, (Span("policy, replica 0", "call", 10, 2), Span("policy, replica 1", "call", 10, 4))),
+    Event("judge.forward_step", 9.5, (Span("judge", "move", 13, 1), Span("judge", "call", 14, 1)), memory=2**20),
+]
+
+
+def test_idle_is_what_is_left_of_the_step():
+    shares = idle(EVENTS, {"policy": 2, "judge": 1, "trainer": 4}, 10.0, 20.0)
+    assert shares == {"policy": pytest.approx(0.7), "judge": pytest.approx(0.9), "trainer": 1.0}
+
+
+def test_a_call_counts_with_its_part_of_the_step():
+    assert idle(EVENTS, {"policy": 2}, 11.0, 13.0) == {"policy": pytest.approx(0.25)}  # 1 s and 2 s of 2 × 2 s
+
+
+def test_a_trace_has_a_row_for_each_process_and_says_what_waited():
+    trace = chrome_trace(EVENTS, 10.0, 20.0)["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["ph"] == "M"}
+    assert names == {
+        (1, 0): "policy",
+        (1, 1): "replica 0",
+        (1, 2): "replica 1",
+        (2, 0): "judge",
+        (2, 1): "judge",
+    }
+    drawn = [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in trace if e["ph"] == "X"]
+    assert drawn == [
+        ("generate", 1, 1, 0, 2_000_000),
+        ("generate", 1, 2, 0, 4_000_000),
+        ("move", 2, 1, 3_000_000, 1_000_000),
+        ("forward_step", 2, 1, 4_000_000, 1_000_000),
+    ]
+    waited = [(e["name"], e["ph"], e["pid"], e["ts"]) for e in trace if e["ph"] in "be"]
+    assert waited == [("forward_step waits", "b", 2, 0), ("forward_step waits", "e", 2, 3_000_000)]
+    assert trace[-3]["args"] == {"label": "judge.forward_step", "MiB": 1}
+
+
+def test_times_outside_of_the_step_are_cut():
+    bars = [e for e in chrome_trace(EVENTS, 11.0, 14.5)["traceEvents"] if e["ph"] == "X"]
+    assert [(bar["ts"], bar["dur"]) for bar in bars] == [
+        (0, 1_000_000),
+        (0, 3_000_000),
+        (2_000_000, 1_000_000),
+        (3_000_000, 500_000),
+    ]
+
+
+def test_phases_last_until_the_next_one():
+    entered = [(10.0, "rollout"), (14.0, "train"), (19.0, "sync")]
+    assert [(e.label, e.start, e.stop) for e in phases(entered, 20.0)] == [
+        ("loop.rollout", 10.0, 14.0),
+        ("loop.train", 14.0, 19.0),
+        ("loop.sync", 19.0, 20.0),
+    ]
+
+
+def test_calls_under_way_count_until_now():
+    future = Future("policy.generate")
+    done, busy = (Running(f"policy, replica {i}", Future("").ended, None, 10.0) for i in range(2))
+    done.meta.set_result(Outcome(None, {}))
+    future.running = [done, busy]
+    [event] = under_way([future], 13.0)
+    assert event.spans == (Span("policy, replica 1", "", 10.0, 3.0),)
+
+
+def test_three_scorers_side_by_side_are_seen_as_such(tmp_path):
+    scorers = {name: {"module": "SleepyModule"} for name in ("one", "two", "three")}
+    timeline = Timeline(tmp_path, every=1)
+    with thread_cluster({"policy": {"module": "SleepyModule"}} | scorers) as cluster:
+        cluster.on_end = timeline.note
+        timeline.phase("rollout")
+        out = cluster.models["policy"].generate(sleepy([0.1]))
+        for future in [cluster.models[name].nap(out, seconds=0.4) for name in scorers]:
+            future.result()
+        stats = {}
+        engine = type("Engine", (), {"cluster": cluster, "step": 1})
+        timeline.after_step(engine, stats, None)
+    assert stats.keys() == {"idle/policy", "idle/one", "idle/two", "idle/three"}
+    assert isinstance(stats["idle/one"], Stat) and 0.0 < stats["idle/one"].value < stats["idle/policy"].value < 1.0
+    trace = json.loads((tmp_path / "step_1.json").read_text())["traceEvents"]
+    naps = [(e["ts"], e["ts"] + e["dur"]) for e in trace if e["name"] == "nap"]
+    assert len(naps) == 3 and max(start for start, _ in naps) < min(stop for _, stop in naps)
+    picture = plot_timeline(tmp_path / "step_1.json", tmp_path / "timeline.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_costs_next_to_nothing():
+    """A step of 20 calls on 8 processes each: well below 1 % of a second."""
+    timeline = Timeline(None, every=0)
+    spans = [Span(f"policy, replica {i}", "call", time.time(), 0.1) for i in range(8)]
+    engine = type("Engine", (), {"step": 1})
+    engine.cluster = type("Cluster", (), {"models": {}, "under_way": lambda: []})
+    best = 1.0
+    for _ in range(5):
+        begun = time.perf_counter()
+        timeline.phase("rollout")
+        for _ in range(20):
+            future = Future("policy.generate")
+            future.spans = list(spans)
+            timeline.note(future, Outcome(None, {}))
+        timeline.after_step(engine, {}, None)
+        best = min(best, time.perf_counter() - begun)
+    assert best < 0.01
+
+
+def test_a_run_writes_idle_shares_timelines_and_their_picture(tmp_path):
+    config = settings(tmp_path, "grpo", timeline_every=2, plots=True, eval_at_start=False)
+    assert run(config) == 0
+    for line in metrics(config):
+        assert {"idle/policy", "idle/trainer", "idle/reward_functions"} <= line.keys()
+        assert all(0.0 <= value <= 1.0 for name, value in line.items() if name.startswith("idle/"))
+    assert sorted(file.name for file in (tmp_path / "run" / "timeline").iterdir()) == ["step_2.json", "step_4.json"]
+    assert (tmp_path / "run" / "plots" / "timeline.png").exists()
+    trace = json.loads((tmp_path / "run" / "timeline" / "step_4.json").read_text())["traceEvents"]
+    assert {"rollout", "train", "sync", "generate", "train_step"} <= {e["name"] for e in trace if e["ph"] == "X"}
