@@ -114,10 +114,10 @@ class Residency:
 
         Raises WorkerError if a process cannot move what it has.
         """
-        if not any(needs.values()):
-            return
         callers = self._tenants.get(model, ())
-        wanted = {tenant: parts for name, parts in needs.items() for tenant in self._tenants.get(name, ())}
+        wanted = {t: parts for name, parts in needs.items() if parts for t in self._tenants.get(name, ())}
+        if not wanted:
+            return
         self._arrive(future, wanted)
         asked: set[tuple[Tenant, str]] = set()
         while leaving := self._leaving(callers, method, wanted, asked):
@@ -151,9 +151,10 @@ class Residency:
         `swaps/<model>/ahead` (of the former, before its turn), `swaps/mib` moved, and `memory/device`: the peak of a
         place in MiB."""
         with self._books:
+            if not self._tenants:
+                return {}
             stats: Stats = {f"swaps/{name}": Total(float(number)) for name, number in self._counts.items()}
-            if self._tenants:
-                stats["memory/device"] = Max(self._peak / 2**20)
+            stats["memory/device"] = Max(self._peak / 2**20)
             self._counts.clear()
             self._peak = 0.0
         return stats
