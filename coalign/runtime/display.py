@@ -23,7 +23,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from coalign.runtime.stepline import number, step_fields, step_seconds
+from coalign.runtime.stepline import Totals, number, step_fields, step_idle, step_seconds
 
 if TYPE_CHECKING:
     from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need
@@ -51,6 +51,7 @@ class Display:
         self._times: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
         self._history: dict[str, tuple[float, float]] = {}  # metric -> its first and its newest value
         self._smooth: dict[str, float] = {}
+        self._totals = Totals()
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -80,7 +81,8 @@ class Display:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line for the metrics of a step (names as in metrics.jsonl)."""
-        fields = [*step_fields(metrics, self._smooth), step_seconds(metrics)]
+        fields = [*step_fields(metrics, self._smooth), step_seconds(metrics), step_idle(metrics)]
+        self._totals.add(metrics)
         for name, value in metrics.items():
             self._history[name] = (self._history.get(name, (value, value))[0], value)
             self._smooth[name] = 0.8 * self._smooth.get(name, value) + 0.2 * value
@@ -103,6 +105,8 @@ class Display:
             for name, values in rows.items():
                 table.add_row(name, *map(number, values))
             self.out.print(table)
+        for name, text in self._totals.rows().items():
+            self.out.print(f"{name}: {text}", soft_wrap=True)
         self.out.print(f"{_duration(time.monotonic() - self._begun)}; results in {folder}", soft_wrap=True)
 
     def close(self) -> None:

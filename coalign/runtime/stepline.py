@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 # label, names of the metric (the first one there is), whether it gets an arrow
@@ -72,6 +73,51 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
         if any(name.startswith("time/") and name.endswith(call) for name in metrics)
     }
     return seconds | {label: metrics[f"time/{label}"] for label in ("sync", "eval") if f"time/{label}" in metrics}
+
+
+def step_idle(metrics: Mapping[str, float]) -> str:
+    """`idle policy 36% trainer 52%`: the share of the step in which the models that generate or learn did not."""
+    shares = [f"{name} {share:.0%}" for name, share in _idle(metrics).items()]
+    return f"idle {' '.join(shares)}" if shares else ""
+
+
+class Totals:
+    """What all steps of a run took together."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._phases: Counter[str] = Counter()
+        self._idle: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step; those of an evaluation alone do not count."""
+        seconds = metrics.get("time/step")
+        if seconds is None:
+            return
+        self._seconds += seconds
+        self._phases.update(phase_seconds(metrics))
+        self._idle.update({name: share * seconds for name, share in _idle(metrics).items()})
+        rates = {what: metrics.get(f"throughput/{what}") for what in ("generated", "trained")}
+        self._tokens.update({what: rate * seconds for what, rate in rates.items() if rate})
+
+    def rows(self) -> dict[str, str]:
+        """`shares of time`, `idle` and `tokens/s`, each in words; without steps, none."""
+        if not self._seconds:
+            return {}
+        of_time = lambda seconds: f"{seconds / self._seconds:.0%}"  # noqa: E731
+        rows = {
+            "shares of time": " ".join(f"{name} {of_time(seconds)}" for name, seconds in self._phases.items()),
+            "idle": " ".join(f"{name} {of_time(seconds)}" for name, seconds in self._idle.items()),
+            "tokens/s": " ".join(f"{what} {number(n / self._seconds)}" for what, n in self._tokens.items()),
+        }
+        return {name: text for name, text in rows.items() if text}
+
+
+def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
+    names = [name.removeprefix("idle/") for name in metrics if name.startswith("idle/")]
+    calls = (_PHASES["gen"], _PHASES["train"])
+    return {name: metrics[f"idle/{name}"] for name in names if any(f"time/{name}{call}" in metrics for call in calls)}
 
 
 def _arrow(change: float) -> str:

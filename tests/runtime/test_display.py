@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from coalign.runtime.display import Display
-from coalign.runtime.stepline import number, phase_seconds, step_fields, step_seconds
+from coalign.runtime.stepline import Totals, number, phase_seconds, step_fields, step_idle, step_seconds
 from coalign.types import Sample, Status
 
 METRICS = {
@@ -28,6 +28,9 @@ METRICS = {
     "time/trainer.train_step": 2.9,
     "time/train": 3.0,
     "time/sync": 0.01,
+    "idle/policy": 0.62,
+    "idle/trainer": 0.4821,
+    "idle/reward": 0.98,
 }
 
 
@@ -84,6 +87,24 @@ def test_the_line_of_a_step():
     assert step_fields(METRICS, {"reward/mean": 0.4123})[0] == "reward 0.412"
 
 
+def test_idle_models_are_those_that_generate_or_learn():
+    assert step_idle(METRICS) == "idle policy 62% trainer 48%"
+    assert step_idle({"time/eval": 4.2}) == ""
+
+
+def test_totals_weigh_steps_by_their_time():
+    totals = Totals()
+    totals.add(METRICS | {"time/step": 4.0})
+    totals.add({"time/eval": 3.0, "throughput/generated": 1e6})
+    totals.add({"time/step": 1.0, "time/policy.generate": 0.9, "idle/policy": 0.1, "throughput/generated": 34.4})
+    assert totals.rows() == {
+        "shares of time": "gen 60% score 8% train 58% sync 0%",
+        "idle": "policy 52% trainer 39%",
+        "tokens/s": "generated 994 trained 1,040",
+    }
+    assert Totals().rows() == {}
+
+
 def test_fields_that_a_step_lacks_are_left_out():
     assert step_fields({}, {}) == [] and step_seconds({}) == ""
     assert step_fields({"loss/nll": 1.0, "samples/dropped": 0.0}, {}) == []
@@ -106,7 +127,7 @@ def test_a_pipe_gets_whole_plain_lines():
     shown = display()
     run(shown)
     lines = text(shown.out).splitlines()
-    assert lines[0].startswith("step   1/200 │ reward 0.412 │ loss -0.013 │") and lines[0].endswith("sync 0.0)")
+    assert lines[0].startswith("step   1/200 │ reward 0.412 │ loss -0.013 │") and lines[0].endswith("trainer 48%")
     assert lines[1].startswith("step   2/200 │ reward 0.500 ▲")
     assert "\x1b" not in text(shown.out) and "generate" not in text(shown.out)
     assert any(line.split() == ["reward/mean", "0.412", "0.500"] for line in lines)
