@@ -129,7 +129,7 @@ def test_a_pipe_gets_whole_plain_lines():
     lines = text(shown.out).splitlines()
     assert lines[0].startswith("step   1/200 │ reward 0.412 │ loss -0.013 │") and lines[0].endswith("trainer 48%")
     assert lines[1].startswith("step   2/200 │ reward 0.500 ▲")
-    assert "\x1b" not in text(shown.out) and "generate" not in text(shown.out)
+    assert "\x1b" not in text(shown.out) and "generate 41" not in text(shown.out)
     assert any(line.split() == ["reward/mean", "0.412", "0.500"] for line in lines)
     assert lines[-1].endswith("results in runs/x")
     assert text(shown.err) == ""
