@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.answers import Remote, Running, combine, wait
+from coalign.cluster.dealing import By, Deal, Shares, deal, in_order, joined
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
 from coalign.cluster.stream import arriving, streams
 from coalign.cluster.worker import module_class
@@ -42,10 +43,10 @@ class DistActor:
 class DistModel:
     """All replicas of one model.
 
-    ``generate`` cuts prompts by the work they promise (see BatchRef); any other method that gets a batch has it cut by
-    tokens, groups whole, order kept. SPMD models are called on every rank, even with an empty share, since their ranks
-    meet in collectives; neighbouring ranks of one tensor-parallel group receive the same share. An attribute that is
-    not here is a method of the module: ``model.my_method(batch, key=1)``.
+    A batch is dealt out in shares that take equally long (coalign.cluster.dealing), prompts by the work they promise;
+    the result has the order of the batch. Other methods get neighbours. SPMD models are called on every rank, even with
+    an empty share, since their ranks meet in collectives; neighbouring ranks of one tensor-parallel group receive the
+    same share. An attribute that is not here is a method of the module: ``model.my_method(batch, key=1)``.
     """
 
     def __init__(
@@ -76,15 +77,15 @@ class DistModel:
 
     def forward_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
         """Columns for the rows of ``batch``: a BatchRef of these columns alone."""
-        return self._call("forward_step", (batch,), keywords, by_row=True)
+        return self._call("forward_step", (batch,), keywords, by="cost", by_row=True)
 
     def train_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
         """Learn from ``batch``: Stats."""
-        return self._call("train_step", (batch,), keywords)
+        return self._call("train_step", (batch,), keywords, by="cost")
 
     def eval_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
         """The loss of ``batch``, without learning: Stats."""
-        return self._call("eval_step", (batch,), keywords)
+        return self._call("eval_step", (batch,), keywords, by="cost")
 
     def save(self, directory: str) -> Future:
         """Write everything to resume bit for bit. A failure (a full disk) ends this call only, not the run."""
@@ -181,7 +182,7 @@ class DistModel:
         method: str,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
-        by: str = "tokens",
+        by: By = "order",
         fatal: bool = True,
         by_row: bool = False,
     ) -> Future:
@@ -195,9 +196,10 @@ class DistModel:
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
             shares = self._shares(future.label, ready, named, by)
             with self._turn(future, method, needs):
-                running = [rank.execute("call", method, *share) for rank, share in shares]
+                running = [rank.execute("call", method, *own) for rank, own in shares.calls]
                 future.comes_in([] if self._spmd else running)
-                return self._outcome(future, method, running)
+                metas = self._wait(future, method, running)
+                return shares.restored(combine(running, metas, self.store, self._copies), metas[:: self._copies])
 
         return self._launch(method, work, fatal)
 
@@ -217,16 +219,18 @@ class DistModel:
     ) -> Outcome:
         """A call by rows on what is there of ``batch``, again and again; the result has the order of its rows."""
         named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-        done: dict[int, list[tuple[Running, Meta]]] = {}
+        done: dict[int, Outcome] = {}
         for bundles in arriving(batch, self.store):
-            shares = [(at, self._shares(future.label, (rows,), named, "tokens")) for at, rows in bundles.items()]
+            shares = {at: self._shares(future.label, (rows,), named, "cost") for at, rows in bundles.items()}
             with self._turn(future, method, needs):
-                running = [(at, rank.execute("call", method, *own)) for at, ranks in shares for rank, own in ranks]
-                metas = self._wait(future, method, [each for _, each in running])
-            for (at, each), meta in zip(running, metas, strict=True):
-                done.setdefault(at, []).append((each, meta))
-        pairs = [pair for at in sorted(done) for pair in done[at]]
-        return combine([each for each, _ in pairs], [meta for _, meta in pairs], self.store)
+                calls = [(at, rank.execute("call", method, *own)) for at in shares for rank, own in shares[at].calls]
+                metas = self._wait(future, method, [running for _, running in calls])
+            for at in shares:
+                mine = [(running, meta) for (its, running), meta in zip(calls, metas, strict=True) if its == at]
+                running, told = zip(*mine, strict=True)
+                done[at] = shares[at].restored(combine(running, told, self.store), told)
+        order = batch.ended.result().order
+        return in_order(joined([done[at] for at in sorted(done)]), order)
 
     def _verb(self, verb: str, *arguments: Any) -> Future:
         def work(future: Future) -> Outcome:
@@ -251,25 +255,26 @@ class DistModel:
         metas = self._wait(future, method, running)
         return combine(running, metas, self.store, self._copies)
 
-    def _shares(
-        self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: str
-    ) -> list[tuple[Remote, tuple[Any, ...]]]:
-        """Which rank gets which (arguments, keywords): batches cut, everything else as it is."""
-        alike = [value for value in arguments if isinstance(value, BatchRef)]
-        if len(sizes := {len(ref) for ref in alike}) > 1:
+    def _shares(self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: By) -> Shares:
+        """Which rank gets which (arguments, keywords): batches dealt out, everything else as it is."""
+        values = {**dict(enumerate(arguments)), **keywords}
+        batches = {key: value for key, value in values.items() if isinstance(value, BatchRef)}
+        if not batches:
+            return Shares([(rank, (arguments, keywords)) for rank in self._ranks])
+        alike = [key for key in batches if key not in keywords]
+        if len(sizes := {len(batches[key]) for key in alike}) > 1:
             raise ValueError(f"{label}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
         count = len(self._ranks) // self._copies
-        values = {**dict(enumerate(arguments)), **keywords}
-        whole = {key: v for key, v in values.items() if isinstance(v, BatchRef)}
-        cuts = {key: (v if key in keywords else alike[0]).ranges(count, by) for key, v in whole.items()}
-        if not cuts:
-            return [(rank, (arguments, keywords)) for rank in self._ranks]
+        whole = not (by == "work" and self.config.spread_samples)
+        deals = {key: deal(batches[key], count, by, whole) for key in batches if key in keywords or key == alike[0]}
+        deals |= {key: Deal(batches[key], deals[alike[0]].rows) for key in alike}
+        parts = {key: each.parts for key, each in deals.items()}
 
         def share(part: int) -> tuple[Any, ...]:
-            own = {key: v.slice(*cuts[key][part]).share if key in cuts else v for key, v in values.items()}
+            own = {key: parts[key][part].share if key in parts else value for key, value in values.items()}
             return tuple(own[i] for i in range(len(arguments))), {name: own[name] for name in keywords}
 
-        filled = [any(start < stop for start, stop in part) for part in zip(*cuts.values(), strict=True)]
-        parts = [(rank, i // self._copies) for i, rank in enumerate(self._ranks)]
-        shares = [(rank, share(part)) for rank, part in parts if self._spmd or filled[part]]
-        return shares or [(self._ranks[0], share(0))]
+        filled = [part for part in range(count) if any(len(parts[key][part]) for key in parts)] or [0]
+        chosen = [*range(count)] if self._spmd else filled
+        calls = [(rank, share(i // self._copies)) for i, rank in enumerate(self._ranks) if i // self._copies in chosen]
+        return Shares(calls, next(iter(deals.values())), chosen)

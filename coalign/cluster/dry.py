@@ -101,7 +101,7 @@ class DryCluster:
 
     def sources(self, refs: list[BatchRef]) -> dict[str, str]:
         """Which call made each column of the merged batches."""
-        return {name: source for ref in refs for part in ref.parts for name, source in part.ref.sources.items()}
+        return {name: source for ref in refs for part in ref.payloads for name, source in part.sources.items()}
 
     def answer(
         self,

@@ -9,14 +9,15 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from coalign.data.batch import Batch, split_ranges
+from coalign.data.batch import Batch
 from coalign.types import Stats
 
 if TYPE_CHECKING:
@@ -37,36 +38,39 @@ class Store(Protocol):
     def get(self, ref: Any) -> Any:
         """The value behind a reference made by ``put``."""
 
-    def rows(self, ref: Any, start: int, stop: int) -> Batch:
-        """Sequences start..stop-1 of a stored batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows start..stop-1 of one stored batch."""
-
-    ref: Any
-    start: int
-    stop: int
+    def rows(self, ref: Any, rows: np.ndarray) -> Batch:
+        """Some sequences of a stored batch, in this order (i64)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Rows on their way to a worker: where they lie, and nothing else."""
+    """Rows on their way to a worker: the stored batches, and for each row which of them it is in (i64[N]), and where
+    there (i64[N])."""
 
-    parts: tuple[Part, ...]
+    payloads: tuple[Any, ...]
+    which: np.ndarray
+    rows: np.ndarray
 
     def gather(self, store: Store) -> Batch:
-        """The rows of all parts, one after the other."""
-        return Batch.concat([store.rows(part.ref, part.start, part.stop) for part in self.parts])
+        """The rows, in their order."""
+        by_payload = np.argsort(self.which, kind="stable")
+        cuts = np.searchsorted(self.which[by_payload], np.arange(1, len(self.payloads)))
+        rows = np.split(self.rows[by_payload], cuts)
+        batch = Batch.concat([store.rows(payload, some) for payload, some in zip(self.payloads, rows, strict=True)])
+        return batch.select(np.argsort(by_payload)) if len(self.payloads) > 1 else batch
 
 
 @dataclass(frozen=True)
 class BatchRef:
-    """A batch that lies elsewhere: ``parts`` in order, lengths i64[N], group i64[N] (None without that column), and
-    ``work`` i64[N]: what it will take to generate each row, in comparison (None: the same for all)."""
+    """A batch that lies elsewhere: row i is row ``rows[i]`` of ``payloads[which[i]]`` (i64[N] both).
 
-    parts: tuple[Part, ...] = field(repr=False)
+    lengths i64[N], group i64[N] (None without that column), and ``work`` i64[N]: what it will take to generate each
+    row, in comparison (None: the same for all).
+    """
+
+    payloads: tuple[Any, ...] = field(repr=False)
+    which: Tensor = field(repr=False)
+    rows: Tensor = field(repr=False)
     lengths: Tensor = field(repr=False)
     group: Tensor | None = field(repr=False)
     columns: tuple[str, ...]
@@ -83,31 +87,25 @@ class BatchRef:
     @staticmethod
     def of(meta: Meta, payload: Any, store: Store) -> BatchRef:
         """A whole stored batch, from its description."""
-        whole = (Part(payload, 0, len(meta.lengths)),)
-        return BatchRef(whole, meta.lengths, meta.group, meta.columns, store, meta.work)
+        rows = torch.arange(len(meta.lengths))
+        return BatchRef(
+            (payload,), torch.zeros_like(rows), rows, meta.lengths, meta.group, meta.columns, store, meta.work
+        )
 
     @property
     def share(self) -> Share:
-        return Share(self.parts)
+        return Share(self.payloads, self.which.numpy(), self.rows.numpy())
 
     def slice(self, start: int, stop: int) -> BatchRef:
-        """Sequences start..stop-1, nothing moved. An empty slice keeps one empty part: it still has its columns."""
-        parts, at = [], 0
-        for part in self.parts:
-            size = part.stop - part.start
-            first, last = max(start - at, 0), min(stop - at, size)
-            if first < last:
-                parts.append(Part(part.ref, part.start + first, part.start + last))
-            at += size
-        parts = parts or [Part(self.parts[0].ref, 0, 0)]
-        group, work = (None if column is None else column[start:stop] for column in (self.group, self.work))
-        return BatchRef(tuple(parts), self.lengths[start:stop], group, self.columns, self.store, work)
+        """Sequences start..stop-1, nothing moved."""
+        return self.select(slice(start, stop))
 
-    def ranges(self, n: int, by: str) -> list[tuple[int, int]]:
-        """n consecutive (start, stop) that cover all rows, balanced by ``tokens`` or ``work``, groups whole."""
-        if by == "work" and self.work is None:
-            return split_ranges(self.lengths, n, keep=self.group, by="sequences")
-        return split_ranges(self.work if by == "work" else self.lengths, n, keep=self.group)
+    def select(self, rows: Tensor | slice) -> BatchRef:
+        """The sequences ``rows`` (i64, in any order), nothing moved. None of them is still a batch with its columns."""
+        used, which = torch.unique(self.which[rows], return_inverse=True)
+        payloads = tuple(self.payloads[number] for number in used.tolist()) or self.payloads[:1]
+        group, work = (None if column is None else column[rows] for column in (self.group, self.work))
+        return BatchRef(payloads, which, self.rows[rows], self.lengths[rows], group, self.columns, self.store, work)
 
     def fetch(self, rows: int | None = None) -> Batch:
         """Bring the first ``rows`` sequences (None: all) into this process."""
@@ -118,26 +116,19 @@ class BatchRef:
     def concat(refs: list[BatchRef]) -> BatchRef:
         """One after the other; empty ones, which may lack columns, leave no trace unless all are empty."""
         refs = [ref for ref in refs if len(ref)] or refs[:1]
+        number = {id(payload): payload for ref in refs for payload in ref.payloads}
+        at = {key: index for index, key in enumerate(number)}
         groups, works = [ref.group for ref in refs], [ref.work for ref in refs]
         return BatchRef(
-            _joined(part for ref in refs for part in ref.parts),
+            tuple(number.values()),
+            torch.cat([torch.tensor([at[id(payload)] for payload in ref.payloads])[ref.which] for ref in refs]),
+            torch.cat([ref.rows for ref in refs]),
             torch.cat([ref.lengths for ref in refs]),
             None if any(group is None for group in groups) else torch.cat(groups),
             refs[0].columns,
             refs[0].store,
             None if any(work is None for work in works) else torch.cat(works),
         )
-
-
-def _joined(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The parts, neighbours of one stored batch as one: a payload is then read once, not once for each slice of it."""
-    joined: list[Part] = []
-    for part in parts:
-        if joined and joined[-1].ref is part.ref and joined[-1].stop == part.start:
-            joined[-1] = Part(part.ref, joined[-1].start, part.stop)
-        else:
-            joined.append(part)
-    return tuple(joined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +213,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished call: its result and the peak of its largest worker in bytes."""
+    """A finished call: its result and the peak of its largest worker in bytes. Row i of the result is row ``order[i]``
+    of what the workers gave, one after the other (None: as they gave it)."""
 
     result: Any
     stats: Stats
     memory: int = 0
+    order: Tensor | None = None
 
 
 class Future:

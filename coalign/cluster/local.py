@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from coalign.cluster.accelerators import accelerator
@@ -43,8 +44,8 @@ class LocalStore:
     def get(self, ref: Cell) -> Any:
         return ref.value
 
-    def rows(self, ref: Cell, start: int, stop: int) -> Batch:
-        return ref.value.slice(start, stop)
+    def rows(self, ref: Cell, rows: np.ndarray) -> Batch:
+        return ref.value.select(rows)
 
 
 class LocalWorker:

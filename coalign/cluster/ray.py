@@ -61,9 +61,10 @@ class Stored:
         raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
         return Stored(raw.numpy(), tensor.dtype)
 
-    def rows(self, start: int, stop: int) -> Tensor:
+    def rows(self, index: np.ndarray | slice) -> Tensor:
         """A copy of some rows, which its owner may write to."""
-        return torch.from_numpy(self.array[start:stop].copy()).view(self.dtype)
+        rows = self.array[index]
+        return torch.from_numpy(rows.copy() if isinstance(index, slice) else rows).view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +84,20 @@ class StoredBatch:
             {name: keep(column) for name, column in batch.sequence.items()},
         )
 
-    def slice(self, start: int, stop: int) -> Batch:
-        """Sequences start..stop-1, copied."""
-        first, last = int(self.lengths[:start].sum()), int(self.lengths[:stop].sum())
-        cut = lambda column: column.rows(start, stop) if isinstance(column, Stored) else column[start:stop]  # noqa: E731
-        sequence: dict[str, Column] = {name: cut(column) for name, column in self.sequence.items()}
+    def select(self, rows: np.ndarray) -> Batch:
+        """Some sequences, copied."""
+        lengths, ends = self.lengths[rows], self.lengths.cumsum()
+        starts = ends[rows] - lengths
+        # Token t comes from where its row starts, plus its distance from where the row starts in the result.
+        moved = starts - lengths.cumsum() + lengths
+        whole = len(rows) > 0 and bool((moved == moved[0]).all())  # one piece
+        tokens = (
+            slice(starts[0], starts[0] + lengths.sum()) if whole else moved.repeat(lengths) + np.arange(lengths.sum())
+        )
+        pick = lambda column: column.rows(rows) if isinstance(column, Stored) else [column[i] for i in rows]  # noqa: E731
+        sequence: dict[str, Column] = {name: pick(column) for name, column in self.sequence.items()}
         return Batch(
-            torch.from_numpy(self.lengths[start:stop].copy()),
-            {name: column.rows(first, last) for name, column in self.token.items()},
-            sequence,
+            torch.from_numpy(lengths), {name: column.rows(tokens) for name, column in self.token.items()}, sequence
         )
 
 
@@ -106,8 +112,8 @@ class RayStore:
     def get(self, ref: ray.ObjectRef) -> Any:
         return ray.get(ref)
 
-    def rows(self, ref: ray.ObjectRef, start: int, stop: int) -> Batch:
-        return ray.get(ref).slice(start, stop)
+    def rows(self, ref: ray.ObjectRef, rows: np.ndarray) -> Batch:
+        return ray.get(ref).select(rows)
 
 
 def stored(value: Any) -> Any:
@@ -193,8 +199,15 @@ class RayCluster(Cluster):
             ranks.append(self._actor(where, f"{name}:{kind}{process}", seat, threads, visible, arena))
         if not spmd:
             return [DistActor([rank], device) for rank in ranks]
-        meeting = ray.get(ranks[0].actor.address.remote()) if len(ranks) > 1 else None
+        meeting = self._meeting(ranks[0]) if len(ranks) > 1 else None
         return [DistActor(ranks, device, meeting)]
+
+    def _meeting(self, first: RayWorker) -> str:
+        """Where the ranks of a model meet."""
+        try:
+            return ray.get(first.actor.address.remote())
+        except ray.exceptions.RayActorError as lost:
+            raise self.error or lost from None  # killed, because another model could not start
 
     def _actor(
         self,

@@ -2,6 +2,7 @@
 
 import torch
 
+from coalign.cluster.dealing import deal
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
@@ -41,23 +42,27 @@ def test_expectations_are_means_and_those_of_the_unknown_the_average():
     assert copy.expect(prompts("b", "x", "a", "c"))["expected_tokens"].tolist() == [10, 4, 3, 1]
 
 
-def test_replicas_get_equal_work_in_the_order_given():
-    ref = stored(prompts(*"abcdef").with_(expected_tokens=torch.tensor([50, 10, 10, 10, 10, 10]).int()))
-    assert ref.ranges(2, "work") == [(0, 1), (1, 6)]
-    assert ref.slice(1, 6).ranges(2, "work") in ([(0, 2), (2, 5)], [(0, 3), (3, 5)])
+def dealt(ref):
+    """Rows of each of two replicas."""
+    return [rows.tolist() for rows in deal(ref, 2, "work").rows]
+
+
+def test_replicas_get_equal_work_the_longest_first():
+    ref = stored(prompts(*"abcdef").with_(expected_tokens=torch.tensor([10, 10, 50, 15, 10, 10]).int()))
+    assert dealt(ref) == [[3, 0, 1, 4, 5], [2]]
     both = BatchRef.concat([ref.slice(1, 3), ref.slice(0, 1)])
-    assert both.work.tolist() == [10, 10, 50] and both.ranges(2, "work") == [(0, 2), (2, 3)]
+    assert both.work.tolist() == [10, 50, 10] and dealt(both) == [[0, 2], [1]]
 
 
 def test_without_expectations_all_prompts_count_alike():
     ref = stored(prompts(*"abcd"))
-    assert ref.work is None and ref.ranges(2, "work") == [(0, 2), (2, 4)]
-    assert BatchRef.concat([ref, ref]).ranges(2, "work") == [(0, 4), (4, 8)]
+    assert ref.work is None and dealt(ref) == [[0, 1], [2, 3]]
+    assert dealt(BatchRef.concat([ref, ref])) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_prompt_with_more_samples_is_more_work():
     ref = stored(prompts(*"abc").with_(samples=torch.tensor([8, 4, 4]).int()))
-    assert ref.ranges(2, "work") == [(0, 1), (1, 3)]
+    assert dealt(ref) == [[0], [1, 2]]
 
 
 def test_what_has_ended_is_no_work_any_more():

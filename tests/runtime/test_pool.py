@@ -34,11 +34,11 @@ def test_the_oldest_groups_leave_first_and_whole():
         pool.take(1, 0)
 
 
-def test_neighbours_that_were_never_apart_are_one_part_again():
+def test_rows_of_one_stored_batch_are_read_from_it_once():
     pool = Pool(max_age=3)
     pool.add(stored(1, 1, 2, 2, 3), torch.tensor([0, 1, 2]))
     assert [ready.version for ready in pool.entries()] == [0, 1, 2]
-    assert len(pool.take(None, 2).parts) == 1
+    assert len(pool.take(None, 2).payloads) == 1
 
 
 def test_groups_beyond_the_age_are_dropped_and_counted():

@@ -112,6 +112,9 @@ class ModelConfig(Section):
     offload: Literal["auto"] | list[Literal["weights", "gradients", "optimizer", "kv"]] = "auto"
     """What may leave the device for the host's memory while other models of its `runtime.colocation` group need room. `auto`:
     all of it on devices, nothing on CPU."""
+    spread_samples: bool = False
+    """Of a policy with several replicas: deal out single samples, not prompts with all of their samples. The load is
+    more even; but every replica that has some of a prompt's samples computes the prompt."""
     threads: PositiveInt | None = None
     """CPU threads of each process; None: `runtime.threads`."""
     max_tokens_per_micro: PositiveInt | None = 16384

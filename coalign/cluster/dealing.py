@@ -1,0 +1,112 @@
+"""Which replica gets which rows of a batch, and the order of what replicas give back.
+
+A driver knows lengths and groups of a batch, not its contents: enough to deal its rows out in shares that take equally
+long, and to put the results into the order of the batch again, whoever computed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from coalign.cluster.answers import Remote
+from coalign.cluster.future import BatchRef, Meta, Outcome
+from coalign.data.balance import cost, partition
+from coalign.data.batch import split_ranges
+from coalign.types import merge_stats
+
+By = Literal["work", "cost", "order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """``rows[p]`` (i64) are those of part p, in the order in which it gets them."""
+
+    given: BatchRef
+    rows: tuple[Tensor, ...]
+
+    @property
+    def parts(self) -> list[BatchRef]:
+        return [self.given.select(rows) for rows in self.rows]
+
+    def order(self, metas: Sequence[Meta]) -> Tensor | None:
+        """What the parts that got any rows gave, one after the other, in the order of the batch: row i of the result is
+        row order[i] of that. None if nothing is to be moved.
+
+        A part gives a row for each of its rows, or (generation) rows of the same groups.
+        """
+        dealt = [rows for rows in self.rows if len(rows)]
+        if not dealt or metas[0].lengths is None:
+            return None
+        if all(len(meta.lengths) == len(rows) for meta, rows in zip(metas, dealt, strict=True)):
+            place = torch.cat(dealt)
+        elif self.given.group is not None and all(meta.group is not None for meta in metas):
+            place = _first_rows(self.given.group, torch.cat([meta.group for meta in metas]))
+        else:
+            return None
+        order = torch.argsort(place, stable=True)
+        return None if torch.equal(order, torch.arange(len(order))) else order
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The calls that one call becomes: which rank gets which arguments. ``parts`` are those of ``deal`` (that of its
+    first batch) that they are for."""
+
+    calls: Sequence[tuple[Remote, tuple[Any, ...]]]
+    deal: Deal | None = None
+    parts: Sequence[int] = ()
+
+    def restored(self, outcome: Outcome, metas: Sequence[Meta]) -> Outcome:
+        """The outcome with its rows in the order of the batch; ``metas``: the answer for each part."""
+        if self.deal is None:
+            return outcome
+        told = [meta for part, meta in zip(self.parts, metas, strict=True) if len(self.deal.rows[part])]
+        return in_order(outcome, self.deal.order(told))
+
+
+def in_order(outcome: Outcome, order: Tensor | None) -> Outcome:
+    """The outcome with row order[i] of its result as row i (None: as it is)."""
+    return outcome if order is None else replace(outcome, result=outcome.result.select(order), order=order)
+
+
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """Outcomes for one batch after the other as that of all."""
+    result = BatchRef.concat([outcome.result for outcome in outcomes])
+    stats = merge_stats(outcome.stats for outcome in outcomes)
+    return Outcome(result, stats, max(outcome.memory for outcome in outcomes))
+
+
+def deal(batch: BatchRef, parts: int, by: By, whole_groups: bool = True) -> Deal:
+    """The rows in ``parts`` shares, groups whole (equal neighbours in the column `group`).
+
+    By ``work``: what it takes to generate, and in each share the longest first, so that no long one is left for the
+    end; prompts of which nothing is known are cut into neighbours by their number. By ``cost``: what it takes to
+    compute. By ``order``: neighbours of equal tokens, for methods that may give back other rows than they got.
+    """
+    keep = batch.group if whole_groups else None
+    if by == "order" or batch.group is None or (by == "work" and batch.work is None):
+        ranges = split_ranges(batch.lengths, parts, keep=keep, by="sequences" if by == "work" else "tokens")
+        return Deal(batch, tuple(torch.arange(start, stop) for start, stop in ranges))
+    unit = torch.arange(len(batch)) if keep is None else torch.unique_consecutive(keep, return_inverse=True)[1]
+    costs = batch.work.double() if by == "work" else cost(batch.lengths)
+    sums = torch.zeros(int(unit[-1]) + 1 if len(unit) else 0, dtype=torch.float64).index_add_(0, unit, costs)
+    part = torch.empty(len(sums), dtype=torch.int64)
+    for number, members in enumerate(partition(sums.tolist(), parts)):
+        part[members] = number
+    turn = torch.arange(len(sums))
+    if by == "work":
+        turn[torch.argsort(sums, descending=True, stable=True)] = turn.clone()
+    rows = torch.argsort(part[unit] * len(sums) + turn[unit], stable=True)
+    return Deal(batch, rows.split(torch.bincount(part[unit], minlength=parts).tolist()))
+
+
+def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:
+    """The first row of each wanted group."""
+    groups, member = torch.unique(group, return_inverse=True)
+    first = torch.full((len(groups),), len(group)).scatter_reduce(0, member, torch.arange(len(group)), "amin")
+    return first[torch.searchsorted(groups, wanted)]

@@ -1,0 +1,150 @@
+"""Shares that take equally long, and results in the order of the batch whoever computed them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coalign.cluster.dealing import deal, in_order
+from coalign.cluster.future import BatchRef, Meta, Outcome
+from coalign.cluster.local import LocalStore
+from coalign.data.balance import cost
+from coalign.data.batch import Batch
+
+STORE = LocalStore()
+
+
+def stored(batch: Batch) -> BatchRef:
+    return BatchRef.of(Meta.of(batch), STORE.put(batch), STORE)
+
+
+def batch(lengths, group=None, work=None) -> BatchRef:
+    made = Batch(torch.tensor(lengths, dtype=torch.int64))
+    made = made.with_(tokens=torch.arange(made.tokens_total, dtype=torch.int32), rows=list(range(len(lengths))))
+    made = made.with_(group=torch.tensor(range(len(lengths)) if group is None else group, dtype=torch.int64))
+    return stored(made if work is None else made.with_(expected_tokens=torch.tensor(work, dtype=torch.int32)))
+
+
+def rows(ref, parts, by, **options):
+    return [part.tolist() for part in deal(ref, parts, by, **options).rows]
+
+
+def test_by_cost_groups_stay_whole():
+    # Groups of 4, 4, 6, 2 and 6 tokens.
+    ref = batch([3, 1, 4, 1, 5, 2, 6], group=[0, 0, 1, 2, 2, 3, 4])
+    assert sorted(sum(ref.lengths[part].tolist()) for part in deal(ref, 2, "cost").rows) == [10, 12]
+    for part in rows(ref, 2, "cost"):
+        assert part == sorted(part) and (0 in part) == (1 in part) and (3 in part) == (4 in part)
+
+
+def test_a_long_sequence_costs_more_than_its_tokens():
+    long = 24576  # twice the cost of as many tokens in short ones
+    lengths = [long, *[64] * (long // 64), *[64] * (long // 64)]
+    [first, second] = deal(batch(lengths), 2, "cost").rows
+    assert first.tolist() == [0] or len(first) < 10
+    assert len(second) > 2 * long // 64 - 10
+
+
+def test_by_work_the_longest_come_first():
+    dealt = rows(batch([1] * 5, work=[2, 9, 3, 4, 5]), 2, "work")
+    assert sorted(row for part in dealt for row in part) == list(range(5))
+    work = torch.tensor([2, 9, 3, 4, 5])
+    assert sorted(int(work[part].sum()) for part in dealt) == [11, 12]
+    assert all(work[part].tolist() == sorted(work[part].tolist(), reverse=True) for part in dealt)
+    assert rows(batch([1] * 3, work=[1, 3, 2]), 1, "work") == [[1, 2, 0]]
+
+
+def test_prompts_of_which_nothing_is_known_stay_in_order():
+    assert rows(batch([9, 1, 1, 1]), 2, "work") == [[0, 1], [2, 3]]
+
+
+def test_samples_of_a_prompt_together_or_spread():
+    ref = batch([1] * 4, group=[7, 7, 7, 7], work=[5, 5, 5, 5])
+    assert [len(part) for part in rows(ref, 2, "work")] == [4, 0]
+    assert [len(part) for part in rows(ref, 2, "work", whole_groups=False)] == [2, 2]
+
+
+def test_by_order_neighbours_stay_neighbours():
+    assert rows(batch([5, 1, 1, 5]), 2, "order") == [[0, 1], [2, 3]]
+
+
+def test_an_empty_batch():
+    assert rows(batch([]), 3, "cost") == [[], [], []]
+
+
+def scored(part: BatchRef) -> BatchRef:
+    """A row of its own for each row: what a scorer gives."""
+    given_rows = part.fetch()
+    return stored(Batch(given_rows.lengths).with_(score=[10 * n for n in given_rows["rows"]]))
+
+
+def generated(part: BatchRef, samples: int) -> BatchRef:
+    """``samples`` rows of each prompt, in the order of the prompts."""
+    prompts = part.fetch()
+    each = torch.arange(len(prompts)).repeat_interleave(samples)
+    return stored(prompts.select(each).with_(index=torch.arange(samples).repeat(len(prompts)).int()))
+
+
+def meta(ref: BatchRef) -> Meta:
+    return Meta.of(ref.fetch())
+
+
+def restored(dealt, results):
+    return in_order(Outcome(BatchRef.concat(results), {}), dealt.order([meta(ref) for ref in results])).result
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=12), st.integers(1, 5), st.data())
+def test_results_have_the_order_of_the_batch(groups, parts, data):
+    lengths = [length for length, count in groups for _ in range(count)]
+    group = [100 - i for i, (_, count) in enumerate(groups) for _ in range(count)]
+    work = data.draw(st.none() | st.lists(st.integers(0, 50), min_size=len(lengths), max_size=len(lengths)))
+    ref = batch(lengths, group, work)
+    by = data.draw(st.sampled_from(["work", "cost", "order"]))
+    dealt = deal(ref, parts, by)
+    assert sorted(torch.cat(dealt.rows).tolist()) == list(range(len(lengths)))
+    used = [part for part in dealt.parts if len(part)]
+    scores = restored(dealt, [scored(part) for part in used])
+    assert scores.fetch()["score"] == [10 * i for i in range(len(lengths))]
+    prompts = batch([1] * len(groups), range(100, 100 - len(groups), -1), [length for length, _ in groups])
+    dealt = deal(prompts, parts, "work")
+    out = restored(dealt, [generated(part, 2) for part in dealt.parts if len(part)]).fetch()
+    assert out["rows"] == [i for i in range(len(groups)) for _ in range(2)]
+    assert out["index"].tolist() == [0, 1] * len(groups)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(1, 6))
+def test_no_part_costs_much_more_than_another(lengths, parts):
+    costs = cost(torch.tensor(lengths))
+    sums = [float(costs[part].sum()) for part in deal(batch(lengths), parts, "cost").rows]
+    assert max(sums) - min(sums) <= float(costs.max()) + 1e-9
+
+
+def test_selected_rows_come_from_where_they_lie():
+    first, second = batch([2, 3, 1]), batch([4, 1])
+    both = BatchRef.concat([first, second, first])
+    assert len(both.payloads) == 2 and both.which.tolist() == [0, 0, 0, 1, 1, 0, 0, 0]
+    some = both.select(torch.tensor([7, 3, 0]))
+    assert some.fetch()["tokens"].tolist() == [5, 0, 1, 2, 3, 0, 1]
+    assert some.select(torch.tensor([1])).payloads == (second.payloads[0],)
+    assert len(some.slice(0, 0).fetch()) == 0 and "tokens" in some.slice(1, 1).fetch()
+
+
+@pytest.mark.parametrize("chosen", [[0, 1, 2], [1, 2], [2, 0], [1], [], [2, 2, 0]])
+def test_rows_of_the_object_store_are_those_of_the_batch(chosen):
+    ray = pytest.importorskip("coalign.cluster.ray")
+    made = Batch(torch.tensor([2, 0, 3])).with_(
+        tokens=torch.arange(5, dtype=torch.int32),
+        half=torch.arange(10).reshape(5, 2).to(torch.bfloat16),
+        score=torch.tensor([0.5, 1.5, 2.5]),
+        rows=["a", "b", "c"],
+    )
+    found = ray.StoredBatch.of(made).select(np.array(chosen, dtype=np.int64))
+    expected = made.select(chosen)
+    assert torch.equal(found.lengths, expected.lengths) and found["rows"] == expected["rows"]
+    for name in ("tokens", "half", "score"):
+        assert torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype
