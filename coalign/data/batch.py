@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coalign.data.balance import fill
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Sample, Status
 
 Column = Tensor | list[Any]
@@ -183,11 +184,11 @@ class Batch:
         return [self.slice(a, b) for a, b in ranges]
 
     def micro(self, max_tokens: int | None, *, keep: str | None = None, whole: bool = False) -> list[Batch]:
-        """Consecutive micro-batches of at most ``max_tokens`` tokens each (None: one).
+        """Micro-batches of at most ``max_tokens`` tokens each (None: one), as few and as full as best fit finds.
 
-        With ``keep``, equal neighbours of that column stay together as long as they fit, or always if ``whole``.
-        Raises ValueError for what may not be cut and is longer than the budget: cutting it would change the result,
-        exceeding it break the promise on memory.
+        Every sequence is in one of them, long ones first. With ``keep``, equal neighbours of that column stay together
+        and in order as long as they fit, or always if ``whole``. Raises ValueError for what may not be cut and is
+        longer than the budget: cutting it would change the result, exceeding it break the promise on memory.
         """
         if len(self) == 0 or max_tokens is None:
             return [self] if len(self) else []
@@ -195,7 +196,7 @@ class Batch:
             remedy = "raise it or shorten the data"
             raise ValueError(f"a sequence of {longest} tokens exceeds max_tokens_per_micro={max_tokens}; {remedy}")
         lengths = self.lengths.tolist()
-        cuts, filled = [0], 0
+        pieces = []
         for start, stop in _units(lengths, self[keep] if keep else None):
             size = sum(lengths[start:stop])
             if whole and size > max_tokens:
@@ -203,14 +204,9 @@ class Batch:
                     f"{stop - start} sequences that a loss compares have {size} tokens together, which exceeds "
                     f"max_tokens_per_micro={max_tokens}; raise it or shorten the data"
                 )
-            fits = whole or size <= max_tokens
-            for first, last in [(start, stop)] if fits else [(row, row + 1) for row in range(start, stop)]:
-                size = sum(lengths[first:last])
-                if filled and filled + size > max_tokens:
-                    cuts.append(first)
-                    filled = 0
-                filled += size
-        return [self.slice(a, b) for a, b in pairwise([*cuts, len(self)])]
+            pieces += [(start, stop)] if size <= max_tokens else _fitting(start, lengths[start:stop], max_tokens)
+        bins = fill([sum(lengths[a:b]) for a, b in pieces], max_tokens)
+        return [self.select([row for piece in inside for row in range(*pieces[piece])]) for inside in bins]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -322,6 +318,17 @@ def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:
     values = keep.tolist() if isinstance(keep, Tensor) else list(keep)
     starts = [i for i in range(len(values)) if i == 0 or values[i] != values[i - 1]]
     return list(pairwise([*starts, len(values)]))
+
+
+def _fitting(first: int, sizes: Sequence[int], room: int) -> list[tuple[int, int]]:
+    """Row ranges of at most ``room``, as long as they can be, from row ``first`` on."""
+    cuts, filled = [first], 0
+    for row, size in enumerate(sizes, first):
+        if filled + size > room:
+            cuts.append(row)
+            filled = 0
+        filled += size
+    return list(pairwise([*cuts, first + len(sizes)]))
 
 
 def _take(column: Column, rows: Tensor) -> Column:

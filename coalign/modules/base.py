@@ -186,28 +186,28 @@ class TrainableModule(Module):
         """One column for ``batch``: ref_logprobs or values (f32 [sum T], 0.0 outside of the loss mask), or reward (f32
         [N]). ``into`` gives it another name; ``base`` leaves the model's adapters out."""
         output, column = HEADS[self.config.head]
-        micros = self._micros(batch)
+        micros = self._micros(_numbered(batch))
         with self.base_weights() if base else nullcontext():
             computed = zip(micros, self.run(micros), strict=True)
-        parts = [out[output].float().cpu() for micro, out in computed if micro is not IDLE]
-        result = torch.cat(parts) if parts else torch.zeros(0)
-        if output != "scores":
-            full = torch.zeros(batch.tokens_total)
-            full[trained(batch)] = result
-            result = full
+        result = torch.zeros(len(batch) if output == "scores" else batch.tokens_total)
+        for micro, out in computed:
+            if micro is not IDLE:
+                where = micro["row"] if output == "scores" else micro["token"][trained(micro)]
+                result[where] = out[output].float().cpu()
         return {into or column: result}
 
     def top_logprobs(self, batch: Batch) -> dict[str, Tensor]:
         """What a teacher tells (coalign.config.schema.ModelConfig.candidates): the columns candidates i32[sum T, K] and
         teacher_logprobs f32[sum T, K], 0 outside of the loss mask."""
-        micros = self._micros(batch)
+        micros = self._micros(_numbered(batch))
         computed = zip(micros, self.run(micros, needs=("top",)), strict=True)
-        parts = [out for micro, out in computed if micro is not IDLE]
+        parts = [(micro, out) for micro, out in computed if micro is not IDLE]
         columns = {}
         for name in ("candidates", "teacher_logprobs"):
-            told = torch.cat([out[name].cpu() for out in parts]).to(TOKEN_COLUMNS[name])
-            columns[name] = told.new_zeros(batch.tokens_total, told.shape[1])
-            columns[name][trained(batch)] = told
+            width = parts[0][1][name].shape[1]
+            columns[name] = torch.zeros(batch.tokens_total, width, dtype=TOKEN_COLUMNS[name])
+            for micro, out in parts:
+                columns[name][micro["token"][trained(micro)]] = out[name].cpu().to(TOKEN_COLUMNS[name])
         return columns
 
     def train_step(
@@ -358,3 +358,9 @@ class TrainableModule(Module):
 def _unit(batch: Batch) -> str | None:
     """The column whose equal neighbours are not torn apart: groups and pairs, where there are any."""
     return "group" if "group" in batch else None
+
+
+def _numbered(batch: Batch) -> Batch:
+    """With the place of each `token` i64[T] and each `row` i64[N]: micro-batches do not keep the order."""
+    numbers = {"token": torch.arange(batch.tokens_total)}, {"row": torch.arange(len(batch))}
+    return Batch(batch.lengths, {**batch.token, **numbers[0]}, {**batch.sequence, **numbers[1]})

@@ -22,6 +22,8 @@ from coalign.types import Context
 
 MODULES = {"policy": "EchoModule", "judge": "SumModule", "trainer": "GroupModule"}
 ALL = [[*MODULES]]
+CHIP = {"accelerator": "chip"}  # stands for devices where there are none
+# {layout: (models, colocation, further settings)}
 LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], list[list[str]], dict[str, Any]]] = {
     "exclusive": (
         {"policy": {"num_gpu": 2, "tensor_parallel": 2}, "judge": {"num_gpu": 2}, "trainer": {"num_gpu": 4}},
@@ -31,23 +33,18 @@ LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], list[list[str]], dict[str, A
     "shared": (
         {"policy": {"num_gpu": 4, "tensor_parallel": 2}, "judge": {"num_gpu": 4}, "trainer": {"num_gpu": 4}},
         ALL,
-        {},
+        CHIP,
     ),
     "partly": (
         {"policy": {"num_gpu": 4, "tensor_parallel": 4}, "judge": {"num_gpu": 2}, "trainer": {"num_gpu": 8}},
         ALL,
-        {},
+        CHIP,
     ),
-    "single": ({"policy": {"num_gpu": 1}, "judge": {"num_gpu": 1}, "trainer": {"num_gpu": 1}}, ALL, {}),
+    "single": ({"policy": {"num_gpu": 1}, "judge": {"num_gpu": 1}, "trainer": {"num_gpu": 1}}, ALL, CHIP),
     "spread": (
         {"policy": {"num_gpu": 4, "tensor_parallel": 2, "placement": "spread"}, "judge": {}, "trainer": {"num_gpu": 2}},
         [],
         {},
-    ),
-    "stand_in": (
-        {"policy": {"num_gpu": 2, "tensor_parallel": 2}, "judge": {"num_gpu": 1}, "trainer": {"num_gpu": 2}},
-        ALL,
-        {"accelerator": "chip"},
     ),
 }
 
@@ -62,10 +59,10 @@ def cluster(models: dict[str, dict[str, Any]], colocation: list[list[str]], kind
 
 
 def seen(module: Any, store: Any) -> list[str]:
-    """Node, device, and what the process may see."""
+    """Node, torch's device, and the devices that the process may see."""
     node = ray.get_runtime_context().get_node_id()
-    visible = {name: os.environ.get(f"{name}_VISIBLE_DEVICES", "") for name in ("CUDA", "COALIGN")}
-    return [node, module.context.device, visible["CUDA"] or visible["COALIGN"]]
+    visible = "CUDA" if module.context.device == "cuda" else "COALIGN"
+    return [node, module.context.device, os.environ.get(f"{visible}_VISIBLE_DEVICES", "")]
 
 
 def flow(running: Any) -> dict[str, Any]:
@@ -122,9 +119,7 @@ def refusals() -> dict[str, Any]:
 def main() -> None:
     machines = Machines(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": 80 * 2**20})
     for name in ("b", "a"):
-        machines.add_node(
-            num_cpus=1, num_gpus=4, resources={"chip": 4}, node_name=name, object_store_memory=80 * 2**20
-        )
+        machines.add_node(num_cpus=1, num_gpus=4, resources={"chip": 4}, node_name=name, object_store_memory=80 * 2**20)
     ray.init(address=machines.address, log_to_driver=False, namespace="coalign")
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     with cluster({name: {} for name in MODULES}, [], kind="local") as local:

@@ -76,25 +76,34 @@ def test_split_balances():
 
 
 @given(grouped(), st.integers(9, 30), st.sampled_from([None, "group"]))
-def test_micro_keeps_the_budget_the_order_and_fitting_groups(batch, budget, keep):
-    micros = batch.micro(budget, keep=keep)
+def test_micro_keeps_the_budget_and_fitting_groups_in_order(batch, budget, keep):
+    numbered = Batch(batch.lengths, batch.token, {**batch.sequence, "row": list(range(len(batch)))})
+    micros = numbered.micro(budget, keep=keep)
     assert all(len(m) > 0 and m.tokens_total <= budget for m in micros)
+    rows = [row for m in micros for row in m["row"]]
+    assert sorted(rows) == list(range(len(batch)))
     if len(batch):
-        same(Batch.concat(micros), batch)
-    else:
-        assert micros == []
+        same(Batch.concat(micros).without("row"), batch.select(rows))
     if keep:
         for group in set(batch["group"].tolist()):
             size = int(batch.lengths[batch["group"] == group].sum())
-            holders = sum(group in m["group"].tolist() for m in micros)
-            assert holders == 1 or size > budget
+            where = [row for m in micros for row in m["row"] if batch["group"][row] == group]
+            assert size > budget or where == list(range(where[0], where[0] + len(where)))
+            assert size > budget or sum(group in m["group"].tolist() for m in micros) == 1
 
 
 @given(grouped(), st.integers(9, 30))
-def test_micro_is_as_few_as_first_fit_gives(batch, budget):
+def test_micro_batches_are_full(batch, budget):
     micros = batch.micro(budget)
     for a, b in pairwise(micros):
         assert a.tokens_total + int(b.lengths[0]) > budget
+
+
+def test_micro_by_hand():
+    assert [m.lengths.tolist() for m in make([4, 4, 6, 6]).micro(10)] == [[6, 4], [6, 4]]
+    groups = make([2, 3, 5, 1, 9]).with_(group=torch.tensor([0, 0, 1, 2, 2]))
+    assert [m.lengths.tolist() for m in groups.micro(10, keep="group")] == [[1, 9], [2, 3, 5]]
+    assert [m.lengths.tolist() for m in groups.micro(9, keep="group")] == [[9], [2, 3, 1], [5]]
 
 
 def test_micro_refuses_what_does_not_fit():
