@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coalign.weights.checksum import checksum, tensor_bytes
-from coalign.weights.transport import WeightError
+from coalign.weights.transport import damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,7 @@ class Packed:
         """Raises WeightError if the bytes are not those that were packed."""
         found = checksum(self.data)
         if found != self.checksum:
-            raise WeightError(
-                f"weight '{self.name}' arrived damaged: checksum {found:016x}, sent with {self.checksum:016x}"
-            )
+            raise damaged(self.name, found, self.checksum)
 
     def tensor(self) -> Tensor:
         """A view of the data. Do not write to it: the data may be shared with other processes."""

@@ -18,15 +18,15 @@ AHEAD = 256 * 2**20  # bytes of tensors that may wait for their copy: a gathered
 
 
 def copied(jobs: Iterable[tuple[Key, Tensor, Tensor]]) -> Iterator[tuple[Key, int]]:
-    """Copy each (key, tensor, into u8[nbytes] of the host); (key, checksum) in order, as they are done."""
+    """Copy each (key, tensor, into u8[nbytes]); (key, checksum) in order, as they are done."""
     waiting: deque[tuple[Key, int, list[Future[int]]]] = deque()
     ahead = 0
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for key, tensor, into in jobs:
-            flat, target = tensor.detach().contiguous().reshape(-1).view(torch.uint8), into.numpy()
-            work = [pool.submit(_copy, flat[a:b], target[a:b]) for a, b in blocks(len(target))]
-            waiting.append((key, len(target), work))
-            ahead += len(target)
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            work = [pool.submit(_copy, flat[start:stop], into[start:stop]) for start, stop in blocks(len(into))]
+            waiting.append((key, len(into), work))
+            ahead += len(into)
             while waiting and (ahead > AHEAD or waiting[0][2][-1].done()):
                 done, size, parts = waiting.popleft()
                 ahead -= size
@@ -36,15 +36,19 @@ def copied(jobs: Iterable[tuple[Key, Tensor, Tensor]]) -> Iterator[tuple[Key, in
 
 
 def checked(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, int]]:
-    """(key, checksum) of each (key, u8[nbytes] of the host), in order."""
+    """(key, checksum) of each (key, u8[nbytes]), in order."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for key, tensor in tensors:
-            data = tensor.numpy()
-            yield key, combine(list(pool.map(lambda ends, d=data: block_checksum(d[slice(*ends)]), blocks(len(data)))))
+            parts = [tensor[start:stop] for start, stop in blocks(len(tensor))]
+            yield key, combine(list(pool.map(block_checksum, parts)))
 
 
-def _copy(source: Tensor, target: np.ndarray) -> int:
-    """The checksum is that of the source: what the reader finds has to agree with it."""
-    data = source.cpu().numpy()
-    target[:] = data
-    return block_checksum(data)
+def _copy(source: Tensor, target: Tensor) -> int:
+    """The checksum is that of the source, where both are on the host: then it is in the cache for the copy. numpy
+    copies there, since every thread that computes by torch brings its own helpers."""
+    if target.device.type == "cpu":
+        source = source.cpu()
+        np.copyto(target.numpy(), source.numpy())
+        return block_checksum(source)
+    target.copy_(source)
+    return block_checksum(target)

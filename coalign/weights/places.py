@@ -8,26 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+Identity = tuple[str, int]  # host, process
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank. ``host`` is equal for processes that can see each other (in /proc); ``address`` is what other hosts
-    reach it by. ``sends``: whether it yields weights; ``adopts``: whether it computes with the tensors it is given."""
+    """One rank. ``host`` is equal for processes that can see each other (in /proc). ``sends``: whether it yields
+    weights; ``adopts``: whether it computes with the tensors that it is given, in the host's memory."""
 
     host: str
-    address: str
     process: int
     device: str
     sends: bool
     adopts: bool
 
+    @property
+    def identity(self) -> Identity:
+        return self.host, self.process
+
 
 def place(module: Any, store: Any) -> Place:
     """Of this worker."""
+    device = module.context.device
+    return Place(*identity(), device, module.exports, module.adopts and device == "cpu")
+
+
+def identity() -> Identity:
+    """Of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    host = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}"
-    device, sends = module.context.device, module.exports
-    return Place(host, own_address(), os.getpid(), device, sends, module.adopts and device == "cpu")
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}", os.getpid()
 
 
 def own_address() -> str:

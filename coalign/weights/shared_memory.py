@@ -8,7 +8,6 @@ verify while it writes; each tensor is verified once on the host, by one of the 
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from torch import Tensor
 from coalign.weights.arena import Address, Arena
 from coalign.weights.copying import checked, copied
 from coalign.weights.journal import Journal, State
-from coalign.weights.places import Place
-from coalign.weights.transport import Model, Sent, Staged, WeightError, exported, installing
+from coalign.weights.places import Identity, Place, identity
+from coalign.weights.transport import Model, Sent, Staged, WeightError, both, damaged, exported, installing
 
 SEGMENT = 16 * 2**20  # bytes of the first arena; later ones are as large as all before them together
 LARGEST = 2**30
@@ -48,7 +47,7 @@ class SharedMemory(Staged):
         super().__init__(source, target, config)
         self.link = f"shared memory {uuid.uuid4().hex}"
         self.adopt = any(place.adopts for place in readers)
-        self.readers = [place.process for place in readers]
+        self.readers = [place.identity for place in readers]
         self.journals: list[Address] = []
         self.side = 0
 
@@ -61,9 +60,7 @@ class SharedMemory(Staged):
         receiving = self.target.run(
             receive, self.link, self.source.name, self.journals, self.readers, version, self.config.timeout, fatal=False
         )
-        sent = sending.result()
-        receiving.result()
-        return sent
+        return both(sending, receiving)
 
     def install(self, version: int, sent: list[Sent]) -> None:
         self.target.run(install, self.link, version, self.adopt, fatal=False).result()
@@ -159,7 +156,7 @@ def receive(
     link: str,
     source: str,
     journals: list[Address],
-    readers: list[int],
+    readers: list[Identity],
     version: int,
     timeout: float,
 ) -> None:
@@ -173,14 +170,12 @@ def receive(
         for rank, journal in enumerate(inlet.journals):
             for entry in journal.follow(version, timeout, f"{source}, rank {rank}"):
                 inlet.entries.append(entry)
-                if len(inlet.entries) % len(readers) == readers.index(os.getpid()):
+                if len(inlet.entries) % len(readers) == readers.index(identity()):
                     yield entry, inlet.bytes(entry)
 
     for entry, found in checked(mine()):
         if found != entry.checksum:
-            raise WeightError(
-                f"weight '{entry.name}' arrived damaged: checksum {found:016x}, sent with {entry.checksum:016x}"
-            )
+            raise damaged(entry.name, found, entry.checksum)
     inlet.version = version
 
 

@@ -13,10 +13,11 @@ from coalign.cluster.future import WorkerError
 from coalign.config.schema import SyncConfig
 from coalign.types import Stats, Total
 from coalign.weights.arena import NoRoom
+from coalign.weights.broadcast import Broadcast
 from coalign.weights.disk import Disk
 from coalign.weights.in_process import Adopt, Copy
 from coalign.weights.object_store import ObjectStore
-from coalign.weights.places import place
+from coalign.weights.places import Place, place
 from coalign.weights.shared_memory import SharedMemory
 from coalign.weights.transport import Model, Transport, WeightError
 
@@ -85,13 +86,19 @@ def transport_between(source: Model, target: Model, config: SyncConfig, overlap:
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
         return (Copy if overlap else Adopt)(source, target, config)
     senders, readers = (model.run(place).result() for model in (source, target))
-    name = config.transport if config.transport != "auto" else _between(source, target, [*senders, *readers])
-    if name in (simple := {"object_store": ObjectStore, "disk": Disk}):
-        return simple[name](source, target, config)
-    return SharedMemory(source, target, config, senders, readers)
+    name = config.transport if config.transport != "auto" else _fitting(source, target, [*senders, *readers])
+    match name:
+        case "object_store":
+            return ObjectStore(source, target, config)
+        case "disk":
+            return Disk(source, target, config)
+        case "broadcast":
+            return Broadcast(source, target, config, senders, readers)
+        case "shared_memory":
+            return SharedMemory(source, target, config, senders, readers)
 
 
-def _between(source: Model, target: Model, places: list) -> str:
+def _fitting(source: Model, target: Model, places: list[Place]) -> str:
     if len({each.host for each in places}) == 1:
         return "shared_memory"
-    return "object_store"
+    return "object_store" if source.takes_turns_with(target) else "broadcast"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +101,23 @@ def check_names(sent: Sequence[Sent], expected: frozenset[str] | None) -> None:
         if names:
             others = f" (nor {len(names) - 1} others)" if len(names) > 1 else ""
             raise WeightError(f"weight '{min(names)}' {what}{others}")
+
+
+def damaged(name: str, found: int, sent: int) -> WeightError:
+    """What to raise for a tensor whose checksum differs."""
+    return WeightError(f"weight '{name}' arrived damaged: checksum {found:016x}, sent with {sent:016x}")
+
+
+def both(first: Future, second: Future) -> Any:
+    """The first one's result once both are done; if both fail, the first one's error."""
+    try:
+        result = first.result()
+    except BaseException:
+        with suppress(Exception):
+            second.result()
+        raise
+    second.result()
+    return result
 
 
 def once(weights: Weights) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ import torch
 from coalign.cluster.future import Failure, WorkerError
 from coalign.types import Context
 
+SECONDS = 90
 FORK = multiprocessing.get_context("fork")
 
 
@@ -78,6 +79,7 @@ class Processes:
     def _answer(self, rank, label):
         where = f"{self.name}, rank {rank}"
         try:
+            assert self._pipes[rank].poll(SECONDS), f"{where} does not answer"
             result, problem = self._pipes[rank].recv()
         except EOFError:
             return WorkerError(label, where, Failure("worker lost", "it died", ""))

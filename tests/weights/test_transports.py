@@ -11,14 +11,14 @@ from coalign.cluster.future import WorkerError
 from coalign.cluster.worker import Worker
 from coalign.config.schema import SyncConfig
 from coalign.types import Context, Total
-from coalign.weights import arena, shared_memory
+from coalign.weights import arena, broadcast, shared_memory
 from coalign.weights.copying import copied
 from coalign.weights.object_store import verify_buckets
 from coalign.weights.sync import WeightSync
 from coalign.weights.transport import WeightError
 from tests.weights import modules
 
-TRANSPORTS = ["shared_memory", "object_store", "disk"]
+TRANSPORTS = ["shared_memory", "object_store", "disk", "broadcast"]
 STAGED = ["shared_memory", "object_store", "disk"]
 EMBED = 4 * 2**18
 LAYER = 4 * 15 + 2 * 7
@@ -97,12 +97,67 @@ def test_what_goes_wrong_at_a_sender_leaves_the_old_version(make, syncing, trans
         assert found == 3 and same(weights, expected(2, 1))
 
 
-def test_a_sender_that_stalls_is_named(make, syncing):
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("break", r"trainer, rank 1 broke off (after 'layers.1.weight'|before its first tensor): .*the export broke"),
+        ("forget", r"weight 'layers\.\d\.half' was not sent"),
+        ("twice", r"trainer, rank \d broke off .*: WeightError: weight 'layers\.\d\.weight' was sent twice"),
+        ("both", "weight 'layers.0.weight' was sent twice: by rank 0 and by rank 1"),
+    ],
+)
+def test_a_broken_stream_leaves_replicas_that_do_not_serve(make, syncing, fault, message):
+    trainer, policy = make(senders=2, readers=2)
+    sync = syncing(trainer, policy, "broadcast")
+    for version in (0, 1):
+        sync(version)
+    trainer.call("misbehave", fault)
+    with pytest.raises(WorkerError, match=message):
+        sync(2)
+    assert all("version 2 were installed in part" in why for why in policy.call("condition"))
+    trainer.call("misbehave", "")
+    sync(3)
+    assert policy.call("condition") == [None, None]
+    assert all(found == 3 and same(weights, expected(2, 0)) for found, weights in policy.call("serving"))
+
+
+def damaged_fill(jobs):
+    for job in jobs:
+        for result in copied([job]):
+            job[2][:1] ^= 4
+            yield result
+
+
+def damaged_broadcast(module, store, *arguments):
+    broadcast.copied = damaged_fill
+    try:
+        return broadcast.send(module, store, *arguments)
+    finally:
+        broadcast.copied = copied
+
+
+def test_damaged_buckets_leave_replicas_that_do_not_serve(make, syncing):
+    trainer, policy = make(readers=2)
+    sync = syncing(trainer, policy, "broadcast")
+    sync(0)
+    sync.transport.source = Damaging(trainer, broadcast.send, damaged_broadcast)
+    with pytest.raises(WorkerError, match=r"weight 'layers.0.weight' arrived damaged"):
+        sync(1)
+    assert all("version 1" in why for why in policy.call("condition"))
+
+
+def test_broadcast_is_refused_between_models_that_take_turns(make, syncing):
+    with pytest.raises(ValueError, match="`broadcast` needs trainer and policy at once"):
+        syncing(*make(turns=True), "broadcast")(0)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+def test_a_sender_that_stalls_is_named(make, syncing, transport):
     trainer, policy = make()
-    sync = syncing(trainer, policy, "shared_memory", timeout=0.5)
+    sync = syncing(trainer, policy, transport, timeout=2.0, bucket_mib=1)
     sync(0)
     trainer.call("misbehave", "stall")
-    with pytest.raises(WorkerError, match=r"trainer, rank 0 sent nothing for 0.5 s .*after 'layers.0.weight'"):
+    with pytest.raises(WorkerError, match="trainer, rank 0 sent nothing for 2 s"):
         sync(1)
     assert policy.call("serving")[0][0] == 0
 
@@ -135,13 +190,7 @@ def test_a_replica_that_is_unfit_answers_no_call():
 def damaged_send(module, store, *arguments):
     """``send`` with one bit of each tensor flipped after it was written."""
 
-    def damaged(jobs):
-        for job in jobs:
-            for result in copied([job]):
-                job[2][:1] ^= 4
-                yield result
-
-    shared_memory.copied = damaged
+    shared_memory.copied = damaged_fill
     try:
         return shared_memory.send(module, store, *arguments)
     finally:
