@@ -152,6 +152,11 @@ class Engine:
         budget = self.config.runtime.tokens
         return self.step >= self.last or (budget is not None and self.tokens >= budget)
 
+    @property
+    def served(self) -> int:
+        """The weight version that the models which generate were given last, by the schedule (`sync.every`)."""
+        return self.step - self.step % self.config.sync.every
+
     def learn(self) -> None:
         """Train until the run is complete, or a hook sets ``stop``."""
         self.phase("sync")
@@ -161,7 +166,7 @@ class Engine:
         while not self.complete and not self.stop:
             begun = time.perf_counter()
             self.phase("rollout")
-            batch, rollout = self.environment.next(self.step)
+            batch, rollout = self.environment.next(self.step, self.served)
             self.phase("train")
             training = self.trainers.step(batch)
             if self.ptx_loader and not self.ptx_loader.drawn:
@@ -172,7 +177,8 @@ class Engine:
             if any(hook.refuses(self, stats, batch) for hook in self.hooks):
                 continue  # before anyone generates with such weights
             self.phase("sync")
-            stats = merge_stats([stats, self.trainers.sync(self.step)])
+            if self.served == self.step or self.complete:
+                stats = merge_stats([stats, self.trainers.sync(self.step)])
             self.late = {}
             self.after_step(stats)
             stats |= pace(stats, time.perf_counter() - begun)

@@ -71,17 +71,18 @@ class Environment:
         self.pool = Pool(control.max_age)
         self.kept = 1.0  # the share of groups that the filter let through in the step before
 
-    def next(self, version: int) -> tuple[BatchRef, Stats]:
+    def next(self, version: int, served: int) -> tuple[BatchRef, Stats]:
         """The batch that the step at this weight version trains on, and its metrics (`time/rollout`: s waited).
+        ``served``: the version that generates, an older one between two syncs (`sync.every`).
 
         RuntimeError if no group is left to train on.
         """
         begun = time.perf_counter()
         expired = self.pool.expire(version)
-        self.buffer.fill(version, lambda step: self._begin(version, step, self._aim()))
+        self.buffer.fill(served, lambda step: self._begin(served, step, self._aim()))
         parts = [self._collect(self.buffer.take(version), version)]
         while self._missing and len(parts) < self.control.max_rounds:
-            parts.append(self._collect(self._begin(version, version, self._missing), version))
+            parts.append(self._collect(self._begin(served, version, self._missing), version))
         stats = merge_stats(parts)
         self._note_kept(stats)
         batch, described = self._taken(version, stats)

@@ -123,6 +123,24 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _syncs_suit_the_run(self) -> Self:
+        every, runtime = self.sync.every, self.runtime
+        if runtime.max_staleness < every - 1:
+            raise Conflict(
+                ("sync", "every"),
+                f"is {every}, so a batch is sampled from weights that are up to {every - 1} steps old: set "
+                f"`runtime.max_staleness` to {every - 1} or more (it is {runtime.max_staleness})",
+            )
+        for key in ("eval_every", "save_every"):
+            if getattr(runtime, key) % every:
+                raise Conflict(
+                    ("runtime", key),
+                    f"is {getattr(runtime, key)}, no multiple of `sync.every` ({every}): between two syncs the model "
+                    "that generates has older weights than those that are evaluated and saved",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_has_data(self) -> Self:
         if self.runtime.eval_every and not self.data.eval:
             raise Conflict(("runtime", "eval_every"), f"is {self.runtime.eval_every}, and there is no data.eval")
