@@ -194,7 +194,8 @@ class DistModel:
                 return self._as_they_come(future, method, needs, arguments[0], keywords)
             ready = tuple(self.cluster.resolve(value) for value in arguments)
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            shares = self._shares(future.label, ready, named, by)
+            cuts = self.config.updates_per_batch if method == "train_step" else 1
+            shares = self._shares(future.label, ready, named, by, cuts)
             with self._turn(future, method, needs):
                 running = [rank.execute("call", method, *own) for rank, own in shares.calls]
                 future.comes_in([] if self._spmd else running)
@@ -220,7 +221,7 @@ class DistModel:
         """A call by rows on what is there of ``batch``, again and again; the result has the order of its rows."""
         named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
         done: dict[int, Outcome] = {}
-        for bundles in arriving(batch, self.store):
+        for bundles in arriving(batch, self.store, len(self._ranks)):
             shares = {at: self._shares(future.label, (rows,), named, "cost") for at, rows in bundles.items()}
             with self._turn(future, method, needs):
                 calls = [(at, rank.execute("call", method, *own)) for at in shares for rank, own in shares[at].calls]
@@ -255,7 +256,9 @@ class DistModel:
         metas = self._wait(future, method, running)
         return combine(running, metas, self.store, self._copies)
 
-    def _shares(self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: By) -> Shares:
+    def _shares(
+        self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: By, cuts: int = 1
+    ) -> Shares:
         """Which rank gets which (arguments, keywords): batches dealt out, everything else as it is."""
         values = {**dict(enumerate(arguments)), **keywords}
         batches = {key: value for key, value in values.items() if isinstance(value, BatchRef)}
@@ -265,8 +268,8 @@ class DistModel:
         if len(sizes := {len(batches[key]) for key in alike}) > 1:
             raise ValueError(f"{label}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
         count = len(self._ranks) // self._copies
-        whole = not (by == "work" and self.config.spread_samples)
-        deals = {key: deal(batches[key], count, by, whole) for key in batches if key in keywords or key == alike[0]}
+        how = {"whole_groups": not (by == "work" and self.config.spread_samples), "cuts": cuts}
+        deals = {key: deal(batches[key], count, by, **how) for key in batches if key in keywords or key == alike[0]}
         deals |= {key: Deal(batches[key], deals[alike[0]].rows) for key in alike}
         parts = {key: each.parts for key, each in deals.items()}
 
