@@ -38,17 +38,14 @@ def raw(storage: UntypedStorage) -> Tensor:
 
 
 def own(tensors: Iterable[Tensor]) -> None:
-    """Give tensors whose memory is not torch's (a mapped file) memory that can be freed."""
-    moved: dict[int, UntypedStorage] = {}
+    """Give tensors whose memory is not torch's to free (a mapped file, memory shared between processes) their own."""
+    moved: dict[tuple[object, ...], Tensor] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.resizable():
-            continue
-        if storage._cdata not in moved:
-            moved[storage._cdata] = UntypedStorage(storage.nbytes())
-            raw(moved[storage._cdata]).copy_(raw(storage))
-        view = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = view.set_(moved[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        if not storage_of(tensor).resizable():
+            where = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if where not in moved:
+                moved[where] = tensor.detach().clone()
+            tensor.data = moved[where]
 
 
 @contextmanager
