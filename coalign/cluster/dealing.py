@@ -81,12 +81,13 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(result, stats, max(outcome.memory for outcome in outcomes))
 
 
-def deal(batch: BatchRef, parts: int, by: By, whole_groups: bool = True) -> Deal:
+def deal(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True, cuts: int = 1) -> Deal:
     """The rows in ``parts`` shares, groups whole (equal neighbours in the column `group`).
 
     By ``work``: what it takes to generate, and in each share the longest first, so that no long one is left for the
     end; prompts of which nothing is known are cut into neighbours by their number. By ``cost``: what it takes to
-    compute. By ``order``: neighbours of equal tokens, for methods that may give back other rows than they got.
+    compute; ``cuts`` shares that a part will itself be cut into are then alike, too. By ``order``: neighbours of equal
+    tokens, for methods that may give back other rows than they got.
     """
     keep = batch.group if whole_groups else None
     if by == "order" or batch.group is None or (by == "work" and batch.work is None):
@@ -95,10 +96,12 @@ def deal(batch: BatchRef, parts: int, by: By, whole_groups: bool = True) -> Deal
     unit = torch.arange(len(batch)) if keep is None else torch.unique_consecutive(keep, return_inverse=True)[1]
     costs = batch.work.double() if by == "work" else cost(batch.lengths)
     sums = torch.zeros(int(unit[-1]) + 1 if len(unit) else 0, dtype=torch.float64).index_add_(0, unit, costs)
-    part = torch.empty(len(sums), dtype=torch.int64)
+    part, turn = torch.empty(len(sums), dtype=torch.int64), torch.arange(len(sums))
     for number, members in enumerate(partition(sums.tolist(), parts)):
         part[members] = number
-    turn = torch.arange(len(sums))
+        if by == "cost" and cuts > 1 and members:
+            again = [members[i] for cut in partition(sums[members].tolist(), cuts) for i in cut]
+            turn[again] = torch.tensor(members)
     if by == "work":
         turn[torch.argsort(sums, descending=True, stable=True)] = turn.clone()
     rows = torch.argsort(part[unit] * len(sums) + turn[unit], stable=True)

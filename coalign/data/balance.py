@@ -28,6 +28,8 @@ def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
     subsets: the two partial partitions with the greatest differences are joined, the largest subset of one with the
     smallest of the other. Empty subsets come last, and only where there are fewer indices than parts.
     """
+    if parts == 1:
+        return [list(range(len(costs)))]
     heap = [(-cost, index, [(-cost, [index])]) for index, cost in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:

@@ -18,7 +18,6 @@ from coalign.data.cache import contents, identify, open_cached, sizes
 from coalign.data.examples import Example, Examples, to_batch
 from coalign.data.kinds import KINDS
 from coalign.data.order import Order, Shuffled, same_settings
-from coalign.data.packing import Packing, tokens_of
 from coalign.data.phases import Phase
 from coalign.data.scan import Scanned
 from coalign.data.shuffle import uniform
@@ -39,8 +38,7 @@ class Loader:
     ``weights`` are the relative probabilities of the sources at each draw; a source with weight 0 is never drawn. A
     batch has ``batch_size`` rows or, with ``batch_tokens``, that many tokens on average: rows are drawn until they hold
     them, and what the last row is over counts for the next batch. So N tokens make N / batch_tokens batches whatever
-    the lengths of the rows. A batch has at least one row, however long. ``packing`` orders the rows of a batch; None
-    leaves them as they were drawn.
+    the lengths of the rows. A batch has at least one row, however long.
 
     ``group`` of a row is its number among the rows drawn (from 0, unique in the run). ``state_dict`` is a cursor of a
     few numbers. ``len(loader)`` is the number of batches of an epoch: in which as many rows are drawn as the sources
@@ -55,13 +53,12 @@ class Loader:
         seed: int,
         batch_size: int,
         batch_tokens: int | None = None,
-        packing: Packing | None = None,
     ) -> None:
         """At least one weight must be positive."""
         self.orders = list(orders)
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.drawn = 0
-        self._seed, self._packing = seed, packing
+        self._seed = seed
         *_, total = shares = list(accumulate(weights))
         self._until = [share / total for share in shares]
         self._drawable = [order for order, weight in zip(orders, weights, strict=True) if weight]
@@ -93,8 +90,6 @@ class Loader:
         """The next draws: ``rows`` of them (None: those of a batch)."""
         first = self.drawn
         drawn = self._rows_of_a_batch() if rows is None else [self._draw() for _ in range(rows)]
-        if self._packing is not None:
-            drawn = self._packing.order(drawn)
         return to_batch(drawn, range(first, self.drawn))
 
     def all(self, limit: int | None = None) -> Iterator[Batch]:
@@ -130,7 +125,7 @@ class Loader:
         drawn, held = [], self._over
         while not drawn or held < self.batch_tokens:
             drawn.append(self._draw())
-            held += tokens_of(drawn[-1])
+            held += sum(len(example.tokens) for example in drawn[-1])
         self._over = held - self.batch_tokens
         return drawn
 
@@ -150,7 +145,6 @@ def build_loader(
     batch_size: int,
     seed: int,
     batch_tokens: int | None = None,
-    packing: Packing | None = None,
 ) -> Loader:
     """The loader of ``config.train`` or ``config.eval``; ``kind`` is a key of KINDS. The rest is the Loader's.
 
@@ -169,7 +163,7 @@ def build_loader(
     weights = [s.weight for s in sources]
     if config.mixing == "size":
         weights = [weight * _known(order.name, order.rows) for weight, order in zip(weights, orders, strict=True)]
-    return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens, packing=packing)
+    return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens)
 
 
 def _order(examples: Examples, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> Order:

@@ -15,7 +15,6 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.kinds import KINDS
 from coalign.data.loader import Loader, build_loader
-from coalign.data.packing import Packing
 from coalign.runtime.buffer import Buffer
 from coalign.runtime.control import check_control, control
 from coalign.runtime.engine import Engine
@@ -128,7 +127,6 @@ def loader(config: RunConfig, cls: type[Engine], tokenizer: Any, split: str) -> 
         split=split,
         batch_size=config.runtime.prompts_per_step,
         batch_tokens=config.runtime.tokens_per_step,
-        packing=packing(config, cls) if split == "train" and cls.source != "prompts" else None,
         seed=config.seed,
     )
 
@@ -153,16 +151,6 @@ def length(config: RunConfig, data: Loader) -> int:
     if runtime.steps is None and runtime.tokens and config.data.stream:
         return runtime.tokens
     return runtime.steps or data.steps(runtime.epochs)
-
-
-def packing(config: RunConfig, cls: type[Engine]) -> Packing | None:
-    """For the main trainable model, which cuts a batch by its data-parallel processes, and then by its updates."""
-    names = [name for name, role in cls.roles(config).items() if role is Trainable and name in config.models]
-    if not names:
-        return None
-    model = config.models[names[0]]
-    ranks = model.processes // model.tensor_parallel
-    return Packing(ranks * model.updates_per_batch, model.max_tokens_per_micro)
 
 
 def spawn(engine: Engine, models: Mapping[str, ModelConfig], contexts: Mapping[str, Context]) -> None:

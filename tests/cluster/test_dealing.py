@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
 from coalign.data.balance import cost
 from coalign.data.batch import Batch
+from coalign.modules.layout import pack
 
 STORE = LocalStore()
 
@@ -122,6 +126,49 @@ def test_no_part_costs_much_more_than_another(lengths, parts):
     costs = cost(torch.tensor(lengths))
     sums = [float(costs[part].sum()) for part in deal(batch(lengths), parts, "cost").rows]
     assert max(sums) - min(sums) <= float(costs.max()) + 1e-9
+
+
+def test_updates_of_a_share_are_alike():
+    lengths = [9, 1, 1, 1, 8, 2, 2, 6]
+    shares = deal(batch(lengths), 2, "cost", cuts=2).rows
+    for share in shares:
+        tokens = [lengths[row] for row in share.tolist()]
+        assert sum(tokens) == 15
+        best = min(abs(15 - 2 * sum(tokens[:cut])) for cut in range(len(tokens)))
+        assert best <= 3
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_ranks_take_equally_long_and_micro_batches_are_full(parts):
+    """Against neighbours of equal tokens, and one micro-batch after the other filled until the next row is too much."""
+    draw = torch.Generator().manual_seed(0)
+    waste = Counter()
+    for _ in range(16):
+        lengths = (8 + 400 * torch.rand(48, generator=draw) ** 3).long()  # few are long
+        ref = batch(lengths.tolist())
+        for name, by in (("before", "order"), ("after", "cost")):
+            shares = [part.fetch() for part in deal(ref, parts, by).parts]
+            tokens = [share.tokens_total for share in shares]
+            attention = [float(share.lengths.double().square().sum()) for share in shares]
+            waste[name, "tokens"] += parts * max(tokens) / sum(tokens) - 1
+            waste[name, "attention"] += parts * max(attention) / sum(attention) - 1
+            # Ranks go in step, so each has as many micro-batches as the one with the most.
+            micros = [share.micro(900) if by == "cost" else _one_after_the_other(share, 900) for share in shares]
+            waste[name, "micros"] += parts * max(map(len, micros))
+            waste[name, "calls"] += sum(len(pack(micro).blocks) for rank in micros for micro in rank)
+    assert waste["after", "calls"] < 0.9 * waste["before", "calls"]
+    assert waste["after", "micros"] < waste["before", "micros"]
+    assert waste["after", "tokens"] < 0.1 * waste["before", "tokens"]
+    assert waste["after", "attention"] < waste["before", "attention"]
+
+
+def _one_after_the_other(share, room):
+    cuts, held = [0], 0
+    for row, length in enumerate(share.lengths.tolist()):
+        if held + length > room:
+            cuts, held = [*cuts, row], 0
+        held += length
+    return [share.slice(a, b) for a, b in pairwise([*cuts, len(share)])]
 
 
 def test_selected_rows_come_from_where_they_lie():

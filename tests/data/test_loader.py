@@ -9,7 +9,6 @@ import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.loader import build_loader
-from coalign.data.packing import Packing
 from tests.tiny import tiny_tokenizer
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -33,7 +32,6 @@ def loader(
     batch_size=4,
     seed=0,
     batch_tokens=None,
-    packing=None,
     max_samples=None,
     **config,
 ):
@@ -47,7 +45,6 @@ def loader(
         batch_size=batch_size,
         seed=seed,
         batch_tokens=batch_tokens,
-        packing=packing,
     )
 
 
@@ -303,10 +300,9 @@ def test_steps_of_a_token_budget_end_neither_early_nor_late(tmp_path, budget):
     assert sum(map(len, rest)) < 3 * 40 <= sum(map(len, rest)) + len(last)
 
 
-@pytest.mark.parametrize("packing", [None, Packing(2)])
-def test_resuming_a_token_budget_anywhere(tmp_path, packing):
+def test_resuming_a_token_budget_anywhere(tmp_path):
     paths = texts(tmp_path / "a.jsonl", range(7, 90, 8)), texts(tmp_path / "b.jsonl", range(150, 200, 10))
-    make = lambda: loader(*paths, weights=[2.0, 1.0], batch_tokens=150, packing=packing, chat_template="none")  # noqa: E731
+    make = lambda: loader(*paths, weights=[2.0, 1.0], batch_tokens=150, chat_template="none")  # noqa: E731
     running, made = make(), make()
     whole = [drawn(made, 1) for _ in range(25)]
     for position in range(20):
