@@ -22,6 +22,7 @@ app = typer.Typer(
 COMMANDS = {
     "train": training.train,
     "check": training.check,
+    "check-sync": models.check_sync,
     "pipeline": training.pipeline,
     "eval": training.evaluate,
     "generate": inference.generate,

@@ -1,4 +1,4 @@
-"""Commands that make a model directory from another one without training."""
+"""Commands on the weights of models: make a directory from another one, compare two."""
 
 from __future__ import annotations
 
@@ -51,3 +51,29 @@ def merge(
 
     write(base, adapter, output, dtype=dtype)
     Display().note(f"{base} + {adapter} -> {output}")
+
+
+def check_sync(
+    sides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Two directories with weights (Hugging Face, a checkpoint, a run folder); with --config, settings "
+            "over those of the file."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A run's YAML: start its models, sync, compare what they hold and compute.")
+    ] = None,
+):
+    """Compare the weights of two sides, tensor by tensor. Exit code 1 if they differ."""
+    from coalign.cli.arguments import load_run
+    from coalign.runtime.display import Display
+    from coalign.runtime.sync_check import check_run, check_saved
+
+    if config is not None:
+        same = check_run(load_run(config, sides), Display())
+    elif sides is not None and len(sides) == 2:
+        same = check_saved(Path(sides[0]), Path(sides[1]), Display())
+    else:
+        raise typer.BadParameter("give two directories, or --config and a run's YAML")
+    raise typer.Exit(0 if same else 1)

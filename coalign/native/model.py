@@ -74,6 +74,11 @@ class Model:
             kind = type(self.module).__name__
             raise ValueError(f"the weights do not fit {kind}: missing {missing}, unexpected {sorted(unexpected)}")
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What ``load`` takes: (name, live tensor), tied ones once."""
+        for name in dict.fromkeys(names[0] for names in self._homes.values()):
+            yield name, _get(self.module, name)
+
     def _take(self, name: str, tensor: Tensor, adopt: bool) -> None:
         aliases = self._homes[name]
         current = _get(self.module, name)

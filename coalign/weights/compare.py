@@ -1,0 +1,88 @@
+"""What differs between two sets of named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from coalign.weights.checksum import checksum, tensor_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor that a side has: its kind, and a checksum of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Held:
+        return Held(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum(tensor_bytes(tensor)))
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two: what it has, and how to get at a tensor's values."""
+
+    name: str
+    held: Mapping[str, Held]
+    fetch: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``what`` is different about a tensor; where its values are, the largest |Δ| and how many of ``numel`` differ."""
+
+    name: str
+    what: str
+    largest: float | None = None
+    count: int = 0
+    numel: int = 0
+
+
+def differences(one: Side, other: Side, values: int = 100) -> Iterator[Difference]:
+    """Everything in which the sides differ, bit by bit, by name; of the first ``values`` tensors also by how much."""
+    for name in sorted(one.held.keys() | other.held.keys()):
+        first, second = one.held.get(name), other.held.get(name)
+        if first is None or second is None:
+            yield Difference(name, f"only in {one.name if second is None else other.name}")
+        elif (first.shape, first.dtype) != (second.shape, second.dtype):
+            yield Difference(name, f"{first.dtype}{list(first.shape)}, {second.dtype}{list(second.shape)}")
+        elif first.checksum != second.checksum:
+            values -= 1
+            yield measured(name, one.fetch(name), other.fetch(name)) if values >= 0 else Difference(name, "values")
+
+
+def measured(name: str, first: Tensor, second: Tensor) -> Difference:
+    """How two tensors of one shape and dtype differ in their values; NaN and infinities count as an infinite |Δ|."""
+    size = first.element_size()
+    pairs = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, size) for t in (first, second)]
+    differ = (pairs[0] != pairs[1]).any(1)
+    delta = (first.reshape(-1)[differ].double() - second.reshape(-1)[differ].double()).abs()
+    return Difference(name, "values", float(delta.nan_to_num(float("inf")).max()), int(differ.sum()), first.numel())
+
+
+def saved(path: Path) -> Side:
+    """A Hugging Face directory, a checkpoint of a run, or a run folder (its newest model). ValueError if it is none."""
+    directory = next((d for d in (path, path / "hf", path / "model") if any(d.glob("*.safetensors"))), None)
+    if directory is None:
+        raise ValueError(
+            f"'{path}' holds no weights: expected a Hugging Face directory (*.safetensors), a checkpoint of a run "
+            "(hf/) or a run folder (model/)"
+        )
+    files: dict[str, Path] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), file)
+
+    def fetch(name: str) -> Tensor:
+        with safe_open(files[name], "pt") as tensors:
+            return tensors.get_tensor(name)
+
+    return Side(str(path), {name: Held.of(fetch(name)) for name in files}, fetch)
