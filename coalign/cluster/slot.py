@@ -135,7 +135,7 @@ def _slot(name: str, members: Mapping[str, Footprint]) -> Slot:
     size = max(footprint.processes * footprint.places for footprint in members.values())
     packed = _Packed(tenants=[0] * size, unit=list(range(size)))
     places: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for model, footprint in sorted(members.items(), key=lambda item: (-item[1].total, -item[1].processes)):
+    for model, footprint in sorted(members.items(), key=lambda item: (-item[1].total, -item[1].places)):
         places[model] = packed.add(footprint, limit=devices if footprint.devices else size)
     units = tuple(tuple(p for p in range(size) if packed.unit[p] == unit) for unit in sorted(set(packed.unit)))
     locks = tuple(threading.Lock() for _ in range(size))

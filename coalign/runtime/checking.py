@@ -18,6 +18,7 @@ from coalign.runtime.build import context, prepare, roles_of, spawn
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.runtime.memory import Estimate, estimate
+from coalign.runtime.placing import asked, started
 from coalign.runtime.rewarding import composition
 from coalign.types import LossInput
 
@@ -36,6 +37,9 @@ def check(config: RunConfig, display: Display) -> None:
         _try_adapters(models)
     if rewards := composition(models, config):
         display.show(rewards + "\n")
+    with located(config):
+        display.show(asked(started(cls, models, config), config))
+    display.show("")
     display.show(_memory(cls, models, config))
     display.show("\nno problem found")
 

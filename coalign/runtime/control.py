@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+from coalign.cluster.base import footprint
 from coalign.config.schema import RunConfig
 from coalign.data.loader import Loader
 from coalign.runtime.budgets import with_budgets
@@ -41,9 +42,9 @@ def rounds_of_a_response(config: RunConfig) -> int:
 
 
 def replicas(config: RunConfig) -> int:
-    """Processes that generate side by side; 0 without a policy."""
+    """Replicas that generate side by side; 0 without a policy."""
     policy = config.models.get("policy")
-    return 0 if policy is None else policy.processes
+    return 0 if policy is None else footprint("policy", policy).parts
 
 
 def max_age(config: RunConfig) -> int:

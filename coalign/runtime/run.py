@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coalign.cluster.start import start
-from coalign.config import dump
+from coalign.cluster.start import kind, start
+from coalign.config import dump, located
 from coalign.config.schema import RunConfig
 from coalign.runtime.build import build, prepare
 from coalign.runtime.checkpoint import Checkpoints, verify
@@ -19,6 +19,7 @@ from coalign.runtime.engine import Engine
 from coalign.runtime.folder import RunFolder
 from coalign.runtime.guards import UNHEALTHY, Guards
 from coalign.runtime.hooks import EarlyStop, Evaluate, Hook
+from coalign.runtime.placing import given, started
 from coalign.runtime.plots import plot_run
 from coalign.runtime.profiling import Profile
 from coalign.runtime.recording import Record
@@ -34,11 +35,14 @@ log = logging.getLogger(__name__)
 def train(config: RunConfig, display: Display) -> int:
     """Train as the configuration says; returns the exit code: 0, 3 if the run's guards ended it (runtime.guards), or
     128 + the signal that did."""
-    prepare(config)
+    cls, models = prepare(config)
     folder = RunFolder(config.output)
     with _logged(folder, display):
-        cluster = start(config)
+        with located(config):
+            cluster = start(config, started(cls, models, config))
         try:
+            if kind(config) == "ray":
+                log.info("placement:\n%s", "\n".join(given(cluster.slots, cluster.seats, cluster.nodes)))
             engine = build(config, cluster)
             return _learn(engine, folder, display)
         finally:

@@ -87,6 +87,8 @@ def flow(running: Any) -> dict[str, Any]:
 def layouts(names: dict[str, str]) -> dict[str, Any]:
     found = {}
     for layout, (models, colocation, runtime) in LAYOUTS.items():
+        while {ray.available_resources().get(name) for name in ("GPU", "chip")} != {8.0}:
+            time.sleep(0.1)  # until the last one has given back everything
         with cluster(models, colocation, **runtime) as running:
             where = {name: model.run(seen).result() for name, model in running.models.items()}
             seats = {name: [[running.nodes[s.node].name, *s.devices] for s in running.seats[name]] for name in models}

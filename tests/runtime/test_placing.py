@@ -1,0 +1,66 @@
+"""Where models live, as `coalign check` and the start of a run tell it."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from coalign.cluster.base import planned
+from coalign.cluster.placement import Node, assign, seats
+from coalign.cluster.slot import distinct
+from coalign.config.errors import ConfigError
+from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
+from coalign.runtime.placing import asked, given, in_turn
+
+HERE = "tests.cluster.modules"
+MODELS = {
+    "trainer": ModelConfig(module=f"{HERE}:GroupModule", num_gpu=8),
+    "policy": ModelConfig(module=f"{HERE}:EchoModule", num_gpu=4, tensor_parallel=2),
+    "judge": ModelConfig(module=f"{HERE}:SumModule", num_gpu=4),
+    "reward": ModelConfig(module=f"{HERE}:SumModule", num_process=2),
+}
+COLOCATION = [["trainer", "policy", "judge"]]
+
+
+def shown(models, **runtime) -> list[list[str]]:
+    config = RunConfig(algorithm="none", models=models, runtime=RuntimeConfig(**runtime))
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(asked(models, config))
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in capture.get().splitlines()]
+
+
+def test_what_is_asked_for():
+    title, _, *rows = shown(MODELS, colocation=COLOCATION)
+    assert title == ["placement: 8 devices (GPU)"]
+    assert rows == [
+        ["trainer", "8", "8", "trainer+policy+judge: 0–7", "policy, judge"],
+        ["policy", "2 × 2", "2", "trainer+policy+judge: 0–1 2–3", "trainer"],
+        ["judge", "4", "4", "trainer+policy+judge: 4–7", "trainer"],
+        ["reward", "2", "2", "CPU"],
+    ]
+    assert shown({"reward": MODELS["reward"]})[0] == ["placement: no devices"]
+
+
+def test_what_was_found():
+    slots = planned(MODELS, COLOCATION)
+    nodes = [Node("a", 4, 4), Node("b", 4, 4), Node("c", 0, 0, cores=64)]
+    where = assign(distinct(slots), nodes)
+    found = seats(distinct(slots), where, [[["0", "1", "2", "3"]], [["0", "1", "2", "3"]], []])
+    assert given(slots, found, nodes) == [
+        "trainer: 8 on a [0][1][2][3], b [0][1][2][3]; in turn with policy, judge",
+        "policy: 2 × 2 on a [0,1][2,3]; in turn with trainer",
+        "judge: 4 on b [0][1][2][3]; in turn with trainer",
+        "reward: 2 on c × 2",
+    ]
+
+
+def test_models_side_by_side_do_not_wait_for_each_other():
+    slots = planned(MODELS, COLOCATION)
+    assert in_turn(slots, "policy") == ["trainer"] and in_turn(slots, "reward") == []
+
+
+def test_numbers_that_do_not_divide_are_refused_by_the_check():
+    models = {"policy": MODELS["policy"].model_copy(update={"num_process": 3})}
+    with pytest.raises(ConfigError, match=r"models\.policy\.num_process: is 3; num_gpu=4 does not divide by it, 2 for"):
+        shown(models)
