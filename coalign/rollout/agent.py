@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from coalign.config.functions import bind, resolve
@@ -39,6 +40,14 @@ async def agent(
         value = await call(fn, own, episode.row, **settings)
     if value is not None:
         episode.reward(value)
+
+
+def _check(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any], parser: str, **_: Any) -> None:
+    bind(resolve(run, "coalign.rollout.agent"), arguments, "rollout.arguments")
+    resolve(parser, "coalign.rollout.parsers")
+
+
+agent.check = _check
 
 
 class BlockingClient:

@@ -55,7 +55,8 @@ async def self_play(
     illegal: float = -1.0,
     tries: int = 1,
 ) -> None:
-    """The policy against itself: samples 0 and 1 of a prompt play each other, 2 and 3, …; both sides are trained.
+    """The policy against itself: samples 0 and 1 of a prompt play each other, 2 and 3, …; both sides are trained, but
+    for one who has had no turn before the game was over.
 
     Who makes no legal move in ``tries`` attempts has lost (``illegal``), and the other one has won (1). The samples of
     a group start from the same position. Needs an even `runtime.samples_per_prompt`, and `runtime.eval_samples`.
@@ -145,7 +146,10 @@ def _check_game(
 
 
 def _check_self_play(samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], **_: Any) -> None:
-    _rules(rules, settings)
+    if (players := _rules(rules, settings)(Random(0)).players) != 2:
+        raise ValueError(
+            f"rollout.rules: `{rules}` is a game for {players} player, and `self_play` needs 2; use `game`"
+        )
     _pair_up(samples)
 
 

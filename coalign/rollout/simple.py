@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from coalign.config.functions import resolve
@@ -32,6 +33,13 @@ async def simulated_user(
         if said is None:
             return
         episode.say({"role": "user", "content": said})
+
+
+def _check_user(samples: Mapping[str, int], *, user: str, **_: Any) -> None:
+    resolve(user, "coalign.rollout.users")
+
+
+simulated_user.check = _check_user
 
 
 async def call(function: Any, *arguments: Any, **keywords: Any) -> Any:

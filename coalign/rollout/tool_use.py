@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from coalign.config.functions import resolve
@@ -42,6 +43,16 @@ async def tool_use(
             episode.count("out_of_turns")
             return
         episode.say(*await box.answer(episode, calls))
+
+
+def _check(
+    samples: Mapping[str, int], *, tools: list[Any], parser: str, tool_timeout: float, max_result_chars: int, **_: Any
+) -> None:
+    resolve(parser, "coalign.rollout.parsers")
+    Toolbox.of(tools, timeout=tool_timeout, max_chars=max_result_chars)
+
+
+tool_use.check = _check
 
 
 def _as_message(text: str, calls: list[Call]) -> dict[str, Any]:

@@ -50,15 +50,21 @@ class Tool:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def tool(config: str | Mapping[str, Any]) -> Tool:
+def tool(config: str | Mapping[str, Any], where: str = "rollout.tools[0]") -> Tool:
     """The tool that a configuration names: a short name of this module or a dotted path, or {fn: …, its arguments}.
 
-    Raises ConfigError for wrong arguments, ValueError where there is no such function.
+    Raises ConfigError for wrong arguments, ValueError where there is no such function; ``where`` is the key.
     """
-    arguments = {} if isinstance(config, str) else {key: value for key, value in config.items() if key != "fn"}
-    fn = resolve(config if isinstance(config, str) else config["fn"], "coalign.rollout.tools")
+    given = {"fn": config} if isinstance(config, str) else config
+    if not isinstance(given, Mapping) or not isinstance(given.get("fn"), str):
+        raise ValueError(f"{where} is {config!r:.60}; expected the name of a function, or a mapping with `fn`")
+    try:
+        fn = resolve(given["fn"], "coalign.rollout.tools")
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     name, takes, description, of_episode = _describe(fn)
-    return Tool(name, fn, takes, description, of_episode, bind(fn, arguments, "rollout.tools"))
+    arguments = {key: value for key, value in given.items() if key != "fn"}
+    return Tool(name, fn, takes, description, of_episode, bind(fn, arguments, where))
 
 
 @functools.cache
@@ -93,7 +99,12 @@ class Toolbox:
 
     @staticmethod
     def of(configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int) -> Toolbox:
-        tools = [tool(config) for config in configs]
+        """Raises what `tool` raises, and ValueError for two tools of the same name."""
+        tools = [tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
+        names = [each.name for each in tools]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ValueError(f"rollout.tools[{i}]: a second tool is called '{name}'; the policy tells them by name")
         return Toolbox({each.name: each for each in tools}, timeout, max_chars)
 
     @property

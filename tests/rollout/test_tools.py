@@ -76,7 +76,7 @@ def test_a_signature_is_the_description():
 
 def test_keyword_only_parameters_are_configuration():
     assert tool({"fn": f"{HERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
-    with pytest.raises(ConfigError, match=r"rollout\.tools\.word"):
+    with pytest.raises(ConfigError, match=r"rollout\.tools\[0\]\.word"):
         tool({"fn": f"{HERE}:lookup", "word": "x"})
     with pytest.raises(ValueError, match=r"'calculater' is not in coalign\.rollout\.tools.*calculator"):
         tool("calculater")
