@@ -167,8 +167,9 @@ class Episode:
     async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """The policy's next turn, of at most ``max_new_tokens``; ``stop``: strings that end it (None: the run's).
 
-        `max_new_tokens` of the run's sampling settings limits all turns together; once nothing is left there is one
-        empty turn (TRUNCATED), then NothingLeft. Raises RenderingError for a template that does not say what messages
+        `max_new_tokens` of the run's sampling settings limits all turns together, and the room that there is (in the
+        context, the KV cache, a micro-batch) everybody's tokens; once nothing is left there is one empty turn
+        (TRUNCATED), then NothingLeft. Raises RenderingError for a template that does not say what messages
         add, ValueError for an opening that leaves no room for a token.
         """
         self._check()
@@ -176,7 +177,7 @@ class Episode:
             raise NothingLeft(f"group {self.group}, index {self.index} has used all its tokens")
         if self._generating:
             raise RuntimeError("an episode generates one turn at a time")
-        fresh = self._unread()
+        fresh, before = self._unread(), self._left
         left = self._room(len(fresh))
         turn = Turn("", "", [], Status.TRUNCATED)
         if left > 0:
@@ -186,6 +187,8 @@ class Episode:
             turn = await self._respond(limit, (stop,) if isinstance(stop, str) else stop)
         elif self._answer is None:
             raise ValueError(f"the opening has {len(fresh)} tokens, and {self._policy.room} fit")
+        if turn.status == Status.TRUNCATED and len(turn.tokens) == max(left, 0) < before:
+            self.counts["out_of_room"] += 1
         self._said, self._written = [], []
         self.status, self._answer = turn.status, turn.tokens
         self.messages.append({"role": "assistant", "content": turn.text})
@@ -207,12 +210,18 @@ class Episode:
     # ---- what runs it calls ------------------------------------------------------------------------------------------
 
     def close(self, status: Status | None = None) -> None:
-        """Nothing is added any more. ``status``: another than that of the last turn."""
+        """Nothing is added any more. ``status``: another than that of the last turn.
+
+        An episode without a turn says nothing about the policy: it is dropped, as one that failed is (`episode/empty`).
+        """
         if self._over:
             return
         self._over = True
         self._policy.forget(self.group, self.index)
         self.status = self.status if status is None else status
+        if status is None and not any(self.log.loss_mask):
+            self.status = Status.ERROR
+            self.counts["empty"] += 1
         if not self.log.tokens:
             self.log.add(self._prompt)
         self.prompt_length = self.prompt_length or len(self.log.tokens)

@@ -21,11 +21,17 @@ CARRIED = 4  # weight versions that an unfinished group may be carried over at l
 
 
 def check_control(config: RunConfig) -> None:
-    """Refuse (ValueError) a filter, a replay or a bound on age that cannot work."""
+    """Refuse (ValueError) a filter, a replay, a budget or a bound on age that cannot work."""
     if config.filter:
         filter_function(config.filter)
     if config.replay:
         replay_function(config.replay)
+    budget, samples = config.rollout.group_tokens, config.runtime.samples_per_prompt
+    if budget is not None and budget < samples:
+        raise ValueError(
+            f"rollout.group_tokens is {budget} and runtime.samples_per_prompt {samples}: each sample gets an "
+            f"equal share of these tokens, and there is not one for each; make it {samples} or more"
+        )
     staleness, age = config.runtime.max_staleness, config.rollout.max_age
     if age is not None and age < staleness:
         raise ValueError(
@@ -57,15 +63,16 @@ def max_age(config: RunConfig) -> int:
 
 def control(config: RunConfig, cluster: Any, loader: Loader) -> Control:
     """A step takes a fixed number of groups where something decides which they are."""
-    rounds, rollout = rounds_of_a_response(config), config.rollout
+    rollout = config.rollout
     decided = config.filter or rollout.oversample > 1 or rollout.round_tokens
     budgets = {}
-    if rollout.samples_key or rollout.max_new_tokens_key:
+    if rollout.samples_key or rollout.max_new_tokens_key or rollout.group_tokens:
         own = config.runtime.samples_per_prompt, config.models["policy"].sampling.max_new_tokens
         budgets["budget"] = partial(with_budgets, config=rollout, samples=own[0], max_new_tokens=own[1])
     return Control(
         wanted=config.runtime.prompts_per_step if decided else None,
-        max_rounds=(config.filter.max_rounds if config.filter else ROUNDS) * rounds,
+        max_rounds=config.filter.max_rounds if config.filter else ROUNDS,
+        rounds_of_a_response=rounds_of_a_response(config),
         max_age=max_age(config),
         keep=filter_function(config.filter) if config.filter else None,
         replay=Replay(cluster, config.replay) if config.replay else None,

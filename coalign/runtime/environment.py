@@ -33,11 +33,13 @@ LEAST_KEPT = 0.25  # a round is at most this many times larger than what is miss
 
 @dataclass(frozen=True)
 class Control:
-    """Which groups a step trains on. ``wanted``: how many (None: whatever one round gives). ``max_age``: weight
-    versions that the oldest token of a group may lag behind."""
+    """Which groups a step trains on. ``wanted``: how many (None: whatever one round gives). ``max_rounds``: roll-outs
+    for one step, times ``rounds_of_a_response``, those that the longest response takes. ``max_age``: weight versions
+    that the oldest token of a group may lag behind."""
 
     wanted: int | None = None
     max_rounds: int = 1
+    rounds_of_a_response: int = 1
     max_age: int = 0
     keep: partial[Any] | None = None
     replay: Replay | None = None
@@ -81,12 +83,13 @@ class Environment:
         expired = self.pool.expire(version)
         self.buffer.fill(served, lambda step: self._begin(served, step, self._aim()))
         parts = [self._collect(self.buffer.take(version), version)]
-        while self._missing and len(parts) < self.control.max_rounds:
+        while self._missing and len(parts) < self.control.max_rounds * self.control.rounds_of_a_response:
             parts.append(self._collect(self._begin(served, version, self._missing), version))
         stats = merge_stats(parts)
         self._note_kept(stats)
+        stats["rollout/rounds"] = Total(len(parts))
         batch, described = self._taken(version, stats)
-        counts: Stats = {"rollout/rounds": Total(len(parts)), "time/rollout": Total(time.perf_counter() - begun)}
+        counts: Stats = {"time/rollout": Total(time.perf_counter() - begun)}
         if self.control.wanted is not None:
             counts |= {"rollout/expired": Total(expired), "rollout/waiting": Total(len(self.pool))}
         return batch, merge_stats([stats, described, self.loader.stats(), counts])
@@ -177,17 +180,29 @@ class Environment:
         taken = batch.result()
         if not len(taken):  # the pool was not empty
             raise RuntimeError(f"step {version + 1}: replay.fn returned no samples, so there is nothing to train on")
-        return taken, calls.stats()
+        described = calls.stats()
+        if "samples/staleness" in described and not described["samples/staleness"].count:  # a policy was to write them
+            raise RuntimeError(
+                f"step {version + 1}: none of {len(taken)} samples has a token that the policy chose and that is "
+                "trained on (loss_mask), so there is nothing to learn from"
+            )
+        return taken, described
 
     def _nothing(self, version: int, stats: Stats) -> str:
-        text = f"step {version + 1}: there is no group to train on"
-        if self.control.keep is None:
-            return f"{text}: every sample failed, or none came to its end in {self.control.max_rounds} roll-outs"
+        text, control = f"step {version + 1}: there is no group to train on", self.control
+        rounds = f"{stats['rollout/rounds'].value:g} roll-outs"
+        if "episode/empty" in stats and stats["episode/empty"].value == 1:
+            return f"{text}: the environment `{self.ledger.config.fn}` (rollout.fn) has asked the policy for no turn"
+        if control.keep is None:
+            return f"{text}: every sample failed, or none came to its end in {rounds}"
         dropped = int(stats["filter/dropped"].value) if "filter/dropped" in stats else 0
+        limit = f"filter.max_rounds is {control.max_rounds}"
+        if control.rounds_of_a_response > 1:
+            limit += f", each of the {control.rounds_of_a_response} that the longest response takes"
         return (
-            f"{text}: `{self.control.keep.func.__name__}` dropped all {dropped} groups of {self.control.max_rounds} "
-            "roll-outs (filter.max_rounds). Are all rewards of a prompt the same? Look at rewards in samples.jsonl, "
-            "take more samples of a prompt (runtime.samples_per_prompt), or loosen the filter"
+            f"{text}: `{control.keep.func.__name__}` dropped all {dropped} groups of {rounds} ({limit}). Are all "
+            "rewards of a prompt the same? Look at rewards in samples.jsonl, take more samples of a prompt "
+            "(runtime.samples_per_prompt), or loosen the filter"
         )
 
     def restart(self, step: int) -> None:

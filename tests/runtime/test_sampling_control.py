@@ -69,7 +69,7 @@ def assert_resumes_bit_for_bit(config, tmp_path, step):
     run(resumed)
     last = config["runtime"]["steps"]
     assert weights_hash(resumed, last) == weights_hash(config, last)
-    apart = ("time/", "memory/", "throughput/", "sync/seconds")
+    apart = ("time/", "idle/", "memory/", "throughput/", "sync/seconds")
     for ours, theirs in zip(metrics(resumed), metrics(config), strict=True):
         assert {k: v for k, v in ours.items() if not k.startswith(apart)} == {
             k: v for k, v in theirs.items() if not k.startswith(apart)
@@ -119,7 +119,16 @@ def test_what_a_filter_lacks_or_returns_is_named(tmp_path):
 def test_a_run_with_nothing_left_to_train_on_says_what_to_look_at(tmp_path):
     config = online(tmp_path) | {"reward": {"fn": "tests.runtime.test_sampling_control:never_differs"}}
     config |= {"filter": {"fn": "varied", "max_rounds": 2}}
-    with pytest.raises(RuntimeError, match=r"step 1: .*`varied` dropped all 8 groups of 2 roll-outs \(filter.max_ro"):
+    said = r"step 1: .*`varied` dropped all 8 groups of 2 roll-outs \(filter.max_rounds is 2\)\. Are"
+    with pytest.raises(RuntimeError, match=said):
+        run(config)
+
+
+def test_rounds_of_long_responses_are_told_apart_from_the_setting(tmp_path):
+    config = online(tmp_path) | {"reward": {"fn": "tests.runtime.test_sampling_control:never_differs"}}
+    config |= {"filter": {"fn": "varied", "max_rounds": 2}, "rollout": {"round_tokens": 4}}
+    said = r"groups of 4 roll-outs \(filter.max_rounds is 2, each of the 2 that the longest response takes\)"
+    with pytest.raises(RuntimeError, match=said):
         run(config)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Function, Section
+from coalign.config.schema.base import Function, Probability, Section
 
 
 class RolloutConfig(Function):
@@ -31,6 +31,9 @@ class RolloutConfig(Function):
     """Key of a data row that says how many samples its prompt gets, in place of `runtime.samples_per_prompt`."""
     max_new_tokens_key: str | None = None
     """Key of a data row that limits the responses to its prompt, below the policy's `sampling.max_new_tokens`."""
+    group_tokens: PositiveInt | None = None
+    """The most new tokens of all samples of a prompt together, over all rounds and turns: each gets an equal share, and
+    ends as truncated where it is used up."""
 
     @model_validator(mode="after")
     def _only_single_turns_go_on(self) -> Self:
@@ -79,12 +82,20 @@ class CurriculumConfig(Section):
 class GuardsConfig(Section):
     """What a healthy step looks like. NaN and infinity in a loss or a gradient norm always count as unhealthy."""
 
-    max_kl: PositiveFloat | None = None
-    """Of `loss/approx_kl` (nats per token)."""
+    max_approx_kl: PositiveFloat | None = None
+    """Of `loss/approx_kl`: how far the updates of a step move the policy (nats per token)."""
+    max_kl_ref: PositiveFloat | None = None
+    """Of `loss/kl_ref`: how far the policy is from the reference (nats per token)."""
     min_entropy: NonNegativeFloat | None = None
     """Of `loss/entropy` (nats per token); the losses of a policy report it with `loss.measure_entropy: true`."""
     max_mismatch: PositiveFloat | None = None
     """Of `loss/mismatch`: the mean |Δ log-prob| between trainer and sampler."""
+    max_mismatch_max: PositiveFloat | None = None
+    """Of `loss/mismatch_max`: the greatest |Δ log-prob| between them."""
+    max_mismatch_kl: PositiveFloat | None = None
+    """Of `loss/mismatch_kl`: the divergence between them (nats per token)."""
+    min_ess: Probability | None = None
+    """Of `loss/ess`: the effective sample size of the importance weights, from 0 to 1."""
     patience: PositiveInt = 1
     """Unhealthy steps in a row before something is done; NaN and infinity have none."""
     action: Literal["stop", "rollback"] = "stop"
