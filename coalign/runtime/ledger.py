@@ -51,6 +51,8 @@ class Ledger:
     def generate(self, policy: Any, prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Complete groups, of ``prompts`` and of those begun before."""
         self.calls += 1
+        if policy.config.spread_samples and self._unfinished is None:  # to be dealt out, samples have to be there
+            prompts = self.cluster.transform(begin, prompts, samples=sampling.pop("samples", self.samples))
         if not self.active:
             return policy.generate(prompts, **sampling)
         if self._unfinished is not None:

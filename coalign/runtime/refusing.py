@@ -31,6 +31,12 @@ def check_environment(config: RunConfig) -> None:
     if (environment := environment_of(config.rollout)) is not None:
         keys = ["samples_per_prompt", *(["eval_samples"] if config.data.eval else [])]
         environment.check({f"runtime.{key}": getattr(config.runtime, key) for key in keys})
+        spread = [name for name, model in config.models.items() if model.spread_samples]
+        if environment.grouped and spread:
+            raise ValueError(
+                f"models.{spread[0]}.spread_samples: `{config.rollout.fn}` plays the samples of a prompt together, so "
+                "they have to be on one replica; leave it out"
+            )
 
 
 def check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:

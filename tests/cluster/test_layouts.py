@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.layouts import LAYOUTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one program for all; a loaded machine starts Ray slowly
 pytest.importorskip("ray")
 
 A, B = ([f"{node} {device}" for device in range(4)] for node in "ab")

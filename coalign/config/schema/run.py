@@ -80,6 +80,14 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _groups_end_on_one_replica(self) -> Self:
+        for name, model in self.models.items():
+            if model.spread_samples and self.rollout.oversample > 1:
+                why = "ends a roll-out by groups that are complete, which no replica sees where samples are spread"
+                raise Conflict(("models", name, "spread_samples"), f"rollout.oversample {why}; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _profiled_models_exist(self) -> Self:
         known = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
         for index, name in enumerate(self.runtime.profile.models if self.runtime.profile else []):
