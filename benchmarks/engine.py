@@ -17,10 +17,10 @@ import torch
 from common import matmul_rate
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from coalign.native.engine import Engine
+from coalign.generation.request import Request
+from coalign.generation.sampling import Sampling
+from coalign.native.engine import NativeEngine
 from coalign.native.model import Model
-from coalign.native.request import Request
-from coalign.native.sampling import Sampling
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _coalign(model: PreTrainedModel, prompts: list[list[int]], args: argparse.Namespace) -> Callable[[], object]:
-    engine = Engine(
+    engine = NativeEngine(
         Model(model.config, dtype=model.dtype, device="cpu"),
         seed=0,
         max_sequences=args.prompts * args.samples,

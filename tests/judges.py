@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from coalign.data.batch import Batch
+from coalign.generation.request import Response
 from coalign.modules.judge import JudgeModule
 from coalign.modules.rollout import begin, extend
-from coalign.native.request import Response
 from coalign.types import Status
 
 

@@ -14,11 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
+from coalign.generation.engine import Engine, OnToken, Progress, Run
+from coalign.generation.request import Request, Response
+from coalign.generation.sampling import Sampling
 from coalign.modules.rollout import missing_groups
-from coalign.native.engine import Engine, Progress
-from coalign.native.request import Request, Response
-from coalign.native.run import OnToken, Run
-from coalign.native.sampling import Sampling
 from coalign.rollout.episode import Episode, Log
 from coalign.rollout.rendering import Rendering
 from coalign.rollout.running import Environment, EnvironmentBatch, EnvironmentCall, EnvironmentLoop
@@ -32,14 +31,15 @@ class EpisodesFailed(RuntimeError):
 
 
 class EnginePolicy:
-    """Takes the turns of episodes, as requests to ``run``."""
+    """Takes the turns of episodes, as requests to ``run``. ``longest``: tokens of a sample that others still take."""
 
-    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, loop: EnvironmentLoop) -> None:
+    def __init__(
+        self, run: Run, tokenizer: PreTrainedTokenizerBase, loop: EnvironmentLoop, longest: int | None = None
+    ) -> None:
         self.run = run
         self.tokenizer = tokenizer
         self.loop = loop
-        bounds = [bound for bound in (run.model.context, run.engine.kv_tokens) if bound is not None]
-        self.room = min(bounds) if bounds else None
+        self.room = min((room for room in (run.room, longest) if room is not None), default=None)
 
     async def respond(
         self, tokens: list[int], *, group: int, index: int, opening: int, limit: int, stop: tuple[str, ...] | None
@@ -76,6 +76,7 @@ class EpisodeRunner:
         self.environment = environment
         self.tokenizer = tokenizer
         self.seed = context.seed
+        self.longest = context.sample_tokens
         self.rendering = Rendering(load_template(tokenizer, context.chat_template))
         self.loop = EnvironmentLoop()
         self._shown: set[str] = set()  # reasons of failures whose traceback has been logged
@@ -93,14 +94,14 @@ class EpisodeRunner:
         progress: Progress | None = None,
         on_token: OnToken | None = None,
     ) -> tuple[Batch, Stats]:
-        """The samples, which have no response yet, played to their end; see NativeModule.generate.
+        """The samples, which have no response yet, played to their end; see RolloutModule.generate.
 
         Raises EpisodesFailed, with the environment's own exception as cause, if none could be, EnvironmentBlocked if
         one holds up the others.
         """
         groups = None if enough is None else missing_groups(begun, enough)
         with engine.open(sampling, on_token) as run:
-            episodes = self._episodes(begun, sampling, EnginePolicy(run, self.tokenizer, self.loop))
+            episodes = self._episodes(begun, sampling, EnginePolicy(run, self.tokenizer, self.loop, self.longest))
             running = self.loop.start(self.environment, episodes, enough=groups)
             try:
                 self._compute(engine, run, running, progress, len(episodes))

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from coalign.generation.engine import OnToken, Run
+from coalign.generation.request import OnDone, Request
+from coalign.generation.sampling import Sampling, sample, stream_key, uniforms
 from coalign.native.attention import Decode, Prefill, Segment
 from coalign.native.linear import ROWS
-from coalign.native.request import Active, OnDone, Prompt, Request
-from coalign.native.sampling import Sampling, sample, stream_key, uniforms
+from coalign.native.request import Active, Queued
 from coalign.native.slots import KEY, POSITION, TOKEN, Slots
-from coalign.native.stops import StopFinder
 from coalign.types import Status
 
 if TYPE_CHECKING:
-    from coalign.native.engine import Engine
-
-OnToken = Callable[[int, int, int], None]  # (group, index, token)
+    from coalign.native.engine import NativeEngine
 
 _MORE = 5 / 4  # by which the cache grows at least, so that it does not grow at every step
 
 
-class Run:
-    """What the engine is working on. ``submit``, ``cut`` and ``forget`` may be called by any thread at any time,
-    ``step`` by one.
+class NativeRun(Run):
+    """What the engine is working on.
 
     The KV cache is laid out for the longest sequence so far, for as many slots as the engine's kv_tokens allow of that;
     a request that needs longer ones waits until no more than that are active. Between two turns a conversation keeps
@@ -35,46 +32,40 @@ class Run:
     everything, to the same bits.
     """
 
-    def __init__(self, engine: Engine, sampling: Sampling, on_token: OnToken | None = None) -> None:
+    def __init__(self, engine: NativeEngine, sampling: Sampling, on_token: OnToken | None = None) -> None:
+        bounds = [bound for bound in (engine.model.context, engine.kv_tokens) if bound is not None]
+        super().__init__(min(bounds) if bounds else None)
         self.engine = engine
         self.model = engine.model
         self.sampling = sampling
         self.on_token = on_token
-        self.arrived: deque[Prompt] = deque()
-        self.waiting: deque[Prompt] = deque()
+        self.arrived: deque[Queued] = deque()
+        self.waiting: deque[Queued] = deque()
         self.over: deque[tuple[int, int]] = deque()  # conversations that have ended
-        self.total = self.finished = self.tokens_chosen = 0
-        self.tokens_prefilled = self.tokens_kept = 0  # of prompts: computed, and still in the cache
         self.slots = Slots(self.model, note_seen=sampling.repetition_penalty != 1)
 
     @property
     def unfinished(self) -> bool:
         return bool(self.arrived or self.waiting or self.slots.active)
 
-    def submit(self, request: Request, on_done: OnDone) -> Prompt:
-        """Ask for responses; ``on_done(place, response)`` hears of each on the thread that steps.
-
-        Returns what ``cut`` takes. Raises ValueError for a prompt that is empty, holds an unknown token, or can never
-        fit.
-        """
-        prompt = self._plan(request, on_done)
+    def submit(self, request: Request, on_done: OnDone) -> Queued:
+        model, kv_tokens = self.model, self.engine.kv_tokens
+        prompt = Queued.plan(request, self.sampling, on_done, vocabulary=model.vocabulary, context=model.context)
+        if kv_tokens is not None and prompt.longest > kv_tokens:
+            raise ValueError(
+                f"the prompt of group {request.group} may need {len(request.prompt)} + {prompt.limit} tokens; "
+                f"native.kv_tokens is {kv_tokens}: raise it or shorten max_new_tokens"
+            )
         self.arrived.append(prompt)
         return prompt
-
-    def cut(self, *prompts: Prompt) -> None:
-        """At the next step, hand the samples of these prompts back as they are (PARTIAL)."""
-        for prompt in prompts:
-            prompt.cut = True
 
     def cut_all(self) -> None:
         self.cut(*self.arrived, *self.waiting, *(sequence.prompt for sequence in self.slots.active))
 
     def forget(self, group: int, index: int) -> None:
-        """The conversation has had its last turn."""
         self.over.append((group, index))
 
     def step(self) -> None:
-        """Start what fits, then one token for everybody."""
         self._forget()
         while self.arrived:
             prompt = self.arrived.popleft()
@@ -87,40 +78,12 @@ class Run:
         self._admit()
         self._decode()
 
-    def _plan(self, request: Request, on_done: OnDone) -> Prompt:
-        """How far each sample goes, and what it is then."""
-        length, vocabulary, context = len(request.prompt), self.model.vocabulary, self.model.context
-        name = f"the prompt of group {request.group}"
-        if not length:
-            raise ValueError(f"{name} has no tokens")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
-            raise ValueError(f"{name} holds a token id outside of 0..{vocabulary - 1}")
-        single = request.begun or request.opening is not None
-        if single and (request.samples > 1 or not 0 <= request.decoded < length):
-            raise ValueError(f"{name}: {request.decoded} of {length} tokens are begun, of {request.samples} samples")
-        limit = self.sampling.max_new_tokens - request.begun if request.limit is None else request.limit
-        if context is not None:
-            if length >= context:
-                raise ValueError(f"{name} has {length} tokens; the model's context is {context}")
-            limit = min(limit, context - length)
-        if limit < 1:
-            raise ValueError(f"{name} leaves no room for a token: {request.begun} are begun, limit is {limit}")
-        kv_tokens = self.engine.kv_tokens
-        if kv_tokens is not None and length + limit > kv_tokens:
-            raise ValueError(
-                f"{name} may need {length} + {limit} tokens; native.kv_tokens is {kv_tokens}: raise it or shorten "
-                "max_new_tokens"
-            )
-        if request.pause is not None and request.pause < limit:
-            return Prompt(request, request.pause, Status.PARTIAL, on_done)
-        return Prompt(request, limit, Status.TRUNCATED, on_done)
-
     def _hand_back(self) -> None:
         """End what was cut."""
         for prompt in [p for p in self.waiting if p.cut]:
             self.waiting.remove(prompt)
             for place in range(prompt.started, prompt.request.samples):
-                self._finish(Active.begin(prompt, place, -1, None), Status.PARTIAL)
+                self._finish(Active(prompt, place, None), Status.PARTIAL)
         for sequence in [s for s in self.slots.active if s.prompt.cut]:
             self.slots.remove(sequence)
             self._finish(sequence, Status.PARTIAL)
@@ -181,32 +144,24 @@ class Run:
                     prompt.logits = prompt.prefix = None
             self._choose(logits, first)
 
-    def _kept(self, prompt: Prompt) -> Active | None:
+    def _kept(self, prompt: Queued) -> Active | None:
         """The conversation's last turn, if its keys and values are still there."""
         if prompt.request.opening is None:
             return None
         return next((s for s in self.slots.kept if s.leads_to(prompt)), None)
 
-    def _start(self, prompt: Prompt, kept: Active | None) -> slice:
+    def _start(self, prompt: Queued, kept: Active | None) -> slice:
         """Put as many of the prompt's samples into slots as fit; returns the slots."""
         request, first = prompt.request, len(self.slots.active)
         count = min(prompt.waiting, self.slots.free)
         for place in range(prompt.started, prompt.started + count):
             key = stream_key(self.engine.seed, request.group, request.first + place)
-            self.slots.add(Active.begin(prompt, place, -1, self._stops(request)), key, kept)
+            stops = prompt.stops(self.sampling, self.engine.decode)
+            self.slots.add(Active(prompt, place, stops), key, kept)
         prompt.started += count
         return slice(first, first + count)
 
-    def _stops(self, request: Request) -> StopFinder | None:
-        stop = self.sampling.stop if request.stop is None else request.stop
-        if not stop:
-            return None
-        finder = StopFinder(stop, self.engine.decode)
-        for token in request.prompt[len(request.prompt) - request.begun :]:
-            finder.push(token)
-        return finder
-
-    def _prefill(self, fresh: list[tuple[Prompt, slice, int]]) -> None:
+    def _prefill(self, fresh: list[tuple[Queued, slice, int]]) -> None:
         """Compute prompts, each without so many of its tokens; keys and values go to its slots."""
         tokens, positions, segments, last = [], [], [], []
         for prompt, slots, past in fresh:
@@ -264,16 +219,12 @@ class Run:
         """Write down the new tokens; sequences that have ended leave."""
         ended = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(self.engine.version)
-            prompt, stops = sequence.prompt, sequence.stops
+            status = sequence.add(token, logprob, self.engine.version, self.engine.end_tokens)
             if self.on_token is not None:
-                self.on_token(prompt.request.group, prompt.request.first + sequence.place, token)
-            if token in self.engine.end_tokens or (stops is not None and stops.push(token)):
-                ended.append((sequence, Status.OK))
-            elif len(sequence.tokens) == prompt.limit:
-                ended.append((sequence, prompt.at_limit))
+                request = sequence.prompt.request
+                self.on_token(request.group, request.first + sequence.place, token)
+            if status is not None:
+                ended.append((sequence, status))
         for sequence, _ in reversed(ended):  # the last slot first: then what fills a free one has not ended itself
             self._leave(sequence)
         for sequence, status in ended:

@@ -8,10 +8,10 @@ from dataclasses import replace  # noqa: F401  (for the tests)
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
-from coalign.native.engine import Engine
+from coalign.generation.request import Request, Response
+from coalign.generation.sampling import Sampling
+from coalign.native.engine import NativeEngine
 from coalign.native.model import Model
-from coalign.native.request import Request, Response
-from coalign.native.sampling import Sampling
 
 VOCABULARY = 160
 SAMPLING = Sampling(max_new_tokens=12, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=())
@@ -41,10 +41,10 @@ def reference(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torc
     return model
 
 
-def engine(model: PreTrainedModel, **changes) -> Engine:
+def engine(model: PreTrainedModel, **changes) -> NativeEngine:
     """An engine that has adopted the parameters of ``model`` as version 0."""
     settings = dict(seed=7, max_sequences=64, kv_tokens=None, prefill_tokens=256, end_tokens=[], decode=str)
-    made = Engine(Model(model.config, dtype=model.dtype, device="cpu"), **{**settings, **changes})
+    made = NativeEngine(Model(model.config, dtype=model.dtype, device="cpu"), **{**settings, **changes})
     made.load_weights(model.state_dict().items(), version=0, adopt=True)
     return made
 

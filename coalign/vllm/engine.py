@@ -1,0 +1,164 @@
+"""vLLM as a generation engine: its scheduler and kernels, stepped by Coalign in this process.
+
+Everything here goes through vLLM's own doors: engine arguments, a logits processor, a worker extension, collective
+calls. What a token will be depends on the weights and on (seed, group, index, position), and on the batch only as far
+as vLLM's kernels round in another order for another batch (about 1e-6 of a logit in float32).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import EngineArgs, RequestOutput
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from coalign.generation.engine import Engine, OnToken
+from coalign.generation.sampling import Sampling
+from coalign.vllm import options
+from coalign.vllm.parcels import parcels
+from coalign.vllm.run import VLLMRun
+from coalign.vllm.sampler import CounterSampler
+from coalign.vllm.worker import WeightLoader
+
+CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
+LOAD_SECONDS = 600.0  # that a worker may take for one parcel of weights
+
+
+class VLLMEngine(Engine):
+    """Generates with the architecture in ``directory``, on ``tensor_parallel`` × ``pipeline_parallel`` devices.
+
+    shapes: the weights that there are, by their Hugging Face names. user: engine arguments of vLLM. decode: token ids
+    to text, for stop strings. Raises ValueError for options, sizes or an architecture that vLLM cannot work with.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        shapes: Mapping[str, torch.Size],
+        *,
+        model: str,
+        dtype: torch.dtype,
+        device: str,
+        tensor_parallel: int,
+        pipeline_parallel: int,
+        trust_remote_code: bool,
+        seed: int,
+        end_tokens: Iterable[int],
+        decode: Callable[[list[int]], str],
+        user: Mapping[str, Any],
+    ) -> None:
+        super().__init__()
+        self.seed = seed
+        self.end_tokens = frozenset(end_tokens)
+        self.decode = decode
+        self.shapes = shapes
+        self.remote = tensor_parallel * pipeline_parallel > 1
+        options.check(user, [field.name for field in fields(EngineArgs)], model)
+        arguments = EngineArgs(
+            model=directory,
+            skip_tokenizer_init=True,
+            trust_remote_code=trust_remote_code,
+            dtype=str(dtype).removeprefix("torch."),
+            tensor_parallel_size=tensor_parallel,
+            pipeline_parallel_size=pipeline_parallel,
+            distributed_executor_backend="mp" if self.remote else "uni",
+            load_format="dummy",
+            generation_config="vllm",
+            logits_processors=[f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
+            logprobs_mode="processed_logits",
+            async_scheduling=False,
+            worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
+            disable_log_stats=True,
+            **{**(CPU if device == "cpu" else {}), **user},
+        )
+        with _process_as_it_was():
+            self.llm = LLMEngine.from_engine_args(arguments)
+        config = self.llm.vllm_config
+        self.eager = config.model_config.enforce_eager
+        self.context = config.model_config.max_model_len
+        self.vocabulary = config.model_config.get_vocab_size()
+        self._names = map(str, itertools.count())
+        [self._fused, *_] = self.llm.collective_rpc("coalign_fused")
+
+    def new_name(self) -> str:
+        """Of a request."""
+        return next(self._names)
+
+    def step(self) -> list[RequestOutput]:
+        """One step of vLLM. What is eager stays so: its sampler has a function that it compiles even then, for a minute
+        on a CPU."""
+        with torch.compiler.set_stance("force_eager" if self.eager else "default"):
+            return self.llm.step()
+
+    def close(self) -> None:
+        self.llm.engine_core.shutdown()
+
+    @contextmanager
+    def _run(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[VLLMRun]:
+        run = VLLMRun(self, sampling, on_token)
+        try:
+            yield run
+        finally:
+            run.close()
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
+        """vLLM always copies: it packs weights in its own way."""
+        taken: set[str] = set()
+        call = self.llm.collective_rpc
+        call("coalign_begin")
+        try:
+            if self.remote:
+                for parcel in parcels(self._checked(weights, taken)):
+                    call("coalign_unpack", timeout=LOAD_SECONDS, args=(parcel,))
+            else:
+                call("coalign_take", args=(self._checked(weights, taken),))
+        finally:
+            call("coalign_end", timeout=LOAD_SECONDS)
+        self._check_complete(taken)
+
+    def _checked(self, weights: Iterable[tuple[str, Tensor]], taken: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """The weights, as far as they fit; their names are added to ``taken``."""
+        for name, tensor in weights:
+            shape = self.shapes.get(name)
+            if shape is None:
+                raise ValueError(f"the weights do not fit: '{name}' is no weight of the model")
+            if tensor.shape != shape:
+                raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(shape)}")
+            taken.add(name)
+            yield name, tensor.detach()
+
+    def _check_complete(self, taken: set[str]) -> None:
+        """Raises ValueError if weights are missing: any the first time; later those of a layer that vLLM computes as
+        one (queries, keys and values) and that was given in part, so that the rest of it is lost."""
+        needed = set(self.shapes) if self.version < 0 else {sibling for name in taken for sibling in self._with(name)}
+        if missing := sorted(needed - taken):
+            raise ValueError(f"the weights do not fit: missing {missing[:5]}{' …' if len(missing) > 5 else ''}")
+
+    def _with(self, name: str) -> list[str]:
+        """The weights that are loaded together with this one."""
+        path, _, leaf = name.rpartition(".")
+        owner, _, layer = path.rpartition(".")
+        fused = next((parts for parts in self._fused.values() if layer in parts and len(parts) > 1), [layer])
+        return [each for part in fused if (each := f"{owner}.{part}.{leaf}") in self.shapes]
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """vLLM seeds the random numbers of the whole process, and on CPU makes torch.set_num_threads do nothing; other
+    models of this process have their own."""
+    threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads = threads
+        random.setstate(python)
+        np.random.set_state(numpy)

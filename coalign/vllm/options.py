@@ -1,0 +1,45 @@
+"""`models.<name>.vllm`: which of vLLM's engine arguments a user may set, and what Coalign sets itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+OWNED = {
+    "model": "it is `load`",
+    "model_weights": "weights come from `load` and from the trainer",
+    "tokenizer": "it is `tokenizer`; vLLM reads and writes token ids",
+    "skip_tokenizer_init": "vLLM reads and writes token ids",
+    "trust_remote_code": "it is `trust_remote_code`",
+    "dtype": "it is `compute_dtype`, or `dtype`",
+    "seed": "random numbers follow from the run's `seed`, group, index and position",
+    "tensor_parallel_size": "it is `tensor_parallel`",
+    "pipeline_parallel_size": "it is `pipeline_parallel`",
+    "data_parallel_size": "replicas follow from `num_process`, or from `num_gpu`",
+    "distributed_executor_backend": "it follows from `tensor_parallel` and `pipeline_parallel`",
+    "load_format": "weights come from `load` and from the trainer",
+    "logits_processors": "Coalign draws the tokens in one",
+    "logprobs_mode": "Coalign reports log-probs as all of its engines do",
+    "speculative_config": "Coalign draws the tokens, and vLLM does not let it where it guesses some",
+    "async_scheduling": "weights are taken and samples cut between two steps",
+    "worker_extension_cls": "Coalign loads weights with one",
+    "weight_transfer_config": "weights come by `sync`",
+    "generation_config": "it is `sampling`",
+    "runner": "it generates",
+    "disable_log_stats": "Coalign has statistics of its own",
+    "enable_lora": "it is `lora`",
+    "enable_sleep_mode": "it follows from `offload`",
+}
+
+
+def check(options: Mapping[str, Any], known: Iterable[str], model: str) -> None:
+    """Raises ValueError for an option that vLLM does not have, or that is Coalign's. ``known``: vLLM's."""
+    for name in options:
+        where = f"models.{model}.vllm.{name}"
+        if name in OWNED:
+            raise ValueError(f"{where} is set by Coalign: {OWNED[name]}")
+        if name not in known:
+            near = get_close_matches(name, [each for each in known if each not in OWNED], n=3, cutoff=0.6)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(f"{where} is no engine argument of vLLM{hint}")

@@ -1,0 +1,134 @@
+"""Requests on their way through vLLM's scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+from vllm import RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from coalign.generation.engine import OnToken, Run
+from coalign.generation.request import Answer, OnDone, Prompt, Request
+from coalign.generation.sampling import Sampling, stream_key
+from coalign.types import Status
+from coalign.vllm.sampler import KEY, SAMPLING
+
+if TYPE_CHECKING:
+    from coalign.vllm.engine import VLLMEngine
+
+
+class VLLMRun(Run):
+    """Every sample is a request of vLLM's. Those of one prompt, and the turns of a conversation, find what they have in
+    common in its prefix cache, which drops what has not been asked for the longest time."""
+
+    def __init__(self, engine: VLLMEngine, sampling: Sampling, on_token: OnToken | None = None) -> None:
+        super().__init__(engine.context)
+        self.engine = engine
+        self.sampling = sampling
+        self.on_token = on_token
+        self._arrived: deque[Prompt] = deque()
+        self._answers: dict[str, Answer] = {}  # by the name that vLLM knows them by
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._arrived or self._answers)
+
+    def submit(self, request: Request, on_done: OnDone) -> Prompt:
+        vocabulary, context = self.engine.vocabulary, self.engine.context
+        prompt = Prompt.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
+        self._arrived.append(prompt)
+        return prompt
+
+    def cut_all(self) -> None:
+        self.cut(*self._arrived, *(answer.prompt for answer in self._answers.values()))
+
+    def step(self) -> None:
+        while self._arrived:
+            self._begin(self._arrived.popleft())
+        self._hand_back()
+        if self._answers:
+            self._take(self.engine.step())
+
+    def close(self) -> None:
+        """End what is unfinished."""
+        self._abort(list(self._answers))
+        self._answers.clear()
+
+    def _begin(self, prompt: Prompt) -> None:
+        request, engine = prompt.request, self.engine
+        self.total += request.samples
+        for place in range(request.samples):
+            name = engine.new_name()
+            self._answers[name] = Answer(prompt, place, prompt.stops(self.sampling, engine.decode))
+            # The salt: keys and values that other weights computed are no answer.
+            asked = {"prompt_token_ids": request.prompt, "cache_salt": str(engine.version)}
+            engine.llm.add_request(name, asked, self._parameters(prompt, place))
+
+    def _parameters(self, prompt: Prompt, place: int) -> SamplingParams:
+        request, engine = prompt.request, self.engine
+        key = stream_key(engine.seed, request.group, request.first + place)
+        return SamplingParams(
+            temperature=1.0,  # what is left to choose from is chosen already: see sampler.py
+            repetition_penalty=self.sampling.repetition_penalty,
+            max_tokens=prompt.limit,
+            stop_token_ids=sorted(engine.end_tokens),
+            ignore_eos=True,  # those that count are in the line above
+            logprobs=0,  # of the chosen token alone
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={KEY: key, SAMPLING: self.sampling},
+        )
+
+    def _hand_back(self) -> None:
+        """End what was cut."""
+        cut = [name for name, answer in self._answers.items() if answer.prompt.cut]
+        self._abort(cut)
+        for name in cut:
+            self._finish(name, Status.PARTIAL)
+
+    def _take(self, outputs: list[RequestOutput]) -> None:
+        """Write down what a step gave, before anybody hears of a response that is complete."""
+        ended: dict[str, Status] = {}
+        for output in outputs:
+            if (answer := self._answers.get(output.request_id)) is None:
+                continue
+            if not answer.tokens:
+                self.tokens_kept += output.num_cached_tokens or 0
+                self.tokens_prefilled += len(answer.prompt.request.prompt) - (output.num_cached_tokens or 0)
+            status = self._note(answer, output)
+            if status is not None:
+                ended[output.request_id] = status
+            elif output.finished:
+                group, reason = answer.prompt.request.group, output.outputs[0].finish_reason
+                raise RuntimeError(
+                    f"vLLM ended a response of group {group} after {len(answer.tokens)} of {answer.prompt.limit} "
+                    f"tokens: {reason}"
+                )
+        self._abort([output.request_id for output in outputs if output.request_id in ended and not output.finished])
+        for name, status in ended.items():
+            self._finish(name, status)
+
+    def _note(self, answer: Answer, output: RequestOutput) -> Status | None:
+        """Write down new tokens; how the response ends, if it does."""
+        [completion] = output.outputs
+        request, version, status = answer.prompt.request, self.engine.version, None
+        for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True):
+            logprob = found[token].logprob
+            if not math.isfinite(logprob):
+                raise FloatingPointError(f"logits are not finite (weights version {version}, group {request.group})")
+            status = answer.add(token, logprob, version, self.engine.end_tokens)
+            self.tokens_chosen += 1
+            if self.on_token is not None:
+                self.on_token(request.group, request.first + answer.place, token)
+        return status
+
+    def _abort(self, names: list[str]) -> None:
+        if names:
+            self.engine.llm.abort_request(names)
+
+    def _finish(self, name: str, status: Status) -> None:
+        answer = self._answers.pop(name)
+        self.finished += 1
+        answer.prompt.on_done(answer.place, answer.response(status))
