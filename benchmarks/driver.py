@@ -1,5 +1,5 @@
-"""What the driver itself costs: GRPO's loop on stand-in workers that answer at once, at a scale that no small machine can
-compute: `python benchmarks/driver.py --replicas 1000 --samples 100000 --steps 6 [--profile]`.
+"""What the driver itself costs: GRPO's loop on stand-in workers that answer at once, at a scale beyond small machines:
+`python benchmarks/driver.py --replicas 1000 --samples 100000 --steps 6`.
 
 The flows, the environment with its filter and pool, the cutting into shares, the calls and their answers are those of a
 run; only the workers and the data are made up. Workers know lengths, groups and rewards of their rows, and no tokens.
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import cProfile
-import pstats
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,9 @@ class StandIn:
         answer, cell = concurrent.futures.Future(), Cell()
         batch, stats = getattr(self, verb)(*arguments)
         meta = Meta(stats=stats) if batch is None else Meta.of(batch, stats)
-        answer.set_result(Meta(meta.lengths, meta.group, meta.work, meta.columns, stats, None, verb, clock, 1e-3, 2**30))
+        answer.set_result(
+            Meta(meta.lengths, meta.group, meta.work, meta.columns, stats, None, verb, clock, 1e-3, 2**30)
+        )
         cell.value = batch
         with self.counting:
             StandIn.seconds += time.thread_time() - begun
@@ -93,7 +94,8 @@ class StandIn:
         if function is not filter_groups:
             return batch, stats
         kept = batch["group"] % 10 > 0
-        return batch.select(kept), {"filter/kept": Total(float(kept.sum())), "filter/dropped": Total(1.0)}
+        groups = int(kept.sum()) // SAMPLES, int((~kept).sum()) // SAMPLES
+        return batch.select(kept), {"filter/kept": Total(groups[0]), "filter/dropped": Total(groups[1])}
 
 
 def responses(prompts: Batch) -> Batch:
@@ -152,28 +154,22 @@ def engine_of(replicas: int, samples: int) -> GRPO:
     engine.attach(cluster.models)
     engine.last = 10**6
     wanted = samples // SAMPLES
-    control = Control(wanted=wanted, max_rounds=4, keep=lambda reward: reward > 0)
-    control = Control(wanted=wanted, max_rounds=4, keep=_keep)
-    engine.environment = Environment(
-        cluster, engine.env_flow, Prompts(wanted), Buffer(0, engine.last), engine.ledger, control
-    )
+    control = Control(wanted=wanted, max_rounds=4, keep=partial(nine_of_ten))
+    buffer = Buffer(0, engine.last)
+    engine.environment = Environment(cluster, engine.env_flow, Prompts(wanted), buffer, engine.ledger, control)
     engine.trainers = Trainer(cluster, engine.train_flow, [], "trainer")
     return engine
 
 
-class _Keep:
-    """Stands for a filter and its arguments."""
-
-    func, keywords = staticmethod(lambda reward: reward > 0), {}
-
-
-_keep: Any = _Keep()
+def nine_of_ten(reward: torch.Tensor) -> torch.Tensor:
+    """Named in the flow, and computed by no stand-in."""
+    raise NotImplementedError
 
 
 def step(engine: GRPO, timeline: Timeline) -> Stats:
     """What Engine.learn does for a step."""
     timeline.phase("rollout")
-    batch, rollout = engine.environment.next(engine.step)
+    batch, rollout = engine.environment.next(engine.step, engine.step)
     timeline.phase("train")
     stats = merge_stats([rollout, engine.trainers.step(batch)])
     engine.step += 1
@@ -186,7 +182,6 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     engine = engine_of(arguments.replicas, arguments.samples)
@@ -195,20 +190,13 @@ def main() -> None:
     process = psutil.Process()
     print(f"{arguments.replicas} replicas of four models, {arguments.samples} samples a step")
     print("step  wall s  driver CPU s  µs/sample  stand-ins CPU s  RSS MiB")
-    profile = cProfile.Profile()
     for number in range(arguments.steps):
         own, others, wall = time.process_time(), StandIn.seconds, time.perf_counter()
-        if arguments.profile and number == arguments.steps - 1:
-            threading.setprofile_all_threads(profile.enable) if hasattr(threading, "setprofile_all_threads") else None
-            profile.enable()
         step(engine, timeline)
-        profile.disable()
         wall, others = time.perf_counter() - wall, StandIn.seconds - others
         own = time.process_time() - own - others
         each, memory = 1e6 * own / arguments.samples, process.memory_info().rss / 2**20
         print(f"{number + 1:>4}  {wall:6.2f}  {own:12.2f}  {each:9.1f}  {others:15.2f}  {memory:7.0f}", flush=True)
-    if arguments.profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
     engine.cluster.shutdown()
 
 

@@ -18,8 +18,12 @@ class Tracer:
         self._profile: torch.profiler.profile | None = None
 
     def start(self, config: ProfileConfig, step: int) -> None:
-        """Begin the trace of a step. torch traces one process once at a time."""
+        """Begin the trace of a step. torch traces one process once at a time. ValueError for `nsys` without CUDA."""
         if config.tool == "nsys":
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    "runtime.profile.tool: `nsys` shows CUDA devices, and this process has none; use `torch`"
+                )
             torch.cuda.profiler.start()  # `nsys profile --capture-range=cudaProfilerApi` begins here
             torch.cuda.nvtx.range_push(f"step {step}")
         else:

@@ -94,7 +94,7 @@ class Watchdog:
                 yield f"{call.label}: waits since {_clock(call.made)} (for its inputs, its turn or its devices)"
             for each in call.running:
                 if not each.meta.done():
-                    yield f"{call.label}: {each.where} computes since {_clock(each.since)}"
+                    yield f"{call.label}: at {each.where} since {_clock(each.since)}"
 
     def _watch(self) -> None:
         pause = min(_LOOK, self.seconds / 4) if self.seconds else None

@@ -6,7 +6,9 @@ import gzip
 import json
 
 import pytest
+import torch
 
+from coalign.cluster.future import WorkerError
 from coalign.config import ConfigError, load
 from coalign.config.schema import ProfileConfig
 from coalign.runtime.profiling import Profile
@@ -85,6 +87,14 @@ def test_a_worker_writes_what_it_did(tmp_path):
     assert file.name == "judge_replica0.json.gz"
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert sum(event.get("name") == "judge.sleep" for event in events) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_nsys_needs_a_device_to_show(tmp_path):
+    with thread_cluster({"judge": {"module": "SumModule"}}) as cluster:
+        started = cluster.models["judge"].start_trace(ProfileConfig(steps=[1], tool="nsys"), 1)
+        with pytest.raises(WorkerError, match=r"runtime.profile.tool: `nsys` shows CUDA devices"):
+            started.result()
 
 
 def test_a_run_traces_the_model_that_is_named(tmp_path):

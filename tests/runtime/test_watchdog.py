@@ -70,7 +70,7 @@ def test_a_report_names_phase_calls_places_and_files(tmp_path, caplog):
         place = watchdog.report("policy.generate without an answer for 100 s")
     text = caplog.text
     assert "phase `rollout` since" in text and str(place) in text
-    assert "policy.generate: policy, replica 0 computes since" in text and "(100 s)" in text
+    assert "policy.generate: at policy, replica 0 since" in text and "(100 s)" in text
     assert "reference.forward_step: waits since" in text
     assert {file.name for file in place.iterdir()} == {"driver.txt", "policy_replica_1.txt", "report.txt"}
     assert (place / "policy_replica_1.txt").read_text() == "stack of the replica\n"
@@ -92,7 +92,7 @@ def test_a_stall_of_a_real_call_is_seen_and_the_run_goes_on(tmp_path):
         go_on.set()
         assert future.result() == ["done"]
     [report, *_] = tmp_path.glob("*/report.txt")
-    assert "judge.stands_still: judge, replica 0 computes since" in report.read_text()
+    assert "judge.stands_still: at judge, replica 0 since" in report.read_text()
     assert "in stands_still" in (report.parent / "driver.txt").read_text()
 
 
