@@ -255,6 +255,7 @@ class Context:
     steps: int = 1  # training steps of the run: the length of a learning-rate schedule
     tokens: int | None = None  # tokens to train on before the run ends: the length of one that counts tokens
     samples_per_prompt: int = 1
+    sample_tokens: int | None = None  # of the longest sample, its prompt included, that all models which read it take
     loss: Mapping[str, Any] | None = (
         None  # {"fn": ..., "aggregation": ..., **arguments}: the loss this model trains with
     )

@@ -107,10 +107,14 @@ def mask(ratios: Tensor, low: float, high: float) -> Tensor:
 def mismatch_stats(old: Tensor, rollout: Tensor) -> Stats:
     """How far the trainer is from the sampler on the sampled tokens, both [T].
 
-    `mismatch` and `mismatch_max`: |Δ log-prob|; `mismatch_kl`: KL(sampler ‖ trainer) by k3, nats per token.
+    `mismatch` and `mismatch_max`: |Δ log-prob|; `mismatch_kl`: KL(sampler ‖ trainer) by k3, nats per token; `ess`: the
+    effective sample size of the ratios of tokens, from 0 to 1.
     """
     distance = (old - rollout).abs()
-    stats: Stats = {"mismatch": Stat.of(distance), "mismatch_kl": Stat.of(k3(rollout, old))}
-    if len(distance):
-        stats["mismatch_max"] = Max(distance.max().item())
-    return stats
+    ratios = (old.double() - rollout.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return {
+        "mismatch": Stat.of(distance),
+        "mismatch_max": Max(distance.max().item() if len(distance) else 0.0),
+        "mismatch_kl": Stat.of(k3(rollout, old)),
+        "ess": EffectiveSize.of(ratios),
+    }

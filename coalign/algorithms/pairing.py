@@ -5,6 +5,9 @@ function gives the columns that the pairwise losses read, and that a response wh
 ``preference`` f32[N], higher is better within a group, NaN for a response left out; ``margin`` f32[N], how much better
 it is than the worst of its group. Equal rewards make no pair, and a group of equal rewards none at all.
 
+A function's attribute ``compares``, where there is one, is how many responses of a group it compares at most; otherwise
+these may be all.
+
 Metrics: ``pairs/count``, ``pairs/tied`` (groups without a pair), ``pairs/margin`` (the mean difference of rewards in a
 pair).
 """
@@ -25,6 +28,9 @@ def best_worst(reward: Tensor, group: Tensor) -> dict[str, Any]:
     number, worst, best = _ranges(reward, group)
     ends = _first(reward == best, number) | _first(reward == worst, number)
     return _comparisons(reward, number, worst, ends & (worst < best))
+
+
+best_worst.compares = 2
 
 
 def all_pairs(reward: Tensor, group: Tensor) -> dict[str, Any]:

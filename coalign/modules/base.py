@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.aggregate import Totals, trained_sequences
+from coalign.algorithms.importance import mismatch_stats
 from coalign.algorithms.segments import segment_count
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -213,8 +214,8 @@ class TrainableModule(Module):
     def train_step(
         self, batch: Batch, *, loss: str | None = None, ptx: Batch | None = None, ptx_coef: float = 1.0
     ) -> Stats:
-        """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps; nothing in the first
-        `learns_after` calls.
+        """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps. In the first
+        `learns_after` calls nothing is learned: how far the sampler is from this model is all that they return.
 
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained and
         the loss's own statistics as loss/<name>; loss/not_finite counts updates skipped for their gradient, if any.
@@ -231,17 +232,15 @@ class TrainableModule(Module):
             raise ValueError(f"model '{self.context.model}' has no language-model head, so no data to mix in (ptx)")
         if self.version < self.config.learns_after:
             self.version += 1
-            return {}
+            return self._mismatch(batch)
         objective = self._objective(loss)
-        batch = self._with_old_logprobs(batch)
-        updates = self.config.updates_per_batch
-        parts = batch.split(updates, keep=_unit(batch))
-        mixed_in = [None] * updates if ptx is None else ptx.split(updates, keep=_unit(ptx))
-        stats = [
-            self._update(part, objective, rows, ptx_coef)
-            for _ in range(self.config.epochs_per_batch)
-            for part, rows in zip(parts, mixed_in, strict=True)
-        ]
+        batch = batch if objective.compares else self._with_old_logprobs(batch)
+        updates, epochs = self.config.updates_per_batch, self.config.epochs_per_batch
+        parts = epochs * batch.split(updates, keep=_unit(batch))
+        if objective.compares:  # and has no anchor: later updates are of other weights than those that sampled
+            parts[1:] = [part.without("rollout_logprobs") for part in parts[1:]]
+        mixed_in = epochs * ([None] * updates if ptx is None else ptx.split(updates, keep=_unit(ptx)))
+        stats = [self._update(part, objective, rows, ptx_coef) for part, rows in zip(parts, mixed_in, strict=True)]
         self.version += 1
         return merge_stats(stats)
 
@@ -343,6 +342,13 @@ class TrainableModule(Module):
                 f"model '{self.context.model}' is to be trained, but there is neither a `loss` nor a `{where}`"
             )
         return Objective(**settings)
+
+    def _mismatch(self, batch: Batch) -> Stats:
+        if self.config.head != "lm" or "rollout_logprobs" not in batch:
+            return {}
+        own, mask = self.forward_step(batch, into="old_logprobs")["old_logprobs"], trained(batch)
+        found = mismatch_stats(own[mask], batch["rollout_logprobs"][mask])
+        return {f"loss/{name}": stat for name, stat in found.items()}
 
     def _with_old_logprobs(self, batch: Batch) -> Batch:
         """The anchor of the importance ratio, where it will differ from the policy that is being updated."""

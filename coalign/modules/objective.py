@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.aggregate import Totals, aggregation_weights, group_weights, sequence_weights
+from coalign.algorithms.importance import mismatch_stats
 from coalign.algorithms.traits import check_aggregation, needs, per
 from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
@@ -45,7 +46,8 @@ class Objective:
         self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
 
     def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: Totals) -> tuple[Tensor, Stats]:
-        """The scalar to differentiate, and the loss's statistics.
+        """The scalar to differentiate, and the loss's statistics; where the sampler's log-probs are known, also how
+        far its anchor is from them (coalign.algorithms.importance.mismatch_stats).
 
         ``totals`` are those of the whole optimizer step over all ranks, so the gradient does not depend on how the step
         was cut.
@@ -62,7 +64,12 @@ class Objective:
             raise ValueError(
                 f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
             )
-        return (result.value * weights.to(result.value)).sum(), result.stats
+        return (result.value * weights.to(result.value)).sum(), {**_from_sampler(x), **result.stats}
+
+    @property
+    def compares(self) -> bool:
+        """Whether responses are held against each other, so that no token has an importance ratio of its own."""
+        return self.per in ("group", "batch")
 
     def count(self, totals: Totals) -> float:
         """Of how many things the loss is the mean: what a step counts for when several are averaged."""
@@ -102,6 +109,11 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
         **fields,
         **outputs,
     )
+
+
+def _from_sampler(x: LossInput) -> Stats:
+    known = x.logprobs is not None and x.old is not None and x.rollout is not None
+    return mismatch_stats(x.old, x.rollout) if known else {}
 
 
 def groups_of(batch: Batch) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,13 +90,22 @@ def reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
 
 
 def reward_function(config: RewardConfig, where: str) -> RewardFunction:
-    """The function that a configuration names, with its arguments checked. A short name is one of coalign.rewards.
+    """The function that a configuration names, with its arguments. Raises what `named` raises."""
+    limits = {"weight": config.weight, "timeout": config.timeout, "retries": config.retries}
+    return RewardFunction(config.called, *named(config, where), **limits)
 
-    Raises ConfigError for wrong arguments (``where`` is the section's path), ValueError if there is no such function.
+
+def named(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function (or class) and its arguments, checked. A short name is one of coalign.rewards.
+
+    Raises ConfigError for wrong arguments (``where`` is the section's path), ValueError if there is no such function or
+    it refuses them: its attribute ``check``, if it has one, is called with them as keywords.
     """
     fn = resolve(config.fn, "coalign.rewards")
-    limits = {"weight": config.weight, "timeout": config.timeout, "retries": config.retries}
-    return RewardFunction(config.called, fn, bind(fn, config.arguments, where), **limits)
+    arguments = bind(fn, config.arguments, where)
+    if hasattr(fn, "check"):
+        fn.check(**arguments)
+    return fn, arguments
 
 
 def _value(outcome: Outcome) -> float:

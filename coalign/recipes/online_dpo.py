@@ -56,6 +56,5 @@ class OnlineDPO(Online):
 
 
 def compared(batch: Batch) -> Batch:
-    """The responses that have a preference. Without the sampler's log-probs: no pairwise loss has an importance ratio,
-    so the trainer need not compute an anchor for one."""
-    return batch.select(~batch["preference"].isnan()).without("rollout_logprobs")
+    """The responses that have a preference."""
+    return batch.select(~batch["preference"].isnan())

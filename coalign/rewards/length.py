@@ -16,16 +16,14 @@ Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
 def length_penalty(sample: Sample, *, max_tokens: int, buffer: int) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_tokens - buffer response tokens, falling
     linearly to -1 at max_tokens, -1 beyond."""
-    if not 0 < buffer <= max_tokens:
-        raise ValueError(f"length_penalty: buffer={buffer} must lie in 1..max_tokens={max_tokens}")
+    _check_penalty(max_tokens=max_tokens, buffer=buffer)
     over = tokens(sample) - (max_tokens - buffer)
     return -min(max(over / buffer, 0.0), 1.0)
 
 
 def length_range(sample: Sample, *, min_tokens: NonNegativeInt = 0, max_tokens: PositiveInt) -> float:
     """1.0 for a response of ``min_tokens`` to ``max_tokens`` (both included), else 0.0."""
-    if min_tokens > max_tokens:
-        raise ValueError(f"length_range: min_tokens={min_tokens} is more than max_tokens={max_tokens}")
+    _check_range(min_tokens=min_tokens, max_tokens=max_tokens)
     return float(min_tokens <= tokens(sample) <= max_tokens)
 
 
@@ -72,3 +70,16 @@ def tokens(sample: Sample) -> int:
     if not count and sample.response:
         raise ValueError("the response's tokens are not known here, so its length cannot be rewarded")
     return count
+
+
+def _check_penalty(*, max_tokens: int, buffer: int) -> None:
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(f"length_penalty: buffer={buffer} must lie in 1..max_tokens={max_tokens}")
+
+
+def _check_range(*, min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise ValueError(f"length_range: min_tokens={min_tokens} is more than max_tokens={max_tokens}")
+
+
+length_penalty.check, length_range.check = _check_penalty, _check_range

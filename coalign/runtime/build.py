@@ -28,6 +28,7 @@ from coalign.runtime.refusing import (
     check_loss,
     check_room,
     check_sections,
+    token_budgets,
 )
 from coalign.runtime.rewarding import Reward, reward_models, reward_names, reward_parts
 from coalign.runtime.trainer import Trainer
@@ -66,7 +67,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
         for name in learning:
             check_loss(name, models[name], config)
             check_it_learns(name, models[name], config.runtime.steps or math.inf)
-        check_room(roles, models)
+        check_room(roles, models, config)
         for main in learning[:1]:
             check_guards(main, models[main], config)
     return cls, {name: models[name] for name in roles}
@@ -101,7 +102,9 @@ def load_tokenizer(config: RunConfig) -> Any:
 def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Context:
     """What the workers of one model are told about the run."""
     loss = model.loss or config.loss
-    role = recipe(config.algorithm).roles(config).get(name)
+    cls = recipe(config.algorithm)
+    role = cls.roles(config).get(name)
+    budgets = token_budgets(roles_of(cls, config), config.models | reward_models(config), config)
     return Context(
         model=name,
         threads=model.threads or config.runtime.threads,
@@ -109,6 +112,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
         steps=steps,
         tokens=config.runtime.tokens,
         samples_per_prompt=config.runtime.samples_per_prompt,
+        sample_tokens=min(budgets.values(), default=None),
         loss=loss.model_dump() if loss else None,
         rewards=tuple(reward.model_dump() for reward in config.reward if reward.fn),
         rollout=config.rollout.model_dump() if role is Rollout else None,

@@ -17,6 +17,7 @@ from coalign.data.standins import STANDINS
 from coalign.runtime.build import context, prepare, roles_of, spawn
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
+from coalign.runtime.guards import check_reported
 from coalign.runtime.memory import Estimate, estimate
 from coalign.runtime.placing import asked, started
 from coalign.runtime.rewarding import composition
@@ -45,7 +46,8 @@ def check(config: RunConfig, display: Display) -> None:
 
 
 def trace(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Graph:
-    """The calls of one step, from a run of the flows on stand-ins. ValueError for a column that nobody produces."""
+    """The calls of one step, from a run of the flows on stand-ins. ValueError for a column that nobody produces, a loss
+    that cannot do with what it gets, or a guard on what the loss does not report."""
     with DryCluster(config) as cluster:
         engine = cls(config, cluster)
         spawn(engine, models, {name: context(name, model, config, steps=1) for name, model in models.items()})
@@ -57,12 +59,14 @@ def trace(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfi
     for call in training:
         name, _, method = call.label.partition("#")[0].partition(".")
         if method == "train_step":
-            _try_loss(name, models[name], config, call)
+            reported = _try_loss(name, models[name], config, call)
+            if name == engine.learning[0]:
+                check_reported(config.runtime.guards, reported)
     return Graph(training)
 
 
-def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> None:
-    """Run a model's loss on the stand-ins that its train_step receives."""
+def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> list[str]:
+    """Run a model's loss on the stand-ins that its train_step receives; the names of the metrics it reports."""
     from coalign.modules.objective import Objective, loss_input
 
     loss = model.loss or config.loss
@@ -70,13 +74,13 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> N
     sizes = {"logprobs": int(trained.sum()), "values": int(trained.sum()), "scores": len(call.batch)}
     outputs = {output: torch.zeros(sizes[output], requires_grad=True) for output in OUTPUTS[model.head]}
     objective = Objective(**loss.model_dump())
-    for name in {"entropy", "collision"} & set(objective.needs):
-        outputs[name] = torch.zeros(sizes["logprobs"])
+    for measured in {"entropy", "collision"} & set(objective.needs):
+        outputs[measured] = torch.zeros(sizes["logprobs"])
     if "candidate_logprobs" in objective.needs and "candidates" in call.batch:
         outputs["candidate_logprobs"] = torch.zeros(call.batch["candidates"][trained].shape)
     have: LossInput = loss_input(call.batch, outputs)
     try:
-        objective(call.batch, outputs, Totals(1.0, 1.0, 1.0))
+        _, stats = objective(call.batch, outputs, Totals(1.0, 1.0, 1.0))
     except (TypeError, AttributeError, ValueError) as problem:
         missing = sorted(
             f for f in ("ref", "advantages", "returns", "old_values", "scores") if getattr(have, f) is None
@@ -85,6 +89,7 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> N
             f"models.{name}: the loss `{loss.fn}` fails on what the flow gives it ({problem}); "
             f"of its inputs these are not there: {', '.join(missing)}"
         ) from problem
+    return [f"loss/{stat}" for stat in stats]
 
 
 def _try_adapters(models: Mapping[str, ModelConfig]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coalign.config.errors import near
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.data.batch import Batch
 from coalign.runtime.checkpoint import Checkpoints
@@ -27,6 +26,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNHEALTHY = 3  # exit code of a run that its guards ended
+# The metric of each threshold; `max_` ones are bounds from above, `min_` ones from below.
+METRICS = {
+    "max_approx_kl": "loss/approx_kl",
+    "max_kl_ref": "loss/kl_ref",
+    "min_entropy": "loss/entropy",
+    "max_mismatch": "loss/mismatch",
+    "max_mismatch_max": "loss/mismatch_max",
+    "max_mismatch_kl": "loss/mismatch_kl",
+    "min_ess": "loss/ess",
+}
 
 
 class Guards(Hook):
@@ -119,27 +128,30 @@ def not_finite(stats: Stats) -> list[str]:
 
 
 def beyond_thresholds(stats: Stats, config: GuardsConfig) -> list[str]:
-    """Which thresholds the step's metrics are beyond; NaN is beyond all. Steps that trained nothing are fine."""
-    if "loss/value" not in stats:
-        return []
-    limits = (
-        ("max_kl", "loss/approx_kl", config.max_kl, 1.0),
-        ("min_entropy", "loss/entropy", config.min_entropy, -1.0),
-        ("max_mismatch", "loss/mismatch", config.max_mismatch, 1.0),
-    )
+    """Which thresholds the step's metrics are beyond; NaN is beyond all. A step without an update need not report what
+    is asked for. Raises what `check_reported` raises."""
+    if "loss/value" in stats:
+        check_reported(config, stats)
     found = []
-    for key, name, limit, sign in limits:
-        if limit is None:
-            continue
-        if name not in stats:
-            names = sorted(one for one in stats if "loss/" in one)
-            raise ValueError(
-                f"runtime.guards.{key}: the loss reports no '{name}'{near(name, names)}; it reports {', '.join(names)}"
-            )
-        value = stats[name].value
-        if not sign * value <= sign * limit:
-            found.append(f"{name} is {value:.4g} (runtime.guards.{key}: {limit:g})")
+    for key, name, limit in _thresholds(config):
+        sign = 1.0 if key.startswith("max_") else -1.0
+        if name in stats and not sign * stats[name].value <= sign * limit:
+            found.append(f"{name} is {stats[name].value:.4g} (runtime.guards.{key}: {limit:g})")
     return found
+
+
+def check_reported(config: GuardsConfig, reported: Collection[str]) -> None:
+    """Refuse (ValueError) a threshold on a metric that the main model's loss does not report."""
+    for key, name, limit in _thresholds(config):
+        if name not in reported:
+            others = [f"{other} ({metric})" for other, metric in METRICS.items() if metric in reported]
+            there = f"there may be: {', '.join(others)}" if others else "it has none that guards could bound"
+            raise ValueError(f"runtime.guards.{key} is {limit:g}, and the loss reports no `{name}`; {there}")
+
+
+def _thresholds(config: GuardsConfig) -> Iterator[tuple[str, str, float]]:
+    """(key, metric, limit) of those that are set."""
+    return ((key, name, limit) for key, name in METRICS.items() if (limit := getattr(config, key)) is not None)
 
 
 def write_dump(path: Path, step: int, batch: Batch, stats: Stats, reasons: list[str]) -> Path:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coalign.algorithms.traits import check_aggregation, needs
+from coalign.algorithms.traits import check_aggregation, needs, per
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig, ModelConfig, RunConfig
 from coalign.rollout.naming import environment as environment_of
 from coalign.runtime.engine import Engine
-from coalign.types import Rollout
+from coalign.types import Rollout, Trainable
 
 SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that say which samples there are
 
@@ -68,20 +68,43 @@ def check_it_learns(name: str, model: ModelConfig, steps: float) -> None:
         )
 
 
-def check_room(roles: Mapping[str, type], models: Mapping[str, ModelConfig]) -> None:
+def check_room(roles: Mapping[str, type], models: Mapping[str, ModelConfig], config: RunConfig) -> None:
     """Refuse responses that may be longer than what a model that reads their tokens takes at once: the first of them
-    would end the run. Models that read text cut it by themselves."""
+    would end the run."""
     for policy in (name for name, role in roles.items() if role is Rollout):
         longest = models[policy].sampling.max_new_tokens
-        for name in roles:
-            budget = models[name].max_tokens_per_micro
-            reads_tokens = name != policy and not (models[name].chat_template or models[name].judge)
-            if reads_tokens and budget is not None and budget <= longest:
+        for name, budget in token_budgets(roles, models, config).items():
+            if budget <= longest:
+                whole = models[name].max_tokens_per_micro
+                shared = (
+                    f", {budget} for each of the {whole // budget} that its loss compares" if budget < whole else ""
+                )
                 raise ValueError(
-                    f"models.{name}.max_tokens_per_micro is {budget}, and a response may have {longest} tokens "
+                    f"models.{name}.max_tokens_per_micro is {whole}{shared}, and a response may have {longest} tokens "
                     f"(models.{policy}.sampling.max_new_tokens) beside its prompt. A sequence is never cut: raise it "
                     "above the longest prompt and response together"
                 )
+
+
+def token_budgets(roles: Mapping[str, type], models: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, int]:
+    """The longest sample that each model takes which reads samples as tokens; what a loss compares is read at once.
+    Models that read text cut it by themselves, and functions (which load nothing) read what there is."""
+    budgets = {}
+    for name, role in roles.items():
+        model = models[name]
+        reads_tokens = role is not Rollout and model.load and not (model.chat_template or model.judge)
+        if reads_tokens and model.max_tokens_per_micro is not None:
+            together = _compared(name, model, config) if role is Trainable else 1
+            budgets[name] = model.max_tokens_per_micro // together
+    return budgets
+
+
+def _compared(name: str, model: ModelConfig, config: RunConfig) -> int:
+    """Responses that a model's loss compares with each other, at most."""
+    if per(resolve(loss_of(name, model, config)[0].fn, "coalign.algorithms.losses")) != "group":
+        return 1
+    pairs = config.pairs and resolve(config.pairs.fn, "coalign.algorithms.pairing")
+    return getattr(pairs, "compares", config.runtime.samples_per_prompt)
 
 
 def loss_of(name: str, model: ModelConfig, config: RunConfig) -> tuple[LossConfig, str]:

@@ -14,10 +14,11 @@ from coalign.algorithms.combining import Term, combine, moments_of
 from coalign.algorithms.scaling import Moments
 from coalign.cluster.apply import merge_columns
 from coalign.cluster.future import BatchRef, Future
-from coalign.config.functions import bind, resolve
+from coalign.config.functions import resolve
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.texts import at_their_end
+from coalign.modules.reward import named
 from coalign.rewards import episode
 from coalign.rewards.calls import RewardError
 from coalign.runtime.vocabulary import reads_alike, tokenizer_directory
@@ -187,10 +188,10 @@ def reward_names(config: RunConfig) -> list[str]:
 
 def reward_models(config: RunConfig) -> dict[str, ModelConfig]:
     """The models of `reward_names`: frozen, and each with the template by which it reads, if it is not to read the
-    policy's tokens. ConfigError for a function that gets wrong arguments, ValueError for one that is not there."""
+    policy's tokens. Raises what coalign.modules.reward.named raises."""
     for i, part in enumerate(config.reward):
         if part.fn:
-            bind(resolve(part.fn, "coalign.rewards"), part.arguments, f"reward.{i}")
+            named(part, f"reward.{i}")
     models = {}
     for name in reward_names(config):
         if name == FUNCTIONS:

@@ -13,6 +13,7 @@ from coalign.cluster.start import kind, start
 from coalign.config import dump, located
 from coalign.config.schema import RunConfig
 from coalign.runtime.build import build, prepare
+from coalign.runtime.checking import trace
 from coalign.runtime.checkpoint import Checkpoints, verify
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
@@ -33,9 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, display: Display) -> int:
-    """Train as the configuration says; returns the exit code: 0, 3 if the run's guards ended it (runtime.guards), or
-    128 + the signal that did."""
+    """Train as the configuration says, once a look at its flow on stand-ins has found nothing wrong; returns the exit
+    code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did."""
     cls, models = prepare(config)
+    trace(cls, models, config)
     folder = RunFolder(config.output)
     with _logged(folder, display):
         with located(config):

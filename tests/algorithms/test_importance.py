@@ -63,6 +63,11 @@ class TestWorkedByHand:
         assert stats["mismatch_max"].value == pytest.approx(LN3)
         # ratio - 1 - ln ratio, under the sampler: 2 - 1 - ln 2; 1/2 - 1 + ln 2 (three times); 3 - 1 - ln 3
         assert stats["mismatch_kl"].value == pytest.approx((1 - LN2 + 3 * (LN2 - 0.5) + 2 - LN3) / 5)
+        assert stats["ess"].value == pytest.approx(42.25 / 68.75)
+        none = mismatch_stats(OLD[:0], ROLLOUT[:0])
+        assert none["mismatch"].count == 0 and (none["mismatch_max"] + stats["mismatch_max"]).value == pytest.approx(
+            LN3
+        )
 
 
 def test_bounds_belong_to_what_they_keep():

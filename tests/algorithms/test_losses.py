@@ -90,11 +90,9 @@ class TestPolicyGradient:
         assert out.value.isfinite().all() and logprobs.grad.isfinite().all()
         assert all(math.isfinite(s.value) for s in out.stats.values())
 
-    def test_mismatch_and_reference_statistics(self):
-        x = given(logprobs=[-1.0, -1.0], old=[-1.0, -1.0], rollout=[-1.5, -1.1], ref=[-1.0, -2.0], advantages=[0, 0])
+    def test_reference_statistics(self):
+        x = given(logprobs=[-1.0, -1.0], old=[-1.0, -1.0], ref=[-1.0, -2.0], advantages=[0, 0])
         stats = policy_gradient(x).stats
-        assert stats["mismatch"].value == pytest.approx(0.3)
-        assert stats["mismatch_max"].value == pytest.approx(0.5)
         assert stats["kl_ref"].value == pytest.approx(math.exp(-1) / 2)
 
     def test_no_tokens(self):

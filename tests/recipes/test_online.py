@@ -185,6 +185,7 @@ def test_a_policy_that_waits_stays_as_it_is_while_the_value_model_learns(tmp_pat
     lines = metrics(config)
     assert ["loss/value" in line for line in lines] == [False, False, True]
     assert all(line["value/loss/grad_norm"] > 0 for line in lines)
+    assert all(line["loss/mismatch_max"] < 1e-4 and line["loss/ess"] > 0.99 for line in lines)
     assert lines[2]["loss/lr"] == pytest.approx(3e-3)  # its schedule begins when it does
 
     first = load_file(tmp_path / "model" / "model.safetensors")

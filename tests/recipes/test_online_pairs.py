@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from coalign.config import load
+from coalign.modules.base import TrainableModule
 from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import trace
+from coalign.runtime.guards import UNHEALTHY
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 
@@ -33,6 +35,33 @@ def test_the_reference_scores_what_is_compared(tmp_path):
     run(config)
     for line in metrics(config):
         assert line["tokens/generated"] > 2 * line["tokens/trained"] > 0  # two of four, and ties drop out
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_how_far_the_sampler_is_from_the_trainer(tmp_path, updates):
+    """On the weights that sampled: what later updates of the same batch have changed is no mismatch."""
+    config = configuration(tmp_path)
+    config["models"]["trainer"] |= {"updates_per_batch": updates, "optimizer": {"lr": 0.03}}
+    run(config)
+    for line in metrics(config):
+        assert line["loss/mismatch"] <= line["loss/mismatch_max"] < 1e-4
+        assert abs(line["loss/mismatch_kl"]) < 1e-6 and line["loss/ess"] == pytest.approx(1, abs=1e-4)
+
+
+def test_a_bad_sampler_is_seen(tmp_path, monkeypatch):
+    from coalign.modules.native import NativeModule
+
+    generate = NativeModule.generate
+
+    def shifted(self, *given, **keywords):
+        out = generate(self, *given, **keywords)
+        return out.with_(rollout_logprobs=out["rollout_logprobs"] - 0.5 * out["loss_mask"])
+
+    monkeypatch.setattr(NativeModule, "generate", shifted)
+    config = configuration(tmp_path, steps=1)
+    assert run(config, "runtime.guards={max_mismatch_max: 0.4}") == UNHEALTHY
+    (line,) = metrics(config)
+    assert line["loss/mismatch"] == pytest.approx(0.5, abs=1e-3)
 
 
 def test_before_the_first_update_the_loss_is_log_2(tmp_path):
@@ -78,10 +107,19 @@ def test_the_loss_is_a_setting(tmp_path, loss, reference):
     assert ("time/reference.forward_step" in line) == reference and line["loss/grad_norm"] > 0
 
 
-def test_the_trainer_computes_no_anchor(tmp_path):
+def test_the_trainer_computes_no_anchor(tmp_path, monkeypatch):
     """Of an importance ratio, which no pairwise loss has, also where several updates are made of a batch."""
-    config = configuration(tmp_path)
-    assert "rollout_logprobs" not in flow(config)["trainer.train_step"].batch
+    forward, asked = TrainableModule.forward_step, []
+
+    def noted(self, batch, **keywords):
+        asked.append((self.context.model, keywords.get("into")))
+        return forward(self, batch, **keywords)
+
+    monkeypatch.setattr(TrainableModule, "forward_step", noted)
+    config = configuration(tmp_path, steps=1)
+    config["models"]["trainer"]["updates_per_batch"] = 2
+    run(config)
+    assert asked == [("reference", None)]
 
 
 @pytest.mark.parametrize(

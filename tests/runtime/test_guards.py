@@ -9,9 +9,14 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from coalign.algorithms.losses import policy_gradient
+from coalign.config import load
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
-from coalign.runtime.guards import UNHEALTHY, beyond_thresholds, not_finite, read_dump
+from coalign.runtime.build import prepare, recipe
+from coalign.runtime.checking import trace
+from coalign.runtime.display import Display
+from coalign.runtime.guards import METRICS, UNHEALTHY, beyond_thresholds, not_finite, read_dump
+from coalign.runtime.run import train
 from coalign.types import LossInput, LossOutput, Stat, Total
 from tests.runs import metrics, run, settings, weights_hash
 
@@ -70,7 +75,7 @@ def test_what_is_not_finite(stats, seen):
 
 
 def test_thresholds():
-    config = GuardsConfig(max_kl=0.1, min_entropy=0.5, max_mismatch=0.02)
+    config = GuardsConfig(max_approx_kl=0.1, min_entropy=0.5, max_mismatch=0.02)
 
     def beyond(kl, entropy, mismatch):
         stats = {"approx_kl": kl, "entropy": entropy, "mismatch": mismatch, "value": 0.0}
@@ -85,9 +90,62 @@ def test_thresholds():
     assert beyond_thresholds({"loss/value": Stat(0.0)}, GuardsConfig()) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "metric", "fine", "bad"),
+    [
+        ("max_approx_kl", "approx_kl", 0.2, 0.21),
+        ("max_kl_ref", "kl_ref", 0.2, 0.21),
+        ("max_mismatch", "mismatch", 0.2, 0.21),
+        ("max_mismatch_max", "mismatch_max", 0.2, 0.21),
+        ("max_mismatch_kl", "mismatch_kl", 0.2, 0.21),
+        ("min_entropy", "entropy", 0.2, 0.19),
+        ("min_ess", "ess", 0.2, 0.19),
+    ],
+)
+def test_every_threshold_bounds_the_metric_of_its_name(key, metric, fine, bad):
+    config = GuardsConfig(**{key: 0.2})
+    for value, found in ((fine, []), (bad, [f"loss/{metric} is {bad} (runtime.guards.{key}: 0.2)"])):
+        assert beyond_thresholds({"loss/value": Stat(0.0), f"loss/{metric}": Stat(value)}, config) == found
+        assert beyond_thresholds({f"loss/{metric}": Stat(value)}, config) == found  # nothing was learned yet
+    assert len(METRICS) == 7 == len([k for k in GuardsConfig.model_fields if k[:3] in ("max", "min")]) - 1
+
+
 def test_a_metric_that_no_loss_reports_is_named():
-    with pytest.raises(ValueError, match=r"guards.min_entropy: the loss reports no 'loss/entropy'.*reports loss/value"):
-        beyond_thresholds({"loss/value": Stat(0.0), "time/step": Total(1.0)}, GuardsConfig(min_entropy=0.1))
+    stats = {"loss/value": Stat(0.0), "loss/mismatch": Stat(0.0), "time/step": Total(1.0)}
+    said = r"guards.min_entropy is 0.1, and the loss reports no `loss/entropy`; .*: max_mismatch \(loss/mismatch\)$"
+    with pytest.raises(ValueError, match=said):
+        beyond_thresholds(stats, GuardsConfig(min_entropy=0.1))
+    with pytest.raises(ValueError, match=r"it has none that guards could bound"):
+        beyond_thresholds({"loss/value": Stat(0.0)}, GuardsConfig(min_ess=0.1))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "reported"),
+    [
+        ("grpo", "max_kl_ref", False),
+        ("ppo", "max_kl_ref", True),
+        ("grpo", "min_ess", True),
+        ("online_dpo", "max_mismatch_max", True),
+        ("online_dpo", "max_approx_kl", False),
+        ("sft", "max_mismatch", False),
+    ],
+)
+def test_a_threshold_on_what_a_run_never_reports_is_refused_before_anything_loads(tmp_path, algorithm, key, reported):
+    config = settings(tmp_path, algorithm, guards={key: 0.5})
+    config = load(config, [], defaults=lambda name: recipe(name).defaults)
+    if reported:
+        trace(*prepare(config), config)
+        return
+    with pytest.raises(ValueError, match=rf"runtime.guards.{key} is 0.5, and the loss reports no"):
+        train(config, Display(quiet=True))
+    assert not Path(config.output).exists()
+
+
+def test_values_that_a_loss_refuses_end_a_run_before_anything_loads(tmp_path):
+    config = settings(tmp_path, "grpo")
+    with pytest.raises(ValueError, match=r"loss.is_low is 1.5"):
+        run(config, "loss.is_level=token", "loss.is_low=1.5")
+    assert not Path(config["output"]).exists()
 
 
 def test_rolling_back_needs_checkpoints():

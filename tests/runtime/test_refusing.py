@@ -125,6 +125,53 @@ def test_the_rules_of_a_game(tmp_path):
         prepare(configured(tmp_path, "grpo", "rollout={fn: game, opponent: random}"))
 
 
+def test_self_play_needs_two_players(tmp_path):
+    solitary = "rollout={fn: self_play, rules: GuessTheNumber}"
+    with pytest.raises(ValueError, match=r"rollout.rules: `GuessTheNumber` is a game for 1 player.*use `game`"):
+        prepare(configured(tmp_path, "grpo", solitary, WARM, "runtime.eval_samples=2"))
+
+
+def search(query: str, *, index: str) -> str:
+    """A tool that has to be told its index."""
+    return index + query
+
+
+def solve(client, row, *, tries: int = 1):
+    """An agent."""
+
+
+SEARCH = "tests.runtime.test_refusing:search"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ("{fn: tool_use, tools: [calculater]}", r"rollout.tools\[0\]: 'calculater' .*did you mean 'calculator'"),
+        (f"{{fn: tool_use, tools: [calculator, '{SEARCH}']}}", r"rollout.tools\[1\].index: missing: search needs it"),
+        (f"{{fn: tool_use, tools: [{{fn: '{SEARCH}', indx: a}}]}}", r"tools\[0\].indx: .*did you mean 'index'"),
+        (f"{{fn: tool_use, tools: [{{fn: '{SEARCH}', index: 3}}]}}", r"tools\[0\].index: is 3; expected a text"),
+        ("{fn: tool_use, tools: [{name: calculator}]}", r"tools\[0\] is .*expected the name .* mapping with `fn`"),
+        ("{fn: tool_use, tools: [calculator, calculator]}", r"tools\[1\]: a second tool is called 'calculator'"),
+        ("{fn: tool_use, tools: [calculator], parser: hermez}", r"'hermez' .*did you mean 'hermes'"),
+        ("{fn: agent, run: 'tests.runtime.test_refusing:solv'}", r"has no 'solv'; did you mean 'solve'"),
+        (
+            "{fn: agent, run: 'tests.runtime.test_refusing:solve', arguments: {trys: 2}}",
+            r"rollout.arguments.trys: .*did you mean 'tries'",
+        ),
+        ("{fn: simulated_user, user: scriptd}", r"'scriptd' .*did you mean 'scripted'"),
+    ],
+)
+def test_what_an_environment_names(tmp_path, rollout, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(configured(tmp_path, "grpo", f"rollout={rollout}"))
+
+
+def test_environments_with_what_they_name(tmp_path):
+    right = [f"{{fn: '{SEARCH}', index: a}}", "calculator"]
+    prepare(configured(tmp_path, "grpo", f"rollout={{fn: tool_use, tools: [{', '.join(right)}]}}"))
+    prepare(configured(tmp_path, "grpo", "rollout={fn: agent, run: 'tests.runtime.test_refusing:solve'}"))
+
+
 # ---- room for the longest response
 
 
@@ -135,3 +182,36 @@ def test_a_response_that_no_micro_batch_holds_is_refused(tmp_path, algorithm, re
     with pytest.raises(ValueError, match=said):
         prepare(configured(tmp_path, algorithm, small, "models.policy.sampling.max_new_tokens=64"))
     prepare(configured(tmp_path, algorithm, small, "models.policy.sampling.max_new_tokens=63"))
+
+
+@pytest.mark.parametrize(("pairs", "together"), [("best_worst", 2), ("all_pairs", 4)])
+def test_what_a_loss_compares_shares_a_micro_batch(tmp_path, pairs, together):
+    small = [f"pairs={pairs}", "models.trainer.max_tokens_per_micro=100"]
+    share = 100 // together
+    said = rf"is 100, {share} for each of the {together} that its loss compares, and a response may have {share} tokens"
+    with pytest.raises(ValueError, match=said):
+        prepare(configured(tmp_path, "online_dpo", *small, f"models.policy.sampling.max_new_tokens={share}"))
+    prepare(configured(tmp_path, "online_dpo", *small, f"models.policy.sampling.max_new_tokens={share - 1}"))
+
+
+def test_functions_read_text_of_any_length(tmp_path):
+    budget = "models.trainer.max_tokens_per_micro=null"
+    prepare(configured(tmp_path, "grpo", budget, "models.policy.sampling.max_new_tokens=20000"))
+
+
+def test_a_budget_for_a_group_has_a_token_for_each_sample(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout.group_tokens is 3 and runtime.samples_per_prompt 4.*make it 4"):
+        prepare(configured(tmp_path, "grpo", "rollout.group_tokens=3"))
+    prepare(configured(tmp_path, "grpo", "rollout.group_tokens=4"))
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("{fn: length_penalty, max_tokens: 8, buffer: 9}", r"length_penalty: buffer=9 must lie in 1..max_tokens=8"),
+        ("{fn: length_range, min_tokens: 9, max_tokens: 8}", r"length_range: min_tokens=9 is more than max_tokens=8"),
+    ],
+)
+def test_bounds_of_a_reward(tmp_path, reward, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(configured(tmp_path, "grpo", f"reward={reward}"))

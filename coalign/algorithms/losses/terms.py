@@ -10,7 +10,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 from torch import Tensor
 
-from coalign.algorithms.importance import MAX_LOG_RATIO, Level, Mode, importance_weights, mismatch_stats
+from coalign.algorithms.importance import MAX_LOG_RATIO, Level, Mode, importance_weights
 from coalign.algorithms.kl import estimate_kl
 from coalign.algorithms.segments import segment_count, segment_sum
 from coalign.algorithms.traits import read
@@ -83,7 +83,7 @@ def surrounded(
         weights, seen = importance_weights(
             x.old, x.rollout, x.segment, x.sequences, level=is_level, mode=is_mode, low=is_low, high=is_high
         )
-        stats |= seen | mismatch_stats(x.old, x.rollout)
+        stats |= seen
         value = surrogate * weights.to(surrogate)
     if drift_limit is not None:
         gone = _drifted(x, drift_limit)
