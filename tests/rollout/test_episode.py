@@ -208,3 +208,35 @@ def test_random_numbers_belong_to_the_sample():
     draw = lambda **which: episode(**which).random.random()  # noqa: E731
     assert draw(group=1, index=0) == draw(group=1, index=0)
     assert len({draw(group=1, index=0), draw(group=1, index=1), draw(group=2, index=0)}) == 3
+
+
+async def listens(one, *, words: int):
+    await one.generate()
+    one.say({"role": "user", "content": "no " * words})
+    await one.generate()
+
+
+@pytest.mark.parametrize(("words", "cut"), [(2, False), (200, True)])
+def test_running_out_of_room_is_counted_and_ends_as_truncated(words, cut):
+    room = len(encode("<|im_start|>user\nWhat is 2+3?<|im_end|>\n" + ASSISTANT)) + 60
+    policy = Script(["yes", "well"], room=room)
+    one = episode(policy=policy)
+    play(listens, one, words=words)
+    assert (one.status == Status.TRUNCATED, one.counts["out_of_room"]) == (cut, float(cut))
+    assert len(one.log.tokens) <= room and len(policy.asked) == 2 - cut
+
+
+async def asks(one):
+    await one.generate()
+
+
+async def asks_nothing(one):
+    pass
+
+
+def test_an_episode_without_a_turn_says_nothing_about_the_policy():
+    asked, silent = episode("yes", index=0), episode(index=1)
+    play(asks, asked)
+    play(asks_nothing, silent)
+    assert (asked.status, asked.counts["empty"]) == (Status.OK, 0)
+    assert (silent.status, silent.counts["empty"]) == (Status.ERROR, 1)

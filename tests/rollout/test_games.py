@@ -5,7 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 
+from coalign.algorithms.advantages import rloo
+from coalign.cluster.apply import apply_columns
+from coalign.data.batch import Batch
 from coalign.rollout.games import GuessTheNumber, IllegalMove, Nim
 from coalign.rollout.playing import game, self_play
 from coalign.rollout.simple import simulated_user
@@ -112,6 +116,26 @@ def test_in_self_play_an_illegal_move_loses():
     early, other = episode("no", index=0), episode(index=1)
     play(self_play, early, other)
     assert (total(early), total(other)) == (-1.0, 0.0) and not any(other.log.loss_mask)
+
+
+def test_who_has_had_no_turn_is_in_no_baseline():
+    """The first of two games is over before the other side moves, the second one is played and won by who begins."""
+    early, idle = episode("no", index=0), episode(index=1)
+    winner, loser = episode(move(2), move(2), index=2), episode(move(1), index=3)
+    many = [early, idle, winner, loser]
+    play(self_play, *many, settings={"sticks": 5})
+    assert [one.status for one in many] == [Status.OK, Status.ERROR, Status.OK, Status.OK]
+    columns = {"loss_mask": torch.tensor([chosen for one in many for chosen in one.log.loss_mask])}
+    status = torch.tensor([int(one.status) for one in many])
+    sequence = {"status": status, "reward": torch.tensor([total(one) for one in many]), "group": torch.full((4,), 5)}
+    batch, stats = apply_columns(
+        rloo, [Batch(torch.tensor([len(one.log.tokens) for one in many]), columns, sequence)], {}
+    )
+    assert stats["samples/dropped"].value == 1 and batch["reward"].tolist() == [-1.0, 1.0, -1.0]
+    advantages = [
+        batch["advantages"][batch["loss_mask"] & (batch.segment == row)].unique().tolist() for row in range(3)
+    ]
+    assert advantages == [[-1.0], [2.0], [-1.0]]  # -1 - (1 - 1) / 2, 1 - (-1 - 1) / 2, -1 - (-1 + 1) / 2
 
 
 def test_self_play_needs_pairs():

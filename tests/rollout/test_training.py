@@ -68,6 +68,36 @@ def test_a_run_with_tools_that_is_stopped_ends_with_the_same_weights(tmp_path):
     assert [[line[n] for n in names] for line in metrics(cut)] == [[line[n] for n in names] for line in metrics(whole)]
 
 
+async def silent(episode):
+    """Asks the policy for nothing."""
+
+
+async def talkative(episode):
+    """One episode of a group hears more than anybody could read."""
+    await episode.generate(max_new_tokens=4)
+    episode.say({"role": "user", "content": "no " * (400 if episode.index == 2 else 2)})
+    await episode.generate(max_new_tokens=4)
+
+
+def test_a_policy_that_is_never_asked_ends_the_run(tmp_path):
+    config = calculating(tmp_path, steps=2)
+    config |= {"rollout": {"fn": "tests.rollout.test_training:silent"}, "reward": {"fn": "tests.runs:digits"}}
+    with pytest.raises(RuntimeError, match=r"step 1: .*test_training:silent` \(rollout.fn\) has asked .* for no turn"):
+        run(config)
+    with pytest.raises(RuntimeError, match=r"has asked .* for no turn"):
+        run(config, "filter={fn: varied}")
+
+
+def test_an_episode_that_hears_too_much_is_cut_and_the_run_goes_on(tmp_path):
+    config = calculating(tmp_path, steps=2)
+    config |= {"rollout": {"fn": "tests.rollout.test_training:talkative"}, "reward": {"fn": "tests.runs:digits"}}
+    config["models"]["policy"]["max_tokens_per_micro"] = 300
+    assert run(config) == 0
+    for line in metrics(config):
+        assert line["episode/out_of_room"] == 0.25 and line["samples/count"] == 16
+        assert line["tokens/response_max"] <= 8 and line["samples/truncated"] >= 0.25
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_ray_killed_and_gone_on_with_the_weights_are_the_same(tmp_path):
