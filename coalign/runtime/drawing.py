@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = ("#3366cc", "#dd8833", "#2a9d6f", "#b04a8f", "#6b5bb0", "#8a8a3c", "#c0504d", "#4aa3a3")
+_STRONG = ("#3366cc", "#dd8833", "#2a9d6f", "#b04a8f", "#6b5bb0", "#8a8a3c", "#c0504d", "#4aa3a3")
+_PALE = ("#9db4e8", "#f2c79b", "#9bd6bd", "#dfa9cb", "#b9b0e0", "#c9c98f", "#e5a9a7", "#a8d6d6")
+_COLORS = _STRONG + _PALE
 
 
 def figure(title: str, unit: str, height: float = 4.2) -> tuple:
-    """(figure, axes) in the style of all pictures."""
+    """(figure, axes) in the style of all pictures; ``height`` in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

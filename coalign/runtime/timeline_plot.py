@@ -14,6 +14,8 @@ _ROW = 0.32  # inches
 
 def plot_timeline(trace: Path, picture: Path) -> Path:
     """Draw what coalign.runtime.timeline wrote; returns ``picture``. Waiting is a thin line before a call's bar."""
+    from matplotlib.ticker import AutoLocator
+
     events = json.loads(trace.read_text())["traceEvents"]
     rows = _rows(events)
     names = list(dict.fromkeys(event["name"] for event in events if event["ph"] == "X"))
@@ -37,6 +39,7 @@ def plot_timeline(trace: Path, picture: Path) -> Path:
     axes.set_yticks([at for at, _ in rows.values()], [text for _, text in rows.values()])
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
+    axes.xaxis.set_major_locator(AutoLocator())
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return save(fig, picture)
 
