@@ -64,7 +64,7 @@ def _coalign(model: PreTrainedModel, prompts: list[list[int]], args: argparse.Na
         kv_tokens=None,
         prefill_tokens=4096,
         end_tokens=[],
-        decode=str,
+        decoder=lambda stops: str,
     )
     engine.load_weights(model.named_parameters(), version=0, adopt=True)
     sampling = Sampling(

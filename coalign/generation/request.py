@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coalign.generation.sampling import Sampling
-from coalign.generation.stops import StopFinder
+from coalign.generation.stops import Decoder, StopFinder
 from coalign.types import Status
 
 
@@ -101,13 +101,13 @@ class Prompt:
         """Tokens a sample may come to, its prompt included."""
         return len(self.request.prompt) + self.limit
 
-    def stops(self, sampling: Sampling, decode: Callable[[list[int]], str]) -> StopFinder | None:
+    def stops(self, sampling: Sampling, decoder: Decoder) -> StopFinder | None:
         """Of one sample, which has seen the tokens that are begun; None if no string ends it."""
         request = self.request
         strings = sampling.stop if request.stop is None else request.stop
         if not strings:
             return None
-        finder = StopFinder(strings, decode)
+        finder = StopFinder(strings, decoder(strings))
         for token in request.prompt[len(request.prompt) - request.begun :]:
             finder.push(token)
         return finder

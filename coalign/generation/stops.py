@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+Decoder = Callable[[Sequence[str]], Callable[[list[int]], str]]  # from stop strings to tokens -> the text to search
 _PARTIAL = "\ufffd"  # what a tokenizer prints for a character whose bytes are not all there yet
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -120,8 +120,15 @@ class RolloutModule(Module):
             named.append(GenerationConfig.from_pretrained(self.config.load).eos_token_id)
         return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
 
-    def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    def decoder(self, stops: Sequence[str]) -> Callable[[list[int]], str]:
+        """From tokens to the text in which ``stops`` are looked for: special tokens only if a stop has them."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        hidden = {i for i, one in added if one.special and not any(one.content in stop for stop in stops)}
+
+        def decode(tokens: list[int]) -> str:
+            return self.tokenizer.decode([t for t in tokens if t not in hidden], clean_up_tokenization_spaces=False)
+
+        return decode
 
 
 def _requests(samples: Batch, max_new_tokens: int, pause: int | None) -> tuple[list[int], list[Request]]:

@@ -34,7 +34,7 @@ class NativeModule(RolloutModule):
             kv_tokens=native.kv_tokens,
             prefill_tokens=native.prefill_tokens,
             end_tokens=self.end_tokens(architecture),
-            decode=self.decode,
+            decoder=self.decoder,
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

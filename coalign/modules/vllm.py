@@ -45,7 +45,7 @@ class VLLMModule(RolloutModule):
             trust_remote_code=config.trust_remote_code,
             seed=self.context.seed,
             end_tokens=self.end_tokens(architecture),
-            decode=self.decode,
+            decoder=self.decoder,
             user=config.vllm,
         )
 

@@ -6,7 +6,7 @@ arithmetic keeps to that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coalign.generation.engine import Engine, OnToken
 from coalign.generation.sampling import Sampling
+from coalign.generation.stops import Decoder
 from coalign.native import probe
 from coalign.native.model import Model
 from coalign.native.run import NativeRun
@@ -24,7 +25,7 @@ class NativeEngine(Engine):
 
     seed: of the sampling. max_sequences: decoded at once. kv_tokens: tokens the KV cache may hold (None: enough for
     max_sequences of the longest). prefill_tokens: prompt tokens in one forward (a longer prompt goes alone).
-    end_tokens: ids that end a response. decode: token ids to text, for stop strings.
+    end_tokens: ids that end a response. decoder: see coalign.generation.stops.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class NativeEngine(Engine):
         kv_tokens: int | None,
         prefill_tokens: int,
         end_tokens: Iterable[int],
-        decode: Callable[[list[int]], str],
+        decoder: Decoder,
     ) -> None:
         super().__init__()
         self.model = model
@@ -45,7 +46,7 @@ class NativeEngine(Engine):
         self.kv_tokens = kv_tokens
         self.prefill_tokens = prefill_tokens
         self.end_tokens = frozenset(end_tokens)
-        self.decode = decode
+        self.decoder = decoder
 
     @contextmanager
     def _run(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[NativeRun]:

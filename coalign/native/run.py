@@ -156,7 +156,7 @@ class NativeRun(Run):
         count = min(prompt.waiting, self.slots.free)
         for place in range(prompt.started, prompt.started + count):
             key = stream_key(self.engine.seed, request.group, request.first + place)
-            stops = prompt.stops(self.sampling, self.engine.decode)
+            stops = prompt.stops(self.sampling, self.engine.decoder)
             self.slots.add(Active(prompt, place, stops), key, kept)
         prompt.started += count
         return slice(first, first + count)

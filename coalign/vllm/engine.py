@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -22,6 +22,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from coalign.generation.engine import Engine, OnToken
 from coalign.generation.sampling import Sampling
+from coalign.generation.stops import Decoder
 from coalign.vllm import options
 from coalign.vllm.parcels import parcels
 from coalign.vllm.run import VLLMRun
@@ -35,8 +36,8 @@ LOAD_SECONDS = 600.0  # that a worker may take for one parcel of weights
 class VLLMEngine(Engine):
     """Generates with the architecture in ``directory``, on ``tensor_parallel`` × ``pipeline_parallel`` devices.
 
-    shapes: the weights that there are, by their Hugging Face names. user: engine arguments of vLLM. decode: token ids
-    to text, for stop strings. Raises ValueError for options, sizes or an architecture that vLLM cannot work with.
+    shapes: the weights that there are, by their Hugging Face names. user: engine arguments of vLLM. decoder: see
+    coalign.generation.stops. Raises ValueError for options, sizes or an architecture that vLLM cannot work with.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class VLLMEngine(Engine):
         trust_remote_code: bool,
         seed: int,
         end_tokens: Iterable[int],
-        decode: Callable[[list[int]], str],
+        decoder: Decoder,
         user: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self.seed = seed
         self.end_tokens = frozenset(end_tokens)
-        self.decode = decode
+        self.decoder = decoder
         self.shapes = shapes
         self.remote = tensor_parallel * pipeline_parallel > 1
         options.check(user, [field.name for field in fields(EngineArgs)], model)

@@ -61,7 +61,7 @@ class VLLMRun(Run):
         self.total += request.samples
         for place in range(request.samples):
             name = engine.new_name()
-            self._answers[name] = Answer(prompt, place, prompt.stops(self.sampling, engine.decode))
+            self._answers[name] = Answer(prompt, place, prompt.stops(self.sampling, engine.decoder))
             # The salt: keys and values that other weights computed are no answer.
             asked = {"prompt_token_ids": request.prompt, "cache_salt": str(engine.version)}
             engine.llm.add_request(name, asked, self._parameters(prompt, place))

@@ -43,7 +43,9 @@ def reference(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torc
 
 def engine(model: PreTrainedModel, **changes) -> NativeEngine:
     """An engine that has adopted the parameters of ``model`` as version 0."""
-    settings = dict(seed=7, max_sequences=64, kv_tokens=None, prefill_tokens=256, end_tokens=[], decode=str)
+    settings = dict(
+        seed=7, max_sequences=64, kv_tokens=None, prefill_tokens=256, end_tokens=[], decoder=lambda stops: str
+    )
     made = NativeEngine(Model(model.config, dtype=model.dtype, device="cpu"), **{**settings, **changes})
     made.load_weights(model.state_dict().items(), version=0, adopt=True)
     return made

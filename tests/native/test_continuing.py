@@ -47,10 +47,10 @@ def test_a_stop_string_may_begin_before_the_cut():
     [[free]] = helpers.engine(MODEL).generate([request], sampling)
     stop = text(free.tokens[8:12].tolist())
     stopping = helpers.replace(sampling, stop=(stop,))
-    [[whole]] = helpers.engine(MODEL, decode=text).generate([request], stopping)
+    [[whole]] = helpers.engine(MODEL, decoder=lambda stops: text).generate([request], stopping)
     assert len(whole.tokens) == 12
     [resumed], _ = continued([request], [[whole]], 10)
-    [[rest]] = helpers.engine(MODEL, decode=text).generate([resumed], stopping)
+    [[rest]] = helpers.engine(MODEL, decoder=lambda stops: text).generate([resumed], stopping)
     assert rest.tokens.tolist() == whole.tokens[10:].tolist() and rest.status == Status.OK
 
 

@@ -37,7 +37,9 @@ def test_a_stop_string_is_found_across_tokens_and_stays():
     free = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING))
     stop = text(free[0].tokens[3:6].tolist())
     first, *_ = helpers.flat(
-        helpers.engine(MODEL, decode=text).generate(asked, helpers.replace(helpers.SAMPLING, stop=(stop,)))
+        helpers.engine(MODEL, decoder=lambda stops: text).generate(
+            asked, helpers.replace(helpers.SAMPLING, stop=(stop,))
+        )
     )
     assert text(first.tokens.tolist()).endswith(stop)
     assert text(first.tokens.tolist()).count(stop) == 1

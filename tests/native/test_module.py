@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.generation.stops import StopFinder
 from coalign.modules.native import NativeModule
 from coalign.modules.rollout import begin
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Context, Status
@@ -108,6 +109,18 @@ def test_ends_come_from_generation_config_config_and_tokenizer(tmp_path):
     tiny_model_dir(tmp_path, eos_token_id=[3, 4])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
     assert module(tmp_path).engine.end_tokens == {3, 4, 5, tiny_tokenizer().eos_token_id}
+
+
+@pytest.mark.parametrize(
+    ("stop", "found"),
+    [("e", 6), ("end", None), ("|>", None), ("<|im_end|>", 4), ("<|im_end|>\n", 5), ("abc\n", 5)],
+)
+def test_stops_do_not_read_the_names_of_special_tokens(directory, stop, found):
+    made = module(directory)
+    finder = StopFinder([stop], made.decoder([stop]))
+    tokens = made.tokenizer("abc<|im_end|>\ne")["input_ids"]
+    assert len(tokens) == 6
+    assert next((i for i, token in enumerate(tokens, 1) if finder.push(token)), None) == found
 
 
 def test_a_stop_string_ends_the_response(directory):
