@@ -6,6 +6,7 @@ side by side as far as their inputs and their devices allow. Nothing here knows 
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ class DistModel:
         self._parts = module_class(config).needs
         self._spmd = spmd
         self._copies = config.tensor_parallel if spmd else 1
+        self._shares_each = 1 if spmd else config.shares_per_replica
         self._lane = cluster.lane(name)
 
     def generate(self, prompts: BatchRef | Future, **keywords: Any) -> Future:
@@ -192,17 +194,42 @@ class DistModel:
             self.cluster.residency.announce(self.name, needs[self.name])
             if by_row and self._takes_parts_of(arguments[0]):
                 return self._as_they_come(future, method, needs, arguments[0], keywords)
-            ready = tuple(self.cluster.resolve(value) for value in arguments)
+            # No tuple from a generator that waits: a thread that looks at all objects (memory_report) would break it.
+            ready = [self.cluster.resolve(value) for value in arguments]
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
             cuts = self.config.updates_per_batch if method == "train_step" else 1
-            shares = self._shares(future.label, ready, named, by, cuts)
+            shares = self._shares(future.label, tuple(ready), named, by, cuts, self._shares_each)
             with self._turn(future, method, needs):
-                running = [rank.execute("call", method, *own) for rank, own in shares.calls]
-                future.comes_in([] if self._spmd else running)
-                metas = self._wait(future, method, running)
+                running, metas = self._share_out(future, method, shares)
                 return shares.restored(combine(running, metas, self.store, self._copies), metas[:: self._copies])
 
         return self._launch(method, work, fatal)
+
+    def _share_out(self, future: Future, method: str, shares: Shares) -> tuple[list[Running], list[Meta]]:
+        """Each share to its rank, all at once; or, if there are more, to whichever replica is free."""
+        if len(shares.calls) <= len(self._ranks):
+            running = [rank.execute("call", method, *own) for rank, own in shares.calls]
+            future.comes_in([] if self._spmd else running)
+            return running, self._wait(future, method, running)
+        future.comes_in([])
+        waiting, free = list(enumerate(own for _, own in shares.calls))[::-1], list(self._ranks)[::-1]
+        busy: dict[Any, tuple[int, Remote, Running]] = {}  # by the future of the answer
+        done: dict[int, tuple[Running, Meta]] = {}
+        while waiting or busy:
+            while waiting and free:
+                (number, own), rank = waiting.pop(), free.pop()
+                running = rank.execute("call", method, *own)
+                busy[running.meta] = number, rank, running
+            future.running = [running for _, _, running in busy.values()]
+            ended, _ = concurrent.futures.wait(busy, self.cluster.timeout, concurrent.futures.FIRST_COMPLETED)
+            if not ended:
+                wait(future, future.running, timeout=0.0)  # raises
+            for answer in ended:
+                number, rank, running = busy.pop(answer)
+                [meta] = self._wait(future, method, [running])
+                done[number] = running, meta
+                free.append(rank)
+        return [done[number][0] for number in sorted(done)], [done[number][1] for number in sorted(done)]
 
     def _takes_parts_of(self, value: Any) -> bool:
         """Whether rows of ``value`` can be computed before the others: nothing but them would be waited for, and nobody
@@ -257,7 +284,7 @@ class DistModel:
         return combine(running, metas, self.store, self._copies)
 
     def _shares(
-        self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: By, cuts: int = 1
+        self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: By, cuts: int = 1, each: int = 1
     ) -> Shares:
         """Which rank gets which (arguments, keywords): batches dealt out, everything else as it is."""
         values = {**dict(enumerate(arguments)), **keywords}
@@ -267,7 +294,7 @@ class DistModel:
         alike = [key for key in batches if key not in keywords]
         if len(sizes := {len(batches[key]) for key in alike}) > 1:
             raise ValueError(f"{label}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
-        count = len(self._ranks) // self._copies
+        count = len(self._ranks) // self._copies * each
         how = {"whole_groups": not (by == "work" and self.config.spread_samples), "cuts": cuts}
         deals = {key: deal(batches[key], count, by, **how) for key in batches if key in keywords or key == alike[0]}
         deals |= {key: Deal(batches[key], deals[alike[0]].rows) for key in alike}
@@ -279,5 +306,6 @@ class DistModel:
 
         filled = [part for part in range(count) if any(len(parts[key][part]) for key in parts)] or [0]
         chosen = [*range(count)] if self._spmd else filled
-        calls = [(rank, share(i // self._copies)) for i, rank in enumerate(self._ranks) if i // self._copies in chosen]
+        ranks = self._ranks if self._spmd else [self._ranks[part % len(self._ranks)] for part in range(count)]
+        calls = [(rank, share(i // self._copies)) for i, rank in enumerate(ranks) if i // self._copies in chosen]
         return Shares(calls, next(iter(deals.values())), chosen)

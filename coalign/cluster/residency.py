@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -40,6 +40,7 @@ class Tenant:
     held: Sizes = field(default_factory=dict)
     away: Sizes = field(default_factory=dict)
     extra: dict[str, int] = field(default_factory=dict)
+    reports: Collection[str] = ()  # the models of its process
     last: int = 0  # the number of its last call
     coming: Running | None = None  # what an announced call needs
     going: Running | None = None  # what is on its way to the host
@@ -253,13 +254,14 @@ class Residency:
             tenant.held = {part: size for part, size in tenant.held.items() if part not in parts}
         limit = None
         if self.capacity is not None:
-            others = (t.size for place in tenant.places for t in self._at[place] if t is not tenant)
+            others = (t.size for place in tenant.places for t in self._at[place] if t.model not in tenant.reports)
             limit = int(self.capacity * len(tenant.places) - sum(others))
         return tenant.worker.execute("move", to, tuple(parts), limit)
 
     def _take_over(self, tenant: Tenant, use: Use) -> None:
         """A process tells of all models that it has on its devices."""
         neighbours = self._neighbours(tenant)
+        tenant.reports = use.held.keys()
         for other in neighbours:
             if other.model in use.held:
                 other.held = use.held[other.model]

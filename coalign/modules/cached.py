@@ -7,6 +7,7 @@ model and data, and the model's memory is free for the rest.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -59,6 +60,13 @@ class CachedModule(Module):
         self.unload()
         self.store.close()
 
+    @property
+    def constant(self) -> Sequence[str]:
+        return ("weights",)
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        return () if self.scorer is None else self.scorer.tensors(part)
+
     def unload(self) -> None:
         """Give the model's memory back; it is loaded again if something new is asked."""
         if self.scorer is not None:
@@ -82,6 +90,7 @@ class CachedModule(Module):
     def _compute(self, batch: Batch, keys: list[bytes]) -> dict[bytes, bytes]:
         if self.scorer is None:
             self.scorer = self.module(self.config, self.context)
+            self.scorer.arena = self.arena
             self.scorer.setup()
         (column,) = self.scorer.forward_step(batch).values()
         mask = trained(batch)

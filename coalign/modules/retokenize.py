@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,10 +41,17 @@ class RetokenizeModule(Module):
         trust = self.config.trust_remote_code
         self.policy_tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
         self.reader = Reader(self.config)
+        self.scorer.arena = self.arena
         self.scorer.setup()
 
     def close(self) -> None:
         self.scorer.close()
+
+    def move(self, to: str, parts: Sequence[str]) -> None:
+        self.scorer.move(to, parts)
+
+    def held(self) -> Mapping[str, int]:
+        return self.scorer.held()
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor | Total]:
         """The column ``reward`` f32[N] (``into`` renames it): NaN for rows that are not at their end, or that the

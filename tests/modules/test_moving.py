@@ -8,6 +8,7 @@ import torch
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS, Arena, OutOfDeviceMemory
+from coalign.modules.cached import CachedModule
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.native import NativeModule
 from coalign.types import Context
@@ -135,3 +136,17 @@ def test_memory_of_weights_that_were_replaced_is_given_back(path):
     policy.load_weights(weights(source).items(), version=1, adopt=True)
     gc.collect()
     assert policy.held()["weights"] == size == policy.arena.used
+
+
+def test_models_that_stand_before_others_move_with_them(path, tmp_path):
+    batch = BATCHES[0]
+    cached = build(CachedModule, path, "reference", frozen=True, cache=str(tmp_path / "cache"))
+    assert cached.held() == {}
+    first = cached.forward_step(batch)["ref_logprobs"]
+    size = cached.held()["weights"]
+    cached.move("host", PARTS)
+    assert cached.held() == {} and cached.arena.used == 0
+    cached.move("device", PARTS)
+    assert torch.equal(cached.scorer.forward_step(batch)["ref_logprobs"], first) and cached.held() == {"weights": size}
+    cached.unload()
+    assert cached.held() == {} and cached.arena.used == 0
