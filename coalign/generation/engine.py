@@ -61,7 +61,7 @@ class Run(ABC):
     @abstractmethod
     def cut_all(self) -> None: ...
 
-    def forget(self, group: int, index: int) -> None:  # noqa: B027: an engine that keeps nothing has nothing to do
+    def forget(self, group: int, index: int) -> None:  # noqa: B027
         """The conversation has had its last turn: nothing has to be kept of it."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Engine(ABC):
         ``adopt``: the given tensors may be used as they are. Raises ValueError for weights that do not fit.
         """
 
-    def close(self) -> None:  # noqa: B027: as above
+    def close(self) -> None:  # noqa: B027
         """Give back what was taken."""
 
     # ---- what follows from it
