@@ -42,13 +42,18 @@ def wait(future: Future, running: Sequence[Running], timeout: float) -> list[Met
         for done in concurrent.futures.as_completed(where, timeout):
             _raise_failure(future.label, where[done], done)
     except TimeoutError:
-        late = ", ".join(each.where for each in running if not each.meta.done())
-        message = f"no answer within {timeout:g} s (runtime.call_timeout)"
-        raise WorkerError(future.label, late, Failure("TimeoutError", message, "")) from None
+        raise silence(future, running, timeout) from None
     metas = [each.meta.result() for each in running]
     pairs = zip(running, metas, strict=True)
     future.spans += [Span(each.where, meta.verb, meta.start, meta.seconds) for each, meta in pairs]
     return metas
+
+
+def silence(future: Future, running: Sequence[Running], timeout: float) -> WorkerError:
+    """The error of workers that have not answered for ``timeout`` s."""
+    late = ", ".join(each.where for each in running if not each.meta.done())
+    message = f"no answer within {timeout:g} s (runtime.call_timeout)"
+    return WorkerError(future.label, late, Failure("TimeoutError", message, ""))
 
 
 def _raise_failure(label: str, where: str, done: concurrent.futures.Future[Meta]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.answers import Remote, Running, combine, wait
+from coalign.cluster.answers import Remote, Running, combine, silence, wait
 from coalign.cluster.dealing import By, Deal, Shares, deal, in_order, joined
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
 from coalign.cluster.stream import arriving, streams
@@ -223,7 +223,7 @@ class DistModel:
             future.running = [running for _, _, running in busy.values()]
             ended, _ = concurrent.futures.wait(busy, self.cluster.timeout, concurrent.futures.FIRST_COMPLETED)
             if not ended:
-                wait(future, future.running, timeout=0.0)  # raises
+                raise silence(future, future.running, self.cluster.timeout)
             for answer in ended:
                 number, rank, running = busy.pop(answer)
                 [meta] = self._wait(future, method, [running])

@@ -110,7 +110,8 @@ def _fit(units: Sequence[_Unit], free: list[int]) -> list[int] | None:
     dead: set[tuple[int, tuple[int, ...]]] = set()
     while len(chosen) < len(units):
         if len(options) == len(chosen):
-            unit, last = units[len(chosen)], chosen[-1] if chosen else -1
+            unit, before = units[len(chosen)], units[len(chosen) - 1]
+            last = chosen[-1] if chosen and before.slot is unit.slot else -1
             options.append(_candidates(unit, rests[len(chosen)], last, held, free))
         node = next(options[-1], None)
         if node is None:
@@ -171,7 +172,7 @@ def _candidates(
 ) -> Iterator[int]:
     """Nodes with room for a unit, the best one first; of equal ones only the first.
 
-    ``rest``: the devices that its slot still needs; ``last``: the node that was chosen last.
+    ``rest``: the devices that its slot still needs; ``last``: the node of its neighbour.
     """
 
     def packed(node: int) -> tuple[bool, bool, int]:

@@ -112,6 +112,10 @@ class ModelConfig(Section):
     offload: Literal["auto"] | list[Literal["weights", "gradients", "optimizer", "kv"]] = "auto"
     """What may leave the device for the host's memory while other models of its `runtime.colocation` group need room. `auto`:
     all of it on devices, nothing on CPU."""
+    shares_per_replica: PositiveInt = 1
+    """Of a model with several replicas: a batch is cut into this many shares for each, which are handed out as replicas
+    become free. More than 1 evens out replicas that are not equally fast; a roll-out engine runs empty at the end of
+    each share."""
     spread_samples: bool = False
     """Of a policy with several replicas: deal out single samples, not prompts with all of their samples. The load is
     more even; but every replica that has some of a prompt's samples computes the prompt."""
