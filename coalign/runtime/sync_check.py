@@ -135,8 +135,10 @@ def _report(title: str, found: list[Difference], count: int, display: Display) -
     table = Table(
         box=None, pad_edge=False, title=f"{title}: {len(found)} of {count} tensors differ", title_justify="left"
     )
-    for column in ("tensor", "what", "largest |Δ|", "values"):
-        table.add_column(column, justify="left" if column in ("tensor", "what") else "right")
+    table.add_column("tensor", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    for column in ("largest |Δ|", "values"):
+        table.add_column(column, justify="right", no_wrap=True)
     for each in found:
         largest = "" if each.largest is None else f"{each.largest:.3g}"
         table.add_row(each.name, each.what, largest, f"{each.count:,} of {each.numel:,}" if each.numel else "")

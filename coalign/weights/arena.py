@@ -35,7 +35,7 @@ class Arena:
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
 
     @staticmethod
-    def create(size: int) -> Arena:
+    def create(size: int, device: str = "cpu") -> Arena:
         """Raises NoRoom if the host's memory, or the container's limit, would not hold it."""
         if size > (free := available()):
             raise NoRoom(f"shared memory for weights: {size / 2**20:,.0f} MiB wanted, {free / 2**20:,.0f} MiB are free")
@@ -55,8 +55,13 @@ class Arena:
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A view. What another process created is not to be written to: that ends this process (SIGSEGV)."""
-        size = dtype.itemsize * torch.Size(shape).numel()
-        return self.bytes[offset : offset + size].view(dtype).view(shape)
+        return view(self.bytes, offset, dtype, shape)
+
+
+def view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that begins at byte ``offset`` of u8[n]."""
+    size = dtype.itemsize * torch.Size(shape).numel()
+    return data[offset : offset + size].view(dtype).view(shape)
 
 
 def available() -> int:

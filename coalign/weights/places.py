@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Identity = tuple[str, int]  # host, process
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """One rank. ``host`` is equal for processes that can see each other (in /proc). ``sends``: whether it yields
-    weights; ``adopts``: whether it computes with the tensors that it is given, in the host's memory."""
+    weights; ``adopts``: whether it computes with the tensors that it is given. ``gpu``: which one its device is."""
 
     host: str
     process: int
     device: str
+    gpu: str | None
     sends: bool
     adopts: bool
 
@@ -30,7 +33,8 @@ class Place:
 def place(module: Any, store: Any) -> Place:
     """Of this worker."""
     device = module.context.device
-    return Place(*identity(), device, module.exports, module.adopts and device == "cpu")
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.startswith("cuda") else None
+    return Place(*identity(), device, gpu, module.exports, module.adopts)
 
 
 def identity() -> Identity:

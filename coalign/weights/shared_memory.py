@@ -11,6 +11,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Entry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    arena: Address
+    arena: Any  # its address
     offset: int
     size: int
     checksum: int
@@ -43,23 +44,25 @@ class Entry:
 class SharedMemory(Staged):
     """``senders`` and ``readers``: where the ranks of the two models are."""
 
+    arena: type = Arena
+    memory = "cpu"
+
     def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
         super().__init__(source, target, config)
         self.link = f"shared memory {uuid.uuid4().hex}"
-        self.adopt = any(place.adopts for place in readers)
+        self.adopt = any(place.adopts and place.device.startswith(self.memory) for place in readers)
         self.readers = [place.identity for place in readers]
         self.journals: list[Address] = []
         self.side = 0
 
     def stage(self, version: int, changing: bool) -> list[Sent]:
         if not self.journals:
-            self.journals = self.source.run(open_outlet, self.link, fatal=False).result()
+            self.journals = self.source.run(open_outlet, self.link, self.arena, fatal=False).result()
         sending = self.source.run(send, self.link, version, changing, self.side, fatal=False)
         if self.in_turns:
             sending.result()
-        receiving = self.target.run(
-            receive, self.link, self.source.name, self.journals, self.readers, version, self.config.timeout, fatal=False
-        )
+        arguments = self.arena, self.source.name, self.journals, self.readers, version, self.config.timeout
+        receiving = self.target.run(receive, self.link, *arguments, fatal=False)
         return both(sending, receiving)
 
     def install(self, version: int, sent: list[Sent]) -> None:
@@ -74,13 +77,14 @@ class SharedMemory(Staged):
 class Outlet:
     """A sender's memory: its journal, and for each side where each tensor lies."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: type, device: str) -> None:
         self.journal = Journal()
-        self._arenas: list[Arena] = []
+        self._create = partial(arena.create, device=device)
+        self._arenas: list[Any] = []
         self._filled = 0  # of the newest arena
-        self._places: tuple[dict[str, tuple[Arena, int, int]], ...] = ({}, {})
+        self._places: tuple[dict[str, tuple[Any, int, int]], ...] = ({}, {})
 
-    def place(self, side: int, name: str, size: int) -> tuple[Arena, int]:
+    def place(self, side: int, name: str, size: int) -> tuple[Any, int]:
         """The tensor's own place on a side. Raises NoRoom."""
         arena, offset, had = self._places[side].get(name, (None, 0, -1))
         if arena is None or had != size:
@@ -88,10 +92,10 @@ class Outlet:
             self._places[side][name] = arena, offset, size
         return arena, offset
 
-    def _new(self, size: int) -> tuple[Arena, int]:
+    def _new(self, size: int) -> tuple[Any, int]:
         if not self._arenas or self._filled + size > len(self._arenas[-1].bytes):
             before = sum(len(arena.bytes) for arena in self._arenas)
-            self._arenas.append(Arena.create(max(size, SEGMENT, min(before, LARGEST))))
+            self._arenas.append(self._create(max(size, SEGMENT, min(before, LARGEST))))
             self._filled = 0
         offset = self._filled
         self._filled += -(-size // ALIGNED) * ALIGNED
@@ -101,11 +105,12 @@ class Outlet:
 class Inlet:
     """What a reader knows of the senders' memory."""
 
-    def __init__(self, journals: list[Address]) -> None:
+    def __init__(self, arena: type, journals: list[Address]) -> None:
+        self._open = arena.open
         self.journals = [Journal(address) for address in journals]
         self.entries: list[Entry] = []
         self.version = -1
-        self._arenas: dict[Address, Arena] = {}
+        self._arenas: dict[Any, Any] = {}
 
     def view(self, entry: Entry) -> Tensor:
         """The tensor where it lies."""
@@ -114,15 +119,15 @@ class Inlet:
     def bytes(self, entry: Entry) -> Tensor:
         return self._arena(entry).bytes[entry.offset : entry.offset + entry.size]
 
-    def _arena(self, entry: Entry) -> Arena:
+    def _arena(self, entry: Entry) -> Any:
         if entry.arena not in self._arenas:
-            self._arenas[entry.arena] = Arena.open(entry.arena)
+            self._arenas[entry.arena] = self._open(entry.arena)
         return self._arenas[entry.arena]
 
 
-def open_outlet(module: Any, store: Any, link: str) -> Address:
+def open_outlet(module: Any, store: Any, link: str, arena: type) -> Address:
     """Where to find this rank's journal."""
-    module.links[link] = Outlet()
+    module.links[link] = Outlet(arena, module.context.device)
     return module.links[link].journal.address
 
 
@@ -154,6 +159,7 @@ def receive(
     module: Any,
     store: Any,
     link: str,
+    arena: type,
     source: str,
     journals: list[Address],
     readers: list[Identity],
@@ -162,7 +168,7 @@ def receive(
 ) -> None:
     """Follow the senders to their end. Raises WeightError unless everything arrived as it was sent."""
     if link not in module.links:
-        module.links[link] = Inlet(journals)
+        module.links[link] = Inlet(arena, journals)
     inlet: Inlet = module.links[link]
     inlet.entries, inlet.version = [], -1
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import SyncConfig
 from coalign.types import Stats, Total
 from coalign.weights.arena import NoRoom
 from coalign.weights.broadcast import Broadcast
+from coalign.weights.cuda_ipc import CudaIpc
 from coalign.weights.disk import Disk
 from coalign.weights.in_process import Adopt, Copy
 from coalign.weights.object_store import ObjectStore
@@ -86,7 +88,9 @@ def transport_between(source: Model, target: Model, config: SyncConfig, overlap:
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
         return (Copy if overlap else Adopt)(source, target, config)
     senders, readers = (model.run(place).result() for model in (source, target))
-    name = config.transport if config.transport != "auto" else _fitting(source, target, [*senders, *readers])
+    name = config.transport
+    if name == "auto":
+        name = fitting([*senders, *readers], source.takes_turns_with(target))
     match name:
         case "object_store":
             return ObjectStore(source, target, config)
@@ -94,11 +98,15 @@ def transport_between(source: Model, target: Model, config: SyncConfig, overlap:
             return Disk(source, target, config)
         case "broadcast":
             return Broadcast(source, target, config, senders, readers)
+        case "cuda_ipc":
+            return CudaIpc(source, target, config, senders, readers)
         case "shared_memory":
             return SharedMemory(source, target, config, senders, readers)
 
 
-def _fitting(source: Model, target: Model, places: list[Place]) -> str:
-    if len({each.host for each in places}) == 1:
-        return "shared_memory"
-    return "object_store" if source.takes_turns_with(target) else "broadcast"
+def fitting(places: Sequence[Place], in_turns: bool) -> str:
+    """The transport for ranks at these places, whose models take turns on their devices or do not."""
+    hosts, gpus = ({getattr(place, what) for place in places} for what in ("host", "gpu"))
+    if len(hosts) > 1:
+        return "object_store" if in_turns else "broadcast"
+    return "cuda_ipc" if len(gpus) == 1 and None not in gpus else "shared_memory"

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from coalign.weights.buckets import pack
-from coalign.weights.checksum import checksum, tensor_bytes
+from coalign.weights.checksum import (
+    BLOCK,
+    block_checksum,
+    blocks,
+    checksum,
+    combine,
+    device_checksum,
+    tensor_bytes,
+)
+from coalign.weights.copying import copied
 from coalign.weights.transport import WeightError
 
 
@@ -67,3 +76,23 @@ def test_bytes_of_a_contiguous_tensor_are_a_view():
     tensor_bytes(tensor)[0] = 1
     assert tensor.view(torch.uint8).flatten()[0] == 1
     assert np.array_equal(tensor_bytes(tensor.t()), tensor_bytes(tensor.t().contiguous()))
+
+
+def test_the_checksum_of_a_large_tensor_is_that_of_its_blocks():
+    data = np.random.default_rng(0).integers(0, 256, 2 * BLOCK + 5, dtype=np.uint8)
+    parts = [block_checksum(torch.from_numpy(data[start:stop])) for start, stop in blocks(len(data))]
+    assert len(parts) == 3 and combine(parts) == checksum(data)
+    [(_, copied_sum)] = copied([("x", torch.from_numpy(data), torch.empty(len(data), dtype=torch.uint8))])
+    assert copied_sum == checksum(data)
+
+
+def test_a_devices_checksum_sees_every_bit_and_every_swap():
+    block = torch.randint(0, 256, (64 + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = device_checksum(block)
+    for byte in range(len(block)):
+        other = block.clone()
+        other[byte] ^= 1 << (byte % 8)
+        assert device_checksum(other) != found
+    swapped = torch.cat([block[8:16], block[:8], block[16:]])
+    assert device_checksum(swapped) != found
+    assert device_checksum(torch.cat([block, torch.zeros(1, dtype=torch.uint8)])) != found

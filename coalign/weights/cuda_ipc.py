@@ -1,0 +1,58 @@
+"""Transport between processes on one GPU, through memory there that all of them map (CUDA's handles).
+
+It is coalign.weights.shared_memory with arenas of device memory: the model's size of it, twice where readers compute in
+place. Handles open only where the GPU itself is visible, and Ray shows each worker its own alone; so sender and readers
+have to be on the same one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from coalign.weights.arena import view
+from coalign.weights.places import Place
+from coalign.weights.shared_memory import SharedMemory
+from coalign.weights.transport import Model
+
+
+class DeviceArena:
+    """Bytes u8[size] of a GPU's memory: ``create`` them in one process, ``open`` their ``address`` in others, which may
+    only read."""
+
+    def __init__(self, address: Any, data: Tensor) -> None:
+        self.address, self.bytes = address, data
+
+    @staticmethod
+    def create(size: int, device: str) -> DeviceArena:
+        """Raises torch.OutOfMemoryError."""
+        data = torch.empty(size, dtype=torch.uint8, device=device)
+        return DeviceArena(reduce_tensor(data), data)
+
+    @staticmethod
+    def open(address: Any) -> DeviceArena:
+        rebuild, arguments = address
+        return DeviceArena(address, rebuild(*arguments))
+
+    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A view, not to be written to by whoever opened it."""
+        return view(self.bytes, offset, dtype, shape)
+
+
+class CudaIpc(SharedMemory):
+    """ValueError unless all ranks are on one GPU."""
+
+    arena = DeviceArena
+    memory = "cuda"
+
+    def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
+        super().__init__(source, target, config, senders, readers)
+        devices = sorted({place.gpu or "CPU" for place in [*senders, *readers]})
+        if len(devices) > 1 or devices == ["CPU"]:
+            raise ValueError(
+                f"sync.transport: `cuda_ipc` needs {source.name} and {target.name} on one GPU; they are on "
+                f"{', '.join(devices)}; use shared_memory or broadcast"
+            )

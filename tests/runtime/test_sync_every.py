@@ -1,0 +1,45 @@
+"""Syncs every few steps: samples come from the weights of the last one, and the bound on staleness counts it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coalign.config import load
+from coalign.config.errors import ConfigError
+from tests.runs import metrics, run, settings
+
+
+def configured(tmp_path, every, **runtime):
+    return settings(tmp_path, "grpo", **runtime) | {"sync": {"every": every}}
+
+
+def test_samples_are_of_the_version_of_the_last_sync(tmp_path):
+    config = configured(tmp_path, 2, steps=5, max_staleness=1)
+    assert run(config) == 0
+    lines = [line for line in metrics(config) if "samples/staleness" in line]
+    assert [line["samples/staleness"] for line in lines] == [0, 1, 0, 1, 0]
+    assert ["sync/seconds" in line for line in lines] == [False, True, False, True, True]  # at the end, too
+
+
+@pytest.mark.parametrize(
+    ("every", "runtime", "message"),
+    [
+        (3, {"max_staleness": 1}, "sync.every.*sampled from weights that are up to 2 steps old.*max_staleness"),
+        (2, {"max_staleness": 1, "eval_every": 3}, "runtime.eval_every.*is 3, no multiple of `sync.every`"),
+        (2, {"max_staleness": 1, "save_every": 1}, "runtime.save_every.*is 1, no multiple of `sync.every`"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path, every, runtime, message):
+    config = configured(tmp_path, every, **runtime)
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        load(path, [])
+
+
+def test_an_unknown_transport_is_refused(tmp_path):
+    config = settings(tmp_path, "grpo") | {"sync": "pigeon"}
+    with pytest.raises(ConfigError, match=r"(?s)sync.transport.*shared_memory"):
+        load(config, [])

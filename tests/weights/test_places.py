@@ -1,0 +1,49 @@
+"""Which transport fits where the ranks are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from coalign.config.schema import SyncConfig
+from coalign.types import Context
+from coalign.weights.cuda_ipc import CudaIpc
+from coalign.weights.places import Place, place
+from coalign.weights.sync import fitting
+from tests.weights.modules import Adopter, Sender
+
+
+def at(host: str, gpu: str | None = None) -> Place:
+    return Place(host, 1, "cuda:0" if gpu else "cpu", gpu, True, False)
+
+
+@pytest.mark.parametrize(
+    ("places", "in_turns", "transport"),
+    [
+        ([at("a"), at("a")], False, "shared_memory"),
+        ([at("a"), at("a")], True, "shared_memory"),
+        ([at("a", "0"), at("a", "0")], True, "cuda_ipc"),
+        ([at("a", "0"), at("a", "1")], False, "shared_memory"),
+        ([at("a", "0"), at("a")], False, "shared_memory"),
+        ([at("a"), at("b")], False, "broadcast"),
+        ([at("a", "0"), at("b", "1")], True, "object_store"),
+    ],
+)
+def test_the_transport_that_fits(places, in_turns, transport):
+    assert fitting(places, in_turns) == transport
+
+
+def test_a_rank_knows_its_place():
+    found = place(Adopter(None, Context(rank=1, world_size=2)), None)
+    assert (found.process, found.device, found.gpu) == (os.getpid(), "cpu", None)
+    assert found.adopts and not found.sends
+    assert place(Sender(None, Context(rank=1, world_size=2)), None).sends
+
+
+def test_handles_of_a_gpu_are_refused_elsewhere(make):
+    trainer, policy = make()
+    with pytest.raises(ValueError, match="`cuda_ipc` needs trainer and policy on one GPU; they are on CPU"):
+        CudaIpc(trainer, policy, SyncConfig(), [at("a")], [at("a")])
+    with pytest.raises(ValueError, match="they are on 0, 1"):
+        CudaIpc(trainer, policy, SyncConfig(), [at("a", "0")], [at("a", "1")])
