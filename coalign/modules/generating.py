@@ -91,7 +91,7 @@ class RolloutModule(Module):
         if self.runner is not None:
             told = {"enough": enough, "progress": progress, "on_token": on_token}
             return self.runner.run(self.engine, begun, sampling, **told)
-        rows, asked = _requests(begun, sampling.max_new_tokens, round_tokens)
+        rows, asked = _requests(begun, sampling.max_new_tokens, round_tokens, self.context.sample_tokens)
         groups = None if enough is None else missing_groups(begun, enough)
         answers = self.engine.generate(asked, sampling, progress, on_token, groups)
         return extend(begun, rows, [response for some in answers for response in some])
@@ -131,12 +131,22 @@ class RolloutModule(Module):
         return decode
 
 
-def _requests(samples: Batch, max_new_tokens: int, pause: int | None) -> tuple[list[int], list[Request]]:
-    """The rows that are not at their end, and what to ask for; samples without a response share their prompt."""
+def _requests(
+    samples: Batch, max_new_tokens: int, pause: int | None, longest: int | None
+) -> tuple[list[int], list[Request]]:
+    """The rows that are not at their end, and what to ask for; samples without a response share their prompt.
+    ``longest``: tokens of a sample that others still take. ValueError for a prompt that has as many."""
     tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
     prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
     own = samples.get("max_new_tokens")
     limits = [max_new_tokens] * len(samples) if own is None else own.clamp(max=max_new_tokens).tolist()
+    if longest is not None:
+        limits = [min(limit, longest - length) for limit, length in zip(limits, prompt_lengths, strict=True)]
+        if longest <= max(prompt_lengths, default=0):
+            raise ValueError(
+                f"a prompt has {max(prompt_lengths)} tokens, and a model that reads samples takes {longest} at once "
+                "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens)"
+            )
     rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
     asked: list[Request] = []
     for row in rows:

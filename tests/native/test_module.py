@@ -111,6 +111,21 @@ def test_ends_come_from_generation_config_config_and_tokenizer(tmp_path):
     assert module(tmp_path).engine.end_tokens == {3, 4, 5, tiny_tokenizer().eos_token_id}
 
 
+def test_no_sample_is_longer_than_what_others_take_at_once(directory):
+    whole = module(directory, sampling={"max_new_tokens": 40}).generate(prompts())
+    longest = int(whole.lengths.max()) - 3
+    made = NativeModule(module(directory, sampling={"max_new_tokens": 40}).config, Context(sample_tokens=longest))
+    made.setup()
+    out = made.generate(prompts())
+    assert out.lengths.tolist() == whole.lengths.clamp(max=longest).tolist()
+    cut = out.lengths < whole.lengths
+    assert cut.any() and (out["status"][cut] == Status.TRUNCATED).all()
+    made = NativeModule(made.config, Context(sample_tokens=int(prompts().lengths.max())))
+    made.setup()
+    with pytest.raises(ValueError, match=r"a prompt has \d+ tokens, .*data.max_prompt_tokens"):
+        made.generate(prompts())
+
+
 @pytest.mark.parametrize(
     ("stop", "found"),
     [("e", 6), ("end", None), ("|>", None), ("<|im_end|>", 4), ("<|im_end|>\n", 5), ("abc\n", 5)],
