@@ -82,7 +82,7 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def deal(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True, cuts: int = 1) -> Deal:
-    """The rows in ``parts`` shares, groups whole (equal neighbours in the column `group`).
+    """The rows in ``parts`` shares, with ``whole_groups`` the groups in one piece (equal neighbours in column `group`).
 
     By ``work``: what it takes to generate, and in each share the longest first, so that no long one is left for the
     end; prompts of which nothing is known are cut into neighbours by their number. By ``cost``: what it takes to

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from coalign.cluster.answers import Remote, Running, combine, silence, wait
 from coalign.cluster.dealing import By, Deal, Shares, deal, in_order, joined
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
-from coalign.cluster.stream import arriving, streams
+from coalign.cluster.stream import Answer, answered, arriving, streams
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory.arena import PARTS
@@ -70,6 +70,7 @@ class DistModel:
         self._parts = module_class(config).needs
         self._spmd = spmd
         self._copies = config.tensor_parallel if spmd else 1
+        self._whole_groups = True
         self._shares_each = 1 if spmd else config.shares_per_replica
         self._lane = cluster.lane(name)
 
@@ -156,6 +157,7 @@ class DistModel:
 
     def setup(self, context: Context) -> Future:
         """Build and load the modules."""
+        self._whole_groups = context.whole_groups
         contexts = [
             each
             for replica, actor in enumerate(self.actors)
@@ -209,9 +211,10 @@ class DistModel:
         """Each share to its rank, all at once; or, if there are more, to whichever replica is free."""
         if len(shares.calls) <= len(self._ranks):
             running = [rank.execute("call", method, *own) for rank, own in shares.calls]
-            future.comes_in([] if self._spmd else running)
+            future.comes_in([] if self._spmd else [answered(each) for each in running])
             return running, self._wait(future, method, running)
-        future.comes_in([])
+        answers: list[Answer] = [concurrent.futures.Future() for _ in shares.calls]
+        future.comes_in(answers)
         waiting, free = list(enumerate(own for _, own in shares.calls))[::-1], list(self._ranks)[::-1]
         busy: dict[Any, tuple[int, Remote, Running]] = {}  # by the future of the answer
         done: dict[int, tuple[Running, Meta]] = {}
@@ -228,6 +231,7 @@ class DistModel:
                 number, rank, running = busy.pop(answer)
                 [meta] = self._wait(future, method, [running])
                 done[number] = running, meta
+                answers[number].set_result(running)
                 free.append(rank)
         return [done[number][0] for number in sorted(done)], [done[number][1] for number in sorted(done)]
 
@@ -295,7 +299,9 @@ class DistModel:
         if len(sizes := {len(batches[key]) for key in alike}) > 1:
             raise ValueError(f"{label}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
         count = len(self._ranks) // self._copies * each
-        how = {"whole_groups": not (by == "work" and self.config.spread_samples), "cuts": cuts}
+        named = "loss" in keywords  # another one than the context's, of which nothing is known here
+        whole = not self.config.spread_samples if by == "work" else self._whole_groups or named
+        how = {"whole_groups": whole, "cuts": cuts}
         deals = {key: deal(batches[key], count, by, **how) for key in batches if key in keywords or key == alike[0]}
         deals |= {key: Deal(batches[key], deals[alike[0]].rows) for key in alike}
         parts = {key: each.parts for key, each in deals.items()}

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coalign.algorithms.traits import per
 from coalign.config import check_names, located
 from coalign.config.errors import near
-from coalign.config.functions import resolve_class
+from coalign.config.functions import resolve, resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.kinds import KINDS
 from coalign.data.loader import Loader, build_loader
@@ -105,6 +106,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
     cls = recipe(config.algorithm)
     role = cls.roles(config).get(name)
     budgets = token_budgets(roles_of(cls, config), config.models | reward_models(config), config)
+    compares = loss is not None and per(resolve(loss.fn, "coalign.algorithms.losses")) == "group"
     return Context(
         model=name,
         threads=model.threads or config.runtime.threads,
@@ -113,6 +115,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
         tokens=config.runtime.tokens,
         samples_per_prompt=config.runtime.samples_per_prompt,
         sample_tokens=min(budgets.values(), default=None),
+        whole_groups=model.share_prefix or compares or model.judge is not None,
         loss=loss.model_dump() if loss else None,
         rewards=tuple(reward.model_dump() for reward in config.reward if reward.fn),
         rollout=config.rollout.model_dump() if role is Rollout else None,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
-from coalign.types import Total
+from coalign.types import Context, Total
 from tests.cluster.threads import thread_cluster
 
 
@@ -51,3 +51,15 @@ def test_silence_is_named_in_the_middle_of_shares():
     silence = pytest.raises(RuntimeError, match=r"judge, replica \d.*no answer within 0.1 s")
     with thread_cluster({"judge": model}, call_timeout=0.1) as cluster, silence:
         cluster.models["judge"].forward_step(batch).result()
+
+
+@pytest.mark.parametrize(("whole", "expected"), [(True, {40}), (False, {20})])
+def test_groups_stay_whole_where_the_model_says_so(whole, expected):
+    """One group of forty rows for two replicas."""
+    batch = Batch(torch.ones(40, dtype=torch.int64)).with_(tokens=torch.arange(40).int(), group=torch.zeros(40).long())
+    with thread_cluster({"judge": {"module": "UnevenModule", "num_process": 2}}) as cluster:
+        judge = cluster.models["judge"]
+        judge.setup(Context(model="judge", threads=1, whole_groups=whole)).result()
+        scored = judge.forward_step(batch)
+        assert scored.result().fetch()["reward"].tolist() == list(range(40))
+        assert {handled.value for handled in scored.stats.values()} == expected

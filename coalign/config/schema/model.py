@@ -134,7 +134,9 @@ class ModelConfig(Section):
     candidates: NonNegativeInt = 64
     """Of a teacher: of how many of its likeliest tokens it tells the log-probs, per position; 0: all tokens."""
     share_prefix: bool = True
-    """Compute the prompt of a group once for all of its samples (exact; needs attention-only mixing of tokens)."""
+    """Compute the prompt of a group once for all of its samples (exact; needs attention-only mixing of tokens). So the
+    samples of a group go to one process; without it they are dealt out one by one, unless the loss compares them: better
+    where responses are much longer than prompts, and not alike."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps a batch is cut into (PPO mini-batches)."""
     epochs_per_batch: PositiveInt = 1
