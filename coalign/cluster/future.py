@@ -231,7 +231,7 @@ class Future:
 
     ``made`` is when the call was made (seconds since the epoch), ``running`` what workers are doing for it now, and
     ``spans`` what they have done. ``answers`` comes once the call is under way: what each independent replica does for
-    it, in the order of the result's rows (empty if the rows are of no use before all are there).
+    it, when it has done it (empty if the rows are of no use before all are there).
     """
 
     def __init__(self, label: str) -> None:
@@ -239,7 +239,7 @@ class Future:
         self.made = time.time()
         self.running: list[Running] = []
         self.spans: list[Span] = []
-        self.answers: concurrent.futures.Future[list[Running]] = concurrent.futures.Future()
+        self.answers: concurrent.futures.Future[list[concurrent.futures.Future[Running]]] = concurrent.futures.Future()
         self.ended: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
 
     def result(self) -> Any:
@@ -265,7 +265,7 @@ class Future:
     def peak_memory(self) -> int:
         return self.ended.result().memory
 
-    def comes_in(self, answers: list[Running]) -> None:
+    def comes_in(self, answers: list[concurrent.futures.Future[Running]]) -> None:
         """The call is under way: set ``answers``. Only the first time counts."""
         if not self.answers.done():
             self.answers.set_result(answers)

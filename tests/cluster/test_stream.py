@@ -54,6 +54,16 @@ def test_rows_of_one_replica_are_scored_while_the_other_one_generates(flow):
     assert first < slow <= last
 
 
+def test_small_shares_of_one_replica_stream_too():
+    models = {"policy": {"module": "SleepyModule", "shares_per_replica": 3}, "one": {"module": "SleepyModule"}}
+    with thread_cluster(models) as cluster:
+        out = cluster.models["policy"].generate(sleepy([0.1, 0.2, 0.4]))
+        scored = cluster.models["one"].forward_step(out)
+        assert scored.result().fetch()["reward"].tolist() == [100.0, 200.0, 400.0]
+        assert len(scored.spans) == 3
+        assert sorted(span.start for span in scored.spans)[1] < max(span.start for span in out.spans) + 0.4
+
+
 def test_order_and_columns_are_those_of_a_whole_batch(flow):
     prompts = sleepy([0.3, 0.0, 0.0, 0.0])  # the first replica is the last one to answer
     out = flow.models["policy"].generate(prompts)
