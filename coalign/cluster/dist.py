@@ -211,10 +211,11 @@ class DistModel:
         """Each share to its rank, all at once; or, if there are more, to whichever replica is free."""
         if len(shares.calls) <= len(self._ranks):
             running = [rank.execute("call", method, *own) for rank, own in shares.calls]
-            future.comes_in([] if self._spmd else [answered(each) for each in running])
+            apart = self._spmd or self.config.spread_samples  # a rank's rows mean nothing alone, nor parts of a group
+            future.comes_in([] if apart else [answered(each) for each in running])
             return running, self._wait(future, method, running)
         answers: list[Answer] = [concurrent.futures.Future() for _ in shares.calls]
-        future.comes_in(answers)
+        future.comes_in([] if self.config.spread_samples else answers)
         waiting, free = list(enumerate(own for _, own in shares.calls))[::-1], list(self._ranks)[::-1]
         busy: dict[Any, tuple[int, Remote, Running]] = {}  # by the future of the answer
         done: dict[int, tuple[Running, Meta]] = {}
