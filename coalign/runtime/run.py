@@ -27,7 +27,7 @@ from coalign.runtime.recording import Record
 from coalign.runtime.reference import precompute
 from coalign.runtime.saving import Save, restore
 from coalign.runtime.timeline import Timeline
-from coalign.runtime.watchdog import watching
+from coalign.runtime.watchdog import Watchdog, watching
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)
@@ -45,15 +45,16 @@ def train(config: RunConfig, display: Display) -> int:
         try:
             if kind(config) == "ray":
                 log.info("placement:\n%s", "\n".join(given(cluster.slots, cluster.seats, cluster.nodes)))
-            engine = build(config, cluster)
-            return _learn(engine, folder, display)
+            with watching(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
+                engine = build(config, cluster)
+                return _learn(engine, folder, display, watchdog)
         finally:
             display.close()
             cluster.shutdown()
             folder.close()
 
 
-def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
+def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchdog) -> int:
     config = engine.config
     checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
     save = Save(checkpoints, config.runtime.save_every, config.runtime.best, config.runtime.best_mode)
@@ -70,11 +71,8 @@ def _learn(engine: Engine, folder: RunFolder, display: Display) -> int:
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
-    with (
-        _stop_on_signal(engine) as caught,
-        watching(engine.cluster, folder.path / "stalls", config.runtime.stall) as dog,
-    ):
-        engine.phase = _tell(dog.phase, display.phase, *(each.phase for each in (timeline, *profile)))
+    engine.phase = _tell(watchdog.phase, display.phase, *(each.phase for each in (timeline, *profile)))
+    with _stop_on_signal(engine) as caught:
         engine.learn()
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
