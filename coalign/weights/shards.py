@@ -118,7 +118,7 @@ def plan(
                         rest.append(box)
                     else:
                         moves.append(Move(rank, name, source.within(both), shard.name, piece.within(both)))
-                        rest += without(box, both)
+                        rest += without(box, both) if both != box else []
                 if not (missing := rest):
                     break
             if missing:
