@@ -7,6 +7,7 @@ side by side as far as their inputs and their devices allow. Nothing here knows 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ class DistModel:
         self.actors = actors
         self.cluster = cluster
         self.store = cluster.store
+        self.syncing = threading.Lock()  # one weight sync at a time
         self.ready: Future  # the modules are loaded
         self._ranks = [rank for actor in actors for rank in actor.ranks]
         self._turn = turn  # (future, method, needs): has the model's devices for the time of one call

@@ -6,9 +6,9 @@ This file picks a transport by where the models live; each transport has a file 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import SyncConfig
@@ -41,7 +41,6 @@ class WeightSync:
         self.overlap = overlap
         self.transport: Transport | None = None
         self._names: dict[bool, frozenset[str]] = {}  # that arrived: of all weights, of those that training changes
-        self._turn = threading.Lock()
 
     @property
     def complete(self) -> bool:
@@ -49,23 +48,28 @@ class WeightSync:
         return False in self._names
 
     def __call__(self, version: int) -> Stats:
-        """Move the weights and wait until every replica serves them. A second call waits for the first.
+        """Move the weights and wait until every replica serves them. Another sync of either model is waited for.
 
         `sync/bytes` (moved to each target) and `sync/seconds`. Raises WorkerError or WeightError naming the tensor that
         arrived damaged, twice or not at all; the target then serves its old version, or, if it had begun to take the
         new weights, nothing.
         """
-        if not self._turn.acquire(timeout=self.config.timeout):
-            raise WeightError(
-                f"weights of version {version} for {self.target.name}: another sync has been under way for "
-                f"{self.config.timeout:g} s (sync.timeout)"
-            )
-        try:
+        with self._turn(version):
             begun = time.perf_counter()
             moved = self._move(version)
             return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - begun)}
-        finally:
-            self._turn.release()
+
+    @contextmanager
+    def _turn(self, version: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in sorted((self.source, self.target), key=lambda model: model.name):
+                if not model.syncing.acquire(timeout=self.config.timeout):
+                    raise WeightError(
+                        f"weights of version {version} for {self.target.name}: another sync of {model.name} has been "
+                        f"under way for {self.config.timeout:g} s (sync.timeout)"
+                    )
+                stack.callback(model.syncing.release)
+            yield
 
     def _move(self, version: int) -> int:
         if self.transport is None:

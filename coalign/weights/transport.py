@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -32,6 +33,7 @@ class Model(Protocol):
 
     name: str
     store: Any
+    syncing: Lock  # held by the one sync under way
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, fatal: bool = True, beside: Sequence[Any] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Processes:
     def __init__(self, name, module, ranks=1, *, turns=False):
         self.name, self.turns = name, turns
         self.store = FileStore()
+        self.syncing = threading.Lock()
         self._lane = ThreadPoolExecutor(1)
         self._pipes, self._processes = [], []
         for rank in range(ranks):

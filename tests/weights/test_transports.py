@@ -245,13 +245,12 @@ def test_damaged_bytes_are_refused_and_the_old_version_keeps_serving(make, synci
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_syncs_at_once_come_one_after_the_other(make, syncing, transport):
     trainer, policy = make(senders=2, readers=2, module="Adopter")
-    sync = syncing(trainer, policy, transport)
-    sync(0)
+    syncs = [syncing(trainer, policy, transport) for _ in range(2)]
     failures = []
 
     def race(version):
         try:
-            sync(version)
+            syncs[version % 2](version)
         except Exception as failure:
             failures.append(failure)
 
@@ -267,9 +266,11 @@ def test_two_syncs_at_once_come_one_after_the_other(make, syncing, transport):
 
 
 def test_a_sync_that_waits_too_long_for_another_says_so(make, syncing):
-    sync = syncing(*make(), "auto", timeout=0.05)
-    with sync._turn, pytest.raises(WeightError, match="version 5 for policy: another sync has been under way"):
+    trainer, policy = make()
+    sync = syncing(trainer, policy, "auto", timeout=0.05)
+    with policy.syncing, pytest.raises(WeightError, match="version 5 for policy: another sync of policy has been"):
         sync(5)
+    assert not trainer.syncing.locked()
 
 
 @pytest.mark.parametrize("transport", STAGED)
