@@ -21,6 +21,7 @@ from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS
 from coalign.types import Max, Stats, Total
 
+GROWTH = 1.25  # what a call takes grows with its samples: room is made for so much more than it took so far
 LEAVING = ("optimizer", "gradients", "kv", "weights")  # in this order: fewest calls need what is first
 Place = tuple[str, int]  # (slot, number)
 Sizes = Mapping[str, int]  # bytes of each part
@@ -189,7 +190,7 @@ class Residency:
         None: who knows."""
         if self.capacity is None or method not in caller.extra:
             return None
-        extra = caller.extra[method] / len(caller.places)
+        extra = GROWTH * caller.extra[method] / len(caller.places)
         return min(self.capacity - self._load(place, wanted) - extra for place in caller.places)
 
     def _load(self, place: Place, wanted: Mapping[Tenant, Sequence[str]]) -> float:
@@ -218,7 +219,7 @@ class Residency:
         for place in tenant.places:
             computing, method = self._computing.get(place, (None, ""))
             extra = 0 if computing is None else computing.extra.get(method)
-            if extra is None or self._load(place, {tenant: parts}) + extra > self.capacity:
+            if extra is None or self._load(place, {tenant: parts}) + GROWTH * extra > self.capacity:
                 return False
         return True
 

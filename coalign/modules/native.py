@@ -35,6 +35,7 @@ class NativeModule(RolloutModule):
             prefill_tokens=native.prefill_tokens,
             end_tokens=self.end_tokens(architecture),
             decoder=self.decoder,
+            reserve=lambda size: self.arena.reserve(self.context.model, "kv", size),
         )
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,17 +28,21 @@ class KVCache:
     """Keys and values of ``slots`` sequences of up to ``length`` tokens; each layer [slots, length, heads, head_dim].
 
     A layer is allocated when it first writes, with its own number of heads and head sizes. Memory is committed by the
-    operating system as it is touched.
+    operating system as it is touched. ``reserve`` is told the bytes of all layers before they are taken.
     """
 
-    def __init__(self, slots: int, length: int) -> None:
+    def __init__(self, slots: int, length: int, reserve: Callable[[int], None]) -> None:
         self.slots = slots
         self.length = length
+        self.reserve = reserve
+        self.width = 0  # bytes of a token in all layers
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Storage of layer ``index``; key and value [1, heads, T, head_dim] show its form."""
         if index not in self.layers:
+            self.width += sum(x.shape[1] * x.shape[3] * x.element_size() for x in (key, value))
+            self.reserve(self.slots * self.length * self.width)
             self.layers[index] = tuple(
                 _zeros((self.slots, self.length, x.shape[1], x.shape[3]), x.dtype, x.device) for x in (key, value)
             )
@@ -46,6 +50,7 @@ class KVCache:
 
     def resize(self, slots: int, length: int, used: tuple[int, int]) -> None:
         """Room for other numbers of sequences and tokens; the first ``used`` (slots, tokens) stay."""
+        self.reserve(slots * length * self.width)
         kept = tuple(slice(count) for count in used)
         self.slots, self.length = slots, length
         for index, pair in self.layers.items():

@@ -6,7 +6,7 @@ arithmetic keeps to that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,8 @@ class NativeEngine(Engine):
 
     seed: of the sampling. max_sequences: decoded at once. kv_tokens: tokens the KV cache may hold (None: enough for
     max_sequences of the longest). prefill_tokens: prompt tokens in one forward (a longer prompt goes alone).
-    end_tokens: ids that end a response. decoder: see coalign.generation.stops.
+    end_tokens: ids that end a response. decoder: see coalign.generation.stops. reserve: hears how many bytes the KV cache
+    is about to have, and may raise.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class NativeEngine(Engine):
         prefill_tokens: int,
         end_tokens: Iterable[int],
         decoder: Decoder,
+        reserve: Callable[[int], None] = lambda size: None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -47,11 +49,15 @@ class NativeEngine(Engine):
         self.prefill_tokens = prefill_tokens
         self.end_tokens = frozenset(end_tokens)
         self.decoder = decoder
+        self.reserve = reserve
 
     @contextmanager
     def _run(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[NativeRun]:
         with torch.inference_mode(), self.model.packed():
-            yield NativeRun(self, sampling, on_token)
+            try:
+                yield NativeRun(self, sampling, on_token)
+            finally:
+                self.reserve(0)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Also raises ValueError for an architecture that fails the first probe."""

@@ -43,7 +43,7 @@ def _plain(model: Model, tokens: Tensor) -> Tensor:
 
 
 def _by_engine(model: Model, tokens: Tensor) -> Tensor:
-    cache, positions = KVCache(ROWS, len(tokens)), torch.arange(len(tokens), device=model.device)
+    cache, positions = KVCache(ROWS, len(tokens), lambda size: None), torch.arange(len(tokens), device=model.device)
     last = positions[ROWS - 1 : ROWS]
     out = [model.forward(tokens[:ROWS], positions[:ROWS], Prefill(cache, [Segment(0, ROWS, slice(0, 1))]), last)]
     for step in range(ROWS, len(tokens)):

@@ -42,7 +42,7 @@ class NativeRun(Run):
         self.arrived: deque[Queued] = deque()
         self.waiting: deque[Queued] = deque()
         self.over: deque[tuple[int, int]] = deque()  # conversations that have ended
-        self.slots = Slots(self.model, note_seen=sampling.repetition_penalty != 1)
+        self.slots = Slots(self.model, note_seen=sampling.repetition_penalty != 1, reserve=engine.reserve)
 
     @property
     def unfinished(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,9 +23,9 @@ class Slots:
     them; a slot that becomes free is filled from the end. A kept sequence gives way as soon as its slot is needed.
     """
 
-    def __init__(self, model: Model, *, note_seen: bool) -> None:
+    def __init__(self, model: Model, *, note_seen: bool, reserve: Callable[[int], None]) -> None:
         self.count = self.longest = 0
-        self.cache = KVCache(0, 0)
+        self.cache = KVCache(0, 0, reserve)
         self.state = torch.zeros(3, 0, dtype=torch.int64, device=model.device)
         self.seen: Tensor | None = None  # bool[slots, V]: the tokens that each sequence holds
         if note_seen:

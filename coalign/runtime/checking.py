@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.table import Table
 
 from coalign.algorithms.aggregate import Totals
+from coalign.cluster.base import planned
 from coalign.cluster.dry import DryCluster
 from coalign.cluster.graph import Call, Graph, draw
+from coalign.cluster.residency import movable
 from coalign.config import located
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.standins import STANDINS
@@ -18,10 +21,10 @@ from coalign.runtime.build import context, prepare, roles_of, spawn
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.runtime.guards import check_reported
-from coalign.runtime.memory import Estimate, estimate
+from coalign.runtime.memory import Estimate, estimate, largest_phase
 from coalign.runtime.placing import asked, started
 from coalign.runtime.rewarding import composition
-from coalign.types import LossInput
+from coalign.types import LossInput, Trainable
 
 # What a model with this head hands to its loss.
 OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
@@ -42,6 +45,8 @@ def check(config: RunConfig, display: Display) -> None:
         display.show(asked(started(cls, models, config), config))
     display.show("")
     display.show(_memory(cls, models, config))
+    for line in _sharing(cls, models, config):
+        display.show(line)
     display.show("\nno problem found")
 
 
@@ -112,6 +117,29 @@ def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunCon
         parts = (e.weights, e.gradients, e.optimizer, e.activations, e.cache, e.total)
         table.add_row(name, f"{e.parameters / 1e6:,.1f}M", *map(_size, parts))
     return table
+
+
+def _sharing(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Iterator[str]:
+    """What models that share devices take of each, and whether that is there."""
+    roles, slots = roles_of(cls, config), planned(models, config.runtime.colocation)
+    for slot in {slot.name: slot for slot in slots.values() if len(slot.places) > 1}.values():
+        sizes = {name: _per_place(models[name], roles[name], config) for name in slot.places if models[name].load}
+        if not sizes:
+            continue
+        leaves = {name: movable(models[name], slot.footprints[name].devices, colocated=True) for name in sizes}
+        turns, together = largest_phase(sizes, leaves), largest_phase(sizes, {})
+        text = f"{slot.name} on each device: {_size(turns)} at most"
+        yield f"{text} ({_size(together)} if nothing left it)" if turns < together else text
+        memory = config.runtime.device_memory
+        if memory is not None and turns > memory * 2**30:
+            yield f"  more than runtime.device_memory ({memory:g} GiB)"
+
+
+def _per_place(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
+    """The share of a model that one device has: of a group of processes a part, of a replica all of it."""
+    shards = model.processes if role is Trainable and not model.frozen else model.tensor_parallel
+    whole = asdict(estimate(model, role, config))
+    return Estimate(**{name: number // shards for name, number in whole.items()})
 
 
 def _size(number: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -40,6 +40,17 @@ class Estimate:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache
+
+    def kept(self, leaves: Collection[str]) -> int:
+        """Bytes that stay between two calls if these parts leave."""
+        return (0 if "weights" in leaves else self.weights) + (0 if "optimizer" in leaves else self.optimizer)
+
+
+def largest_phase(models: Mapping[str, Estimate], leaves: Mapping[str, Collection[str]]) -> int:
+    """Bytes of a device on which these models compute in turns: one has all that it needs, the others what stays when
+    the parts that it ``leaves`` with are on the host."""
+    kept = {name: estimate.kept(leaves.get(name, ())) for name, estimate in models.items()}
+    return max(models[name].total + sum(kept.values()) - kept[name] for name in models)
 
 
 def read_shapes(directory: Path) -> Shapes:

@@ -138,6 +138,22 @@ def test_memory_of_weights_that_were_replaced_is_given_back(path):
     assert policy.held()["weights"] == size == policy.arena.used
 
 
+def test_the_cache_is_counted_while_it_is_there(path):
+    policy = build(NativeModule, path, "policy")
+    policy.generate(PROMPTS, max_new_tokens=4)
+    size = policy.held()["weights"]
+    policy.arena.begin()
+    policy.generate(PROMPTS, max_new_tokens=4)
+    # 8 slots of 16 tokens (4 of 9 are asked for); 2 layers of keys and values, 2 heads of 8 numbers
+    cache = 8 * 16 * (2 * 2 * 2 * 8 * 4)
+    assert policy.arena.peak == size + cache and policy.held() == {"weights": size}
+    policy.arena.limit = size + cache - 1
+    with pytest.raises(OutOfDeviceMemory, match="for the kv of 'policy'"):
+        policy.generate(PROMPTS, max_new_tokens=4)
+    policy.arena.limit = size + cache
+    assert len(policy.generate(PROMPTS, max_new_tokens=4)) == 4 and policy.held() == {"weights": size}
+
+
 def test_models_that_stand_before_others_move_with_them(path, tmp_path):
     batch = BATCHES[0]
     cached = build(CachedModule, path, "reference", frozen=True, cache=str(tmp_path / "cache"))

@@ -5,7 +5,7 @@ import torch
 
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.modules.fsdp import FSDPModule
-from coalign.runtime.memory import estimate
+from coalign.runtime.memory import Estimate, estimate, largest_phase
 from coalign.types import Context, Trainable
 from tests.tiny import tiny_model_dir
 
@@ -61,3 +61,14 @@ def test_random_weights_are_counted_from_the_configuration(path):
         for init in ("load", "random")
     )
     assert loaded == drawn
+
+
+def test_the_largest_phase_of_models_that_take_turns():
+    trainer = Estimate(1, weights=10, gradients=10, optimizer=20, activations=5)
+    policy, reference = Estimate(1, weights=10, cache=30), Estimate(1, weights=10, activations=1)
+    models = {"policy": policy, "trainer": trainer, "reference": reference}
+    assert largest_phase(models, {}) == 10 + 30 + (10 + 20) + 10  # the policy's turn, beside weights and optimizer
+    everything = dict.fromkeys(models, ("weights", "gradients", "optimizer", "kv"))
+    assert largest_phase(models, everything) == 10 + 10 + 20 + 5
+    assert largest_phase(models, everything | {"reference": ()}) == 45 + 10
+    assert largest_phase(models, {"trainer": ("optimizer",)}) == max(40 + 10 + 10, 45 + 20)

@@ -1,0 +1,93 @@
+"""Leaving a CUDA device, with its own allocator as the judge: `pytest -m gpu tests/gpu`."""
+
+import threading
+
+import pytest
+import torch
+
+from coalign.config.schema import ModelConfig
+from coalign.memory.arena import PARTS, Arena
+from coalign.modules.fsdp import FSDPModule
+from coalign.modules.native import NativeModule
+from coalign.types import Context
+from tests.modules.batches import rollout
+from tests.tiny import tiny_model_dir
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DEVICE = "cuda:0"
+MIB = 2**20
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tiny_model_dir(tmp_path / "model"))
+
+
+def build(cls, path, name, **config):
+    context = Context(model=name, device=DEVICE, loss={"fn": "policy_gradient"}, samples_per_prompt=2)
+    module = cls(ModelConfig(load=path, **config), context)
+    module.setup()
+    module.held()
+    return module
+
+
+def test_the_device_gets_its_memory_back_and_the_bits_return():
+    arena = Arena(DEVICE)
+    tensors = [torch.randn(MIB, device=DEVICE) for _ in range(8)]
+    copies = [tensor.cpu() for tensor in tensors]
+    arena.settle("model", "weights", tensors)
+    allocated, reserved = torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
+    for _ in range(2):
+        assert arena.leave("model", ["weights"]) == 32 * MIB
+        assert torch.cuda.memory_allocated(DEVICE) == allocated - 32 * MIB
+        assert torch.cuda.memory_reserved(DEVICE) <= reserved - 32 * MIB  # other processes can have it
+        arena.enter("model", ["weights"])
+        assert torch.cuda.memory_allocated(DEVICE) == allocated
+        assert all(torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, copies, strict=True))
+
+
+def test_training_with_moves_in_between_is_training(path):
+    stays, moves = (build(FSDPModule, path, "trainer", optimizer={"lr": 1e-2}) for _ in range(2))
+    for seed in range(3):
+        moves.move("host", PARTS)
+        moves.move("device", PARTS)
+        assert moves.train_step(rollout(seed=seed)) == stays.train_step(rollout(seed=seed))
+        moves.held()
+    pairs = zip(stays.export_weights(), moves.export_weights(), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def test_a_policy_that_adopted_the_weights_stores_nothing(path):
+    trainer, policy = build(FSDPModule, path, "trainer"), build(NativeModule, path, "policy", module="native")
+    trainer.arena = policy.arena = Arena(DEVICE)
+    trainer.held()
+    policy.load_weights(trainer.export_weights(), version=0, adopt=True)
+    assert policy.held() == {"weights": 0}
+    trainer.move("host", PARTS)
+    assert policy.held()["weights"] == trainer.arena.used
+    policy.move("host", PARTS)
+    assert trainer.arena.used == 0
+
+
+def test_coming_back_does_not_wait_for_what_another_thread_computes():
+    arena = Arena(DEVICE)
+    weight = torch.randn(64 * MIB, device=DEVICE)
+    arena.settle("next", "weights", [weight])
+    arena.leave("next", ["weights"])
+    matrix = torch.randn(4096, 4096, device=DEVICE)
+    torch.cuda.synchronize()
+    for _ in range(400):
+        matrix = (matrix @ matrix).clamp_(-1, 1)
+    end = torch.cuda.Event()
+    end.record()
+    thread = threading.Thread(target=arena.enter, args=("next", ["weights"]))
+    thread.start()
+    thread.join()
+    assert not end.query()  # the products are still under way
+    torch.cuda.synchronize()
+    arena.leave("next", ["weights"])
+    arena.enter("next", ["weights"])
+    assert bool(weight.isfinite().all())
