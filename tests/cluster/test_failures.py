@@ -31,6 +31,8 @@ def test_the_error_names_call_place_and_traceback(make, prompts):
 
 def test_the_first_error_ends_every_other_call(make, prompts):
     cluster = make({"judge": {"module": "SumModule"}, "slow": {"module": "RewardLikeModule"}})
+    for model in cluster.models.values():
+        model.ready.result()
     slow = cluster.models["slow"].sleep(20.0)
     waiting = cluster.models["slow"].forward_step(prompts)
     failed = cluster.models["judge"].fail()
