@@ -42,11 +42,13 @@ class Module:
     that mostly wait for something else (rewards). ``adopts``: ``load_weights(…, adopt=True)`` computes with the tensors
     it is given, where they lie on its device. ``needs``: the parts of the model (coalign.memory.arena.PARTS) that a
     method computes with; one that is not listed has all of them on the device. ``constant``: those that never change.
+    ``parallel``: it can be cut over devices (tensor_parallel, pipeline_parallel).
     """
 
     spmd: ClassVar[bool] = False
     exclusive: ClassVar[bool] = True
     adopts: ClassVar[bool] = False
+    parallel: ClassVar[bool] = False
     needs: ClassVar[Mapping[str, Sequence[str]]] = {}
     unfit: str | None = None  # why this replica must not serve (coalign.weights)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,7 +19,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's steps are Coalign's
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another interface for logits processors
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one host would bind to the same cores
 }
 
@@ -26,7 +27,13 @@ ENVIRONMENT = {
 class VLLMModule(RolloutModule):
     """Generates with vLLM, in this process; with tensor or pipeline parallelism, in processes that belong to it."""
 
+    parallel = True
+
+    away: frozenset[str] = frozenset()  # of weights and kv, the parts that have left the device
+
     def build(self, architecture: PreTrainedConfig) -> Any:
+        """Raises ImportError without a vLLM that Coalign knows, ValueError for what vLLM cannot run."""
+        self._check_heads(architecture)
         for key, value in ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         require_vllm()
@@ -43,11 +50,33 @@ class VLLMModule(RolloutModule):
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
             trust_remote_code=config.trust_remote_code,
+            sleeps=self.context.device != "cpu" and config.offload != [],
             seed=self.context.seed,
             end_tokens=self.end_tokens(architecture),
             decoder=self.decoder,
             user=config.vllm,
         )
+
+    def move(self, to: str, parts: Sequence[str]) -> None:
+        """vLLM moves its own memory, all of it at once to the host; it can do so on devices only: on CPU it stays."""
+        moving = {"weights", "kv"}.intersection(parts)
+        if self.context.device == "cpu" or not moving:
+            return
+        if to == "host":
+            if not self.away:
+                self.engine.sleep()
+            self.away = frozenset({"weights", "kv"})
+        elif back := sorted(moving & self.away):
+            self.engine.wake(back)
+            self.away -= moving
+
+    def _check_heads(self, architecture: PreTrainedConfig) -> None:
+        heads, parts = architecture.get_text_config().num_attention_heads, self.config.tensor_parallel
+        if heads % parts:
+            raise ValueError(
+                f"models.{self.context.model}.tensor_parallel is {parts}, which does not divide the model's {heads} "
+                "attention heads"
+            )
 
 
 def require_vllm() -> None:

@@ -17,6 +17,8 @@ from coalign.types import Max, Stat, Total
 class EchoModule(Module):
     """Repeats each prompt n times, adding one to every token."""
 
+    parallel = True
+
     def generate(self, prompts: Batch, *, samples: int = 2) -> Batch:
         rows = torch.arange(len(prompts)).repeat_interleave(samples)
         out = prompts.select(rows)
@@ -72,7 +74,7 @@ class RewardLikeModule(SumModule):
 class GroupModule(Module):
     """A process group: every rank is called each time, and says what it got."""
 
-    spmd = True
+    spmd = parallel = True
 
     def setup(self) -> None:
         self.weight = torch.full((4,), 1.0 + self.context.seed)

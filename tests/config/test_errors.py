@@ -13,8 +13,8 @@ from coalign.config.functions import bind
         ("models: {policy: {optimzer: {lr: 1}}}", "models.policy.optimzer: unknown key; did you mean 'optimizer'?"),
         (
             "runtime: {qqq: 1}",
-            "runtime.qqq: unknown key; there are: cluster, ray_address, steps, epochs, tokens, "
-            "prompts_per_step, tokens_per_step, samples_per_prompt, max_staleness, colocation, threads, resume, …",
+            "runtime.qqq: unknown key; there are: cluster, ray_address, accelerator, wait_for_devices, steps, epochs, "
+            "tokens, prompts_per_step, tokens_per_step, samples_per_prompt, max_staleness, colocation, …",
         ),
         ("runtime: {steps: '3'}", "runtime.steps: is '3'; expected a whole number"),
         ("runtime: {steps: true}", "runtime.steps: is true; expected a whole number"),

@@ -60,6 +60,12 @@ def test_models_side_by_side_do_not_wait_for_each_other():
     assert in_turn(slots, "policy") == ["trainer"] and in_turn(slots, "reward") == []
 
 
+def test_a_module_that_cannot_be_cut_over_devices_is_refused():
+    models = {"trainer": ModelConfig(module="tests.cluster.modules:MarkModule", num_gpu=2, tensor_parallel=2)}
+    with pytest.raises(ConfigError, match=r"models\.trainer\.tensor_parallel: is 2, and the module `.*` is not cut"):
+        shown(models)
+
+
 def test_numbers_that_do_not_divide_are_refused_by_the_check():
     models = {"policy": MODELS["policy"].model_copy(update={"num_process": 3})}
     with pytest.raises(ConfigError, match=r"models\.policy\.num_process: is 3; num_gpu=4 does not divide by it, 2 for"):
