@@ -15,9 +15,11 @@ from coalign.modules.checkpoint import weights
 from coalign.modules.generating import RolloutModule
 
 SUPPORTED = ("0.32",)
-ENVIRONMENT = {
+OWNED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's steps are Coalign's
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another interface for logits processors
+}
+PREFERRED = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one host would bind to the same cores
@@ -28,14 +30,12 @@ class VLLMModule(RolloutModule):
     """Generates with vLLM, in this process; with tensor or pipeline parallelism, in processes that belong to it."""
 
     parallel = True
-
     away: frozenset[str] = frozenset()  # of weights and kv, the parts that have left the device
 
     def build(self, architecture: PreTrainedConfig) -> Any:
         """Raises ImportError without a vLLM that Coalign knows, ValueError for what vLLM cannot run."""
         self._check_heads(architecture)
-        for key, value in ENVIRONMENT.items():
-            os.environ.setdefault(key, value)
+        os.environ.update({**PREFERRED, **os.environ, **OWNED})
         require_vllm()
         from coalign.vllm.engine import VLLMEngine
 

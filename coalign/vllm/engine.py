@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -24,7 +24,7 @@ from coalign.generation.engine import Engine, OnToken
 from coalign.generation.sampling import Sampling
 from coalign.generation.stops import Decoder
 from coalign.vllm import options
-from coalign.vllm.parcels import parcels
+from coalign.vllm.parcels import Outlet
 from coalign.vllm.run import VLLMRun
 from coalign.vllm.sampler import CounterSampler
 from coalign.vllm.worker import WeightLoader
@@ -36,8 +36,9 @@ LOAD_SECONDS = 600.0  # that a worker may take for one parcel of weights
 class VLLMEngine(Engine):
     """Generates with the architecture in ``directory``, on ``tensor_parallel`` × ``pipeline_parallel`` devices.
 
-    shapes: the weights that there are, by their Hugging Face names. user: engine arguments of vLLM. decoder: see
-    coalign.generation.stops. Raises ValueError for options, sizes or an architecture that vLLM cannot work with.
+    shapes: the weights that there are, by their Hugging Face names. sleeps: it can leave its devices. decoder: see
+    coalign.generation.stops. user: engine arguments of vLLM.
+    Raises ValueError for options, sizes or an architecture that vLLM cannot work with.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class VLLMEngine(Engine):
         tensor_parallel: int,
         pipeline_parallel: int,
         trust_remote_code: bool,
+        sleeps: bool,
         seed: int,
         end_tokens: Iterable[int],
         decoder: Decoder,
@@ -61,6 +63,7 @@ class VLLMEngine(Engine):
         self.end_tokens = frozenset(end_tokens)
         self.decoder = decoder
         self.shapes = shapes
+        self.pipelined = pipeline_parallel > 1
         self.remote = tensor_parallel * pipeline_parallel > 1
         options.check(user, [field.name for field in fields(EngineArgs)], model)
         arguments = EngineArgs(
@@ -71,6 +74,7 @@ class VLLMEngine(Engine):
             tensor_parallel_size=tensor_parallel,
             pipeline_parallel_size=pipeline_parallel,
             distributed_executor_backend="mp" if self.remote else "uni",
+            enable_sleep_mode=sleeps,
             load_format="dummy",
             generation_config="vllm",
             logits_processors=[f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
@@ -87,7 +91,8 @@ class VLLMEngine(Engine):
         self.context = config.model_config.max_model_len
         self.vocabulary = config.model_config.get_vocab_size()
         self._names = map(str, itertools.count())
-        [self._fused, *_] = self.llm.collective_rpc("coalign_fused")
+        [self._fused, *_] = self.llm.collective_rpc("coalign_setup", args=(self.remote and self.eager,))
+        self._outlet = Outlet()
 
     def new_name(self) -> str:
         """Of a request."""
@@ -98,6 +103,14 @@ class VLLMEngine(Engine):
         on a CPU."""
         with torch.compiler.set_stance("force_eager" if self.eager else "default"):
             return self.llm.step()
+
+    def sleep(self) -> None:
+        """Weights to the host's memory; keys and values are forgotten. Only with ``enable_sleep_mode``."""
+        self.llm.sleep(level=1, mode="keep")
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """The device's memory back for these of ``weights`` and ``kv``."""
+        self.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[part] for part in parts])
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
@@ -112,12 +125,16 @@ class VLLMEngine(Engine):
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """vLLM always copies: it packs weights in its own way."""
+        if self.pipelined and self._running is not None:
+            raise RuntimeError(
+                "weights cannot change while a pipeline computes (pipeline_parallel): wait for `generate`"
+            )
         taken: set[str] = set()
         call = self.llm.collective_rpc
         call("coalign_begin")
         try:
             if self.remote:
-                for parcel in parcels(self._checked(weights, taken)):
+                for parcel in self._outlet.parcels(self._checked(weights, taken)):
                     call("coalign_unpack", timeout=LOAD_SECONDS, args=(parcel,))
             else:
                 call("coalign_take", args=(self._checked(weights, taken),))
@@ -141,7 +158,8 @@ class VLLMEngine(Engine):
         one (queries, keys and values) and that was given in part, so that the rest of it is lost."""
         needed = set(self.shapes) if self.version < 0 else {sibling for name in taken for sibling in self._with(name)}
         if missing := sorted(needed - taken):
-            raise ValueError(f"the weights do not fit: missing {missing[:5]}{' …' if len(missing) > 5 else ''}")
+            why = "" if self.version < 0 else "; vLLM computes them as one layer with others that came"
+            raise ValueError(f"the weights do not fit: missing {missing[:5]}{' …' * (len(missing) > 5)}{why}")
 
     def _with(self, name: str) -> list[str]:
         """The weights that are loaded together with this one."""

@@ -38,19 +38,27 @@ class Parcel:
             yield entry.name, arena.tensor(entry.offset, entry.dtype, entry.shape)
 
 
-def parcels(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
-    """All of them, each as soon as it is full."""
-    arena, entries, filled = Arena.create(SIZE), [], 0
-    for name, tensor in weights:
-        size = tensor.nbytes
-        if entries and filled + size > arena.address[2]:
-            yield Parcel(arena.address, entries)
-            entries, filled = [], 0
-        if size > arena.address[2]:
-            arena.close()
-            arena = Arena.create(size)
-        arena.tensor(filled, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
-        entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), filled))
-        filled += -(-size // ALIGNED) * ALIGNED
-    if entries:
-        yield Parcel(arena.address, entries)
+class Outlet:
+    """The memory that parcels are made in, taken when the first one is."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        self.arena: Arena | None = None
+
+    def parcels(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
+        """All of them, each as soon as it is full."""
+        entries: list[Entry] = []
+        filled = 0
+        for name, tensor in weights:
+            if entries and filled + tensor.nbytes > self.size:
+                yield Parcel(self.arena.address, entries)
+                entries, filled = [], 0
+            if self.arena is None or tensor.nbytes > self.size:
+                self.size = max(self.size, tensor.nbytes)
+                self.arena = Arena.create(self.size)
+            entry = Entry(name, tensor.dtype, tuple(tensor.shape), filled)
+            self.arena.tensor(filled, entry.dtype, entry.shape).copy_(tensor)
+            entries.append(entry)
+            filled += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        if entries:
+            yield Parcel(self.arena.address, entries)

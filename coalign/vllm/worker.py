@@ -23,6 +23,13 @@ class WeightLoader:
     vllm_config: Any
     model_runner: Any
 
+    def coalign_setup(self, eager: bool) -> dict[str, list[str]]:
+        """The layers that vLLM computes as one: its name for them -> theirs in Hugging Face's model. ``eager``: nothing
+        is compiled in this process (see VLLMEngine.step)."""
+        if eager:
+            torch.compiler.set_stance("force_eager")
+        return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
+
     @torch.no_grad()
     def coalign_begin(self) -> None:
         """Weights follow."""
@@ -47,13 +54,6 @@ class WeightLoader:
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             _repack_shared(model)
-
-    def coalign_fused(self) -> dict[str, list[str]]:
-        """The layers that vLLM computes as one: its name for them -> theirs in Hugging Face's model."""
-        return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
-
-    def coalign_vocabulary(self) -> int:
-        return self.vllm_config.model_config.get_vocab_size()
 
 
 def _repack_shared(model: nn.Module) -> None:
