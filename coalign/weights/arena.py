@@ -46,12 +46,15 @@ class Arena:
     @staticmethod
     def open(address: Address) -> Arena:
         """Raises OSError if the creator is gone or out of sight."""
-        process, handle, size = address
-        file = os.open(f"/proc/{process}/fd/{handle}", os.O_RDONLY)
+        file = os.open(_path(address), os.O_RDONLY)
         try:
-            return Arena(address, mmap.mmap(file, size, prot=mmap.PROT_READ))
+            return Arena(address, mmap.mmap(file, address[2], prot=mmap.PROT_READ))
         finally:
             os.close(file)
+
+    def abandoned(self) -> bool:
+        """Whether the process that created it has ended."""
+        return not os.path.exists(_path(self.address))
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """A view. What another process created is not to be written to: that ends this process (SIGSEGV)."""
@@ -62,6 +65,11 @@ def view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) 
     """The tensor that begins at byte ``offset`` of u8[n]."""
     size = dtype.itemsize * torch.Size(shape).numel()
     return data[offset : offset + size].view(dtype).view(shape)
+
+
+def _path(address: Address) -> str:
+    process, handle, _ = address
+    return f"/proc/{process}/fd/{handle}"
 
 
 def available() -> int:

@@ -80,9 +80,10 @@ class Broadcast(Transport):
             both(taking, sending)  # what a reader says of a failure holds what its sender said
             return sending.result()
         except BaseException:
-            leaving = [model.run(leave, self.link, fatal=False) for model in (self.source, self.target)]
+            for leaving in [model.run(leave, self.link, fatal=False) for model in (self.source, self.target)]:
+                with suppress(Exception):  # of a rank that is gone, say
+                    leaving.result()
             self.link = None
-            both(*leaving)
             raise
 
     def _connect(self, link: str) -> str:

@@ -56,7 +56,7 @@ class Journal:
     def follow(self, version: int, timeout: float, sender: str) -> Iterator[Any]:
         """The records of ``version``, from the first to the last, as they are written.
 
-        WeightError, naming ``sender``, if it breaks off, goes on with another version, or writes nothing for
+        WeightError, naming ``sender``, if it breaks off, goes on with another version, ends, or writes nothing for
         ``timeout`` seconds.
         """
         read, last, heard = 0, None, time.monotonic()
@@ -73,6 +73,8 @@ class Journal:
             after = f"after '{last.name}'" if last else "before its first tensor"
             if begun > version or (begun == version and state == State.BROKEN):
                 raise WeightError(f"{sender} broke off sending the weights of version {version}, {after}")
+            if self._arena.abandoned():
+                raise WeightError(f"{sender} has ended while it sent the weights of version {version}, {after}")
             if time.monotonic() - heard > timeout:
                 raise WeightError(
                     f"{sender} sent nothing for {timeout:g} s (sync.timeout) {after}, of version {version}"

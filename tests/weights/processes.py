@@ -1,4 +1,4 @@
-"""Models whose ranks are forked processes: what a transport asks of a cluster, without starting one."""
+"""Models whose ranks are processes of their own: what a transport asks of a cluster, without starting one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from coalign.cluster.future import Failure, WorkerError
 from coalign.types import Context
 
 SECONDS = 90
-FORK = multiprocessing.get_context("fork")
 
 
 class FileStore:
@@ -35,17 +35,19 @@ class FileStore:
 class Processes:
     """``module`` on ``ranks`` processes, of one group or each a replica."""
 
-    def __init__(self, name, module, ranks=1, *, turns=False):
+    def __init__(self, name, module, ranks=1, *, turns=False, device="cpu"):
+        # A fork has everything imported; CUDA does not survive one.
+        processes = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
         self.name, self.turns = name, turns
         self.store = FileStore()
         self.syncing = threading.Lock()
         self._lane = ThreadPoolExecutor(1)
         self._pipes, self._processes = [], []
         for rank in range(ranks):
-            ours, theirs = FORK.Pipe()
+            ours, theirs = processes.Pipe()
             place = {"rank": rank, "world_size": ranks} if module.spmd else {}
-            context = Context(model=name, threads=1, **place)
-            process = FORK.Process(target=_serve, args=(theirs, module, context, self.store), daemon=True)
+            context = Context(model=name, threads=1, device=device, **place)
+            process = processes.Process(target=_serve, args=(theirs, module, context, self.store), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -71,7 +73,8 @@ class Processes:
 
     def _everywhere(self, function, arguments):
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            with suppress(BrokenPipeError):  # who has died does not answer
+                pipe.send((function, arguments))
         results = [self._answer(rank, function.__name__) for rank in range(len(self._pipes))]
         for result in results:
             if isinstance(result, WorkerError):

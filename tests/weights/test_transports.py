@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -163,6 +164,18 @@ def test_a_sender_that_stalls_is_named(make, syncing, transport):
     with pytest.raises(WorkerError, match="trainer, rank 0 sent nothing for 2 s"):
         sync(1)
     assert policy.call("serving")[0][0] == 0
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+def test_nobody_waits_for_a_sender_that_has_died(make, syncing, transport):
+    trainer, policy = make(senders=2, readers=2)
+    sync = syncing(trainer, policy, transport, timeout=80.0)
+    sync(0)
+    trainer.call("misbehave", "die")
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker lost|has ended while it sent|or is gone"):
+        sync(1)
+    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
