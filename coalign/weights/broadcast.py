@@ -145,7 +145,7 @@ class Outgoing:
 
     def _flush(self) -> None:
         self._wait(3)  # the messages of one bucket
-        payload = torch.empty(self._filled, dtype=torch.uint8, device=self.link.device)
+        payload = self.link.buffer(self._filled)
         jobs = ((entry, t, payload[entry.offset : entry.offset + entry.size]) for entry, t in self._tensors)
         entries = as_bytes(list(copied(jobs)))
         self._post(torch.tensor([self._filled, len(entries)]), entries, payload)

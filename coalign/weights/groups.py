@@ -5,6 +5,7 @@ They stand beside whatever groups a model has itself (made without torch.distrib
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +27,15 @@ class Link:
     device: torch.device
     groups: list[Any] = field(default_factory=list)
     server: dist.TCPStore | None = None
+    buffers: deque[Tensor] = field(default_factory=deque)
+
+    def buffer(self, size: int) -> Tensor:
+        """u8[size], one of two in turn: the other one is under way. Kept, since new memory costs as much as a copy."""
+        oldest = self.buffers.popleft() if len(self.buffers) == 2 else None
+        if oldest is None or len(oldest) < size:
+            oldest = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.buffers.append(oldest)
+        return oldest[:size]
 
 
 def listen(module: Any, store: Any, link: str, kind: str) -> Meeting:
