@@ -9,6 +9,7 @@ without, the models of a place take turns.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class Residency:
         self._computing: dict[Place, tuple[Tenant, str]] = {}
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
-        self._peak = 0.0
+        self._peak = self._waited = 0.0
         self._books = threading.Lock()
 
     def add(self, model: str, slot: Slot, workers: Sequence[Remote]) -> None:
@@ -120,6 +121,7 @@ class Residency:
         wanted = {t: parts for name, parts in needs.items() if parts for t in self._tenants.get(name, ())}
         if not wanted:
             return
+        begun = time.perf_counter()
         self._arrive(future, wanted)
         asked: set[tuple[Tenant, str]] = set()
         while leaving := self._leaving(callers, method, wanted, asked):
@@ -128,6 +130,7 @@ class Residency:
         wait(future, [tenant.going for tenant in neighbours if tenant.going], self.timeout)  # for somebody else
         self._move(future, "device", {tenant: tenant.missing(parts) for tenant, parts in wanted.items()})
         with self._books:
+            self._waited += time.perf_counter() - begun
             for tenant in callers:
                 tenant.last = next(self._numbers)
                 self._computing |= dict.fromkeys(tenant.places, (tenant, method))
@@ -150,15 +153,15 @@ class Residency:
 
     def take(self) -> Stats:
         """What happened since this was last asked: `swaps/<model>/in` and `…/out` (how often something of it moved),
-        `swaps/<model>/ahead` (of the former, before its turn), `swaps/mib` moved, and `memory/device`: the peak of a
-        place in MiB."""
+        `swaps/<model>/ahead` (of the former, before its turn), `swaps/mib` moved, `time/swaps`: seconds that calls
+        waited for them, and `memory/device`: the peak of a place in MiB."""
         with self._books:
             if not self._tenants:
                 return {}
             stats: Stats = {f"swaps/{name}": Total(float(number)) for name, number in self._counts.items()}
-            stats["memory/device"] = Max(self._peak / 2**20)
+            stats |= {"memory/device": Max(self._peak / 2**20), "time/swaps": Total(self._waited)}
             self._counts.clear()
-            self._peak = 0.0
+            self._peak = self._waited = 0.0
         return stats
 
     # ---- decisions -------------------------------------------------------------------------------------------------
