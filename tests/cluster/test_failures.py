@@ -62,7 +62,7 @@ def test_a_failed_save_ends_that_call_only(make, prompts):
 
 
 def test_a_call_that_takes_too_long_is_named(make):
-    cluster = make({"judge": {"module": "SumModule"}}, call_timeout=15.0)
+    cluster = make({"judge": {"module": "SumModule"}})
     cluster.models["judge"].threads().result()
     cluster.timeout = 0.5
     begun = time.monotonic()
