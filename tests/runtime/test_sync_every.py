@@ -8,7 +8,7 @@ import pytest
 
 from coalign.config import load
 from coalign.config.errors import ConfigError
-from tests.runs import metrics, run, settings
+from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 
 def configured(tmp_path, every, **runtime):
@@ -21,6 +21,13 @@ def test_samples_are_of_the_version_of_the_last_sync(tmp_path):
     lines = [line for line in metrics(config) if "samples/staleness" in line]
     assert [line["samples/staleness"] for line in lines] == [0, 1, 0, 1, 0]
     assert ["sync/seconds" in line for line in lines] == [False, True, False, True, True]  # at the end, too
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_run_continued_between_two_syncs_ends_with_the_same_weights(tmp_path, step):
+    config = configured(tmp_path, 2, max_staleness=1)
+    assert run(config) == 0
+    assert weights_hash(run_in_two_parts(config, step), 4) == weights_hash(config, 4)
 
 
 @pytest.mark.parametrize(
