@@ -52,9 +52,7 @@ def main() -> None:
     up = min(timed(lambda: device.copy_(host), given.device) for _ in range(given.repeat))
     fresh = min(timed(lambda: torch.empty_like(device).copy_(host), given.device) for _ in range(given.repeat))
     print(f"leaves {leaves:.1f} GiB/s ({leaves * down / gib:.0%} of one copy, {gib / down:.1f})")
-    print(
-        f"comes  {comes:.1f} GiB/s ({comes * up / gib:.0%} of one copy, {gib / up:.1f}; to new memory {gib / fresh:.1f})"
-    )
+    print(f"comes  {comes:.1f} GiB/s ({comes * up / gib:.0%} of one copy, {gib / up:.1f}; to new {gib / fresh:.1f})")
 
 
 def timed(work: Callable[[], object], device: str) -> float:
