@@ -74,8 +74,9 @@ def _path(address: Address) -> str:
 
 def available() -> int:
     """Bytes of memory that this process may still take: the host's, or what its container leaves."""
-    free = psutil.virtual_memory().available
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
+    free, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
+    if not limit.is_file() or (most := limit.read_text().strip()) == "max":
+        return free
+    used = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    files = int(used["active_file"]) + int(used["inactive_file"])  # the page cache, which gives way
+    return min(free, int(most) - int((CGROUP / "memory.current").read_text()) + files)
