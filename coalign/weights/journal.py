@@ -1,8 +1,8 @@
 """What a sender has written so far, in shared memory, so that readers can follow while it writes.
 
-``header`` i64[3]: the version, the bytes of records written, the state. A record is written before it is counted, and
-the data that it tells of before the record; between them the interpreter's lock changes hands, which orders them for
-other cores.
+``header`` i64[3]: the number of the sync, the bytes of records written, the state. A record is written before it is
+counted, and the data that it tells of before the record; between them the interpreter's lock changes hands, which
+orders them for other cores.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Journal:
         self.header = self._arena.tensor(0, torch.int64, (3,)).numpy()
         self._records = memoryview(self._arena.bytes.numpy())[HEADER:]
 
-    def begin(self, version: int) -> None:
-        """Forget all records; those that follow are of ``version``."""
-        self.header[:] = version, 0, State.OPEN
+    def begin(self, sync: int) -> None:
+        """Forget all records; those that follow are of this sync, the next one."""
+        self.header[2], self.header[1] = State.OPEN, 0
+        self.header[0] = sync  # last: whoever sees it sees the others
 
     def append(self, record: Any) -> None:
         end, text = int(self.header[1]), pickle.dumps(record)
@@ -50,19 +51,22 @@ class Journal:
         self.header[1] = stop
 
     def end(self, state: State) -> None:
-        """No record of this version follows; readers of a BROKEN one raise."""
+        """No record of this sync follows; readers of a BROKEN one raise."""
         self.header[2] = state
 
-    def follow(self, version: int, timeout: float, sender: str) -> Iterator[Any]:
-        """The records of ``version``, from the first to the last, as they are written.
+    def follow(self, sync: int, timeout: float, sender: str) -> Iterator[Any]:
+        """The records of a sync, from the first to the last, as they are written.
 
-        WeightError, naming ``sender``, if it breaks off, goes on with another version, ends, or writes nothing for
+        WeightError, naming ``sender``, if it breaks off, goes on with another sync, ends, or writes nothing for
         ``timeout`` seconds.
         """
         read, last, heard = 0, None, time.monotonic()
         while True:
-            state = State(self.header[2])  # before the count: what was there when it ended is read
-            if (begun := int(self.header[0])) == version:
+            begun = int(self.header[0])
+            state = State(
+                self.header[2]
+            )  # after the number, whose state it is, and before the count, final if it ended
+            if begun == sync:
                 while read < int(self.header[1]):
                     size = int.from_bytes(self._records[read : read + 8], "little")
                     last = pickle.loads(self._records[read + 8 : read + 8 + size])
@@ -71,12 +75,10 @@ class Journal:
                 if state == State.COMPLETE:
                     return
             after = f"after '{last.name}'" if last else "before its first tensor"
-            if begun > version or (begun == version and state == State.BROKEN):
-                raise WeightError(f"{sender} broke off sending the weights of version {version}, {after}")
+            if begun > sync or (begun == sync and state == State.BROKEN):
+                raise WeightError(f"{sender} broke off {after}")
             if self._arena.abandoned():
-                raise WeightError(f"{sender} has ended while it sent the weights of version {version}, {after}")
+                raise WeightError(f"{sender} has ended {after}")
             if time.monotonic() - heard > timeout:
-                raise WeightError(
-                    f"{sender} sent nothing for {timeout:g} s (sync.timeout) {after}, of version {version}"
-                )
+                raise WeightError(f"{sender} sent nothing for {timeout:g} s (sync.timeout) {after}")
             time.sleep(POLL)

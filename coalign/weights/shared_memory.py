@@ -54,19 +54,25 @@ class SharedMemory(Staged):
         self.readers = [place.identity for place in readers]
         self.journals: list[Address] = []
         self.side = 0
+        self.syncs = 0  # tried so far: a version may come again, after a failure or a roll-back
 
     def stage(self, version: int, changing: bool) -> list[Sent]:
         if not self.journals:
             self.journals = self.source.run(open_outlet, self.link, self.arena, fatal=False).result()
-        sending = self.source.run(send, self.link, version, changing, self.side, fatal=False)
+        self.syncs += 1
+        sending = self.source.run(send, self.link, self.syncs, changing, self.side, fatal=False)
         if self.in_turns:
             sending.result()
-        arguments = self.arena, self.source.name, self.journals, self.readers, version, self.config.timeout
+        arguments = self.arena, self.source.name, self.journals, self.readers, self.syncs, self.config.timeout
         receiving = self.target.run(receive, self.link, *arguments, fatal=False)
-        return both(sending, receiving)
+        sent = both(sending, receiving)
+        total = sum(len(part.sizes) for part in sent)
+        if any(count != total for count in receiving.result()):
+            raise WeightError(f"{total} weights were sent, and the readers found {receiving.result()}")
+        return sent
 
     def install(self, version: int, sent: list[Sent]) -> None:
-        self.target.run(install, self.link, version, self.adopt, fatal=False).result()
+        self.target.run(install, self.link, self.syncs, version, self.adopt, fatal=False).result()
         if self.adopt:
             self.side = 1 - self.side
 
@@ -109,7 +115,7 @@ class Inlet:
         self._open = arena.open
         self.journals = [Journal(address) for address in journals]
         self.entries: list[Entry] = []
-        self.version = -1
+        self.received = 0  # the last sync that arrived whole
         self._arenas: dict[Any, Any] = {}
 
     def view(self, entry: Entry) -> Tensor:
@@ -131,11 +137,11 @@ def open_outlet(module: Any, store: Any, link: str, arena: type) -> Address:
     return module.links[link].journal.address
 
 
-def send(module: Any, store: Any, link: str, version: int, changing: bool, side: int) -> Sent:
+def send(module: Any, store: Any, link: str, sync: int, changing: bool, side: int) -> Sent:
     """Write this rank's weights to one side, and the journal of it."""
     outlet: Outlet = module.links[link]
     journal, sizes = outlet.journal, {}
-    journal.begin(version)
+    journal.begin(sync)
 
     def jobs(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Entry, Tensor, Tensor]]:
         for name, tensor in weights:
@@ -163,18 +169,18 @@ def receive(
     source: str,
     journals: list[Address],
     readers: list[Identity],
-    version: int,
+    sync: int,
     timeout: float,
-) -> None:
-    """Follow the senders to their end. Raises WeightError unless everything arrived as it was sent."""
+) -> int:
+    """Follow the senders to their end: how many weights came. WeightError unless they arrived as they were sent."""
     if link not in module.links:
         module.links[link] = Inlet(arena, journals)
     inlet: Inlet = module.links[link]
-    inlet.entries, inlet.version = [], -1
+    inlet.entries, inlet.received = [], 0
 
     def mine() -> Iterator[tuple[Entry, Tensor]]:
         for rank, journal in enumerate(inlet.journals):
-            for entry in journal.follow(version, timeout, f"{source}, rank {rank}"):
+            for entry in journal.follow(sync, timeout, f"{source}, rank {rank}"):
                 inlet.entries.append(entry)
                 if len(inlet.entries) % len(readers) == readers.index(identity()):
                     yield entry, inlet.bytes(entry)
@@ -182,13 +188,14 @@ def receive(
     for entry, found in checked(mine()):
         if found != entry.checksum:
             raise damaged(entry.name, found, entry.checksum)
-    inlet.version = version
+    inlet.received = sync
+    return len(inlet.entries)
 
 
-def install(module: Any, store: Any, link: str, version: int, adopt: bool) -> None:
+def install(module: Any, store: Any, link: str, sync: int, version: int, adopt: bool) -> None:
     """Serve what was received."""
     inlet: Inlet = module.links[link]
-    if inlet.version != version:
-        raise WeightError(f"version {version} was not received; the last complete one is {inlet.version}")
+    if inlet.received != sync:
+        raise WeightError(f"the weights of version {version} did not arrive whole, so they cannot be installed")
     with installing(module, version):
         module.load_weights(((entry.name, inlet.view(entry)) for entry in inlet.entries), version=version, adopt=adopt)
