@@ -17,6 +17,7 @@ from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
 from tests.conformance.engines import ENGINES, build, load, mismatch, model_dir, prompts
 
 COLUMNS = ("tokens", "loss_mask", "versions", "index", "prompt_length", "status", "group")
+pytestmark = pytest.mark.timeout(600)  # vLLM is slow to import where others compute
 
 
 @pytest.fixture(scope="module")

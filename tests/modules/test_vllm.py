@@ -75,6 +75,7 @@ def test_parcels_hold_every_tensor_and_one_that_is_larger_than_a_parcel():
 
 
 @VLLM
+@pytest.mark.timeout(600)
 def test_the_process_stays_as_it_was_and_what_the_user_says_reaches_vllm(directory):
     torch.manual_seed(3)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), torch.set_num_threads
