@@ -16,17 +16,15 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import ray
-import torch
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-from torch import Tensor
 
 from coalign.cluster.accelerators import accelerator
 from coalign.cluster.answers import Remote, Running
@@ -36,69 +34,17 @@ from coalign.cluster.future import Meta
 from coalign.cluster.placement import Domain, Node, Nodes, Seat, assign, seats
 from coalign.cluster.slot import Footprint, Slot, distinct
 from coalign.cluster.stacks import Listening, ask, listen
+from coalign.cluster.stored import stored
 from coalign.cluster.topology import domains, nvidia_buses
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.data.batch import Batch, Column
+from coalign.data.batch import Batch
 from coalign.memory.arena import Arena
 
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as held
 LOOK_SECONDS = 0.2  # between two looks at what is free
 STACKS_SECONDS = 30.0  # how long the nodes may take to tell the stacks of their processes
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as numpy keeps it; dtypes that numpy lacks lie as integers of their size."""
-
-    array: np.ndarray
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: Tensor) -> Stored:
-        tensor = tensor.detach().cpu().contiguous()
-        raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-        return Stored(raw.numpy(), tensor.dtype)
-
-    def rows(self, index: np.ndarray | slice) -> Tensor:
-        """A copy of some rows, which its owner may write to."""
-        rows = self.array[index]
-        return torch.from_numpy(rows.copy() if isinstance(index, slice) else rows).view(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBatch:
-    """A Batch as it lies in the object store."""
-
-    lengths: np.ndarray
-    token: Mapping[str, Stored]
-    sequence: Mapping[str, Stored | list[Any]]
-
-    @staticmethod
-    def of(batch: Batch) -> StoredBatch:
-        keep = lambda column: Stored.of(column) if isinstance(column, Tensor) else column  # noqa: E731
-        return StoredBatch(
-            batch.lengths.numpy(),
-            {name: Stored.of(column) for name, column in batch.token.items()},
-            {name: keep(column) for name, column in batch.sequence.items()},
-        )
-
-    def select(self, rows: np.ndarray) -> Batch:
-        """Some sequences, copied."""
-        lengths, ends = self.lengths[rows], self.lengths.cumsum()
-        starts = ends[rows] - lengths
-        # Token t comes from where its row starts, plus its distance from where the row starts in the result.
-        moved = starts - lengths.cumsum() + lengths
-        whole = len(rows) > 0 and bool((moved == moved[0]).all())  # one piece
-        tokens = (
-            slice(starts[0], starts[0] + lengths.sum()) if whole else moved.repeat(lengths) + np.arange(lengths.sum())
-        )
-        pick = lambda column: column.rows(rows) if isinstance(column, Stored) else [column[i] for i in rows]  # noqa: E731
-        sequence: dict[str, Column] = {name: pick(column) for name, column in self.sequence.items()}
-        return Batch(
-            torch.from_numpy(lengths), {name: column.rows(tokens) for name, column in self.token.items()}, sequence
-        )
 
 
 class RayStore:
@@ -114,11 +60,6 @@ class RayStore:
 
     def rows(self, ref: ray.ObjectRef, rows: np.ndarray) -> Batch:
         return ray.get(ref).select(rows)
-
-
-def stored(value: Any) -> Any:
-    """A value in the form in which the object store shares it without copies."""
-    return StoredBatch.of(value) if isinstance(value, Batch) else value
 
 
 class Actor:

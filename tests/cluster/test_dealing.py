@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from coalign.cluster.dealing import deal, in_order
 from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
+from coalign.cluster.stored import StoredBatch
 from coalign.data.balance import cost
 from coalign.data.batch import Batch
 from coalign.modules.layout import pack
@@ -183,14 +184,13 @@ def test_selected_rows_come_from_where_they_lie():
 
 @pytest.mark.parametrize("chosen", [[0, 1, 2], [1, 2], [2, 0], [1], [], [2, 2, 0]])
 def test_rows_of_the_object_store_are_those_of_the_batch(chosen):
-    ray = pytest.importorskip("coalign.cluster.ray")
     made = Batch(torch.tensor([2, 0, 3])).with_(
         tokens=torch.arange(5, dtype=torch.int32),
         half=torch.arange(10).reshape(5, 2).to(torch.bfloat16),
         score=torch.tensor([0.5, 1.5, 2.5]),
         rows=["a", "b", "c"],
     )
-    found = ray.StoredBatch.of(made).select(np.array(chosen, dtype=np.int64))
+    found = StoredBatch.of(made).select(np.array(chosen, dtype=np.int64))
     expected = made.select(chosen)
     assert torch.equal(found.lengths, expected.lengths) and found["rows"] == expected["rows"]
     for name in ("tokens", "half", "score"):
