@@ -43,6 +43,7 @@ class Tenant:
     away: Sizes = field(default_factory=dict)
     extra: dict[str, int] = field(default_factory=dict)
     reports: Collection[str] = ()  # the models of its process
+    limit: int | None = None  # bytes that it was told it may have
     last: int = 0  # the number of its last call
     coming: Running | None = None  # what an announced call needs
     going: Running | None = None  # what is on its way to the host
@@ -128,7 +129,7 @@ class Residency:
             self._move(future, "host", leaving)
         neighbours = {tenant for caller in callers for tenant in self._neighbours(caller)}
         wait(future, [tenant.going for tenant in neighbours if tenant.going], self.timeout)  # for somebody else
-        self._move(future, "device", {tenant: tenant.missing(parts) for tenant, parts in wanted.items()})
+        self._move(future, "device", {tenant: tenant.missing(parts) for tenant, parts in wanted.items()}, callers)
         with self._books:
             self._waited += time.perf_counter() - begun
             for tenant in callers:
@@ -228,10 +229,14 @@ class Residency:
 
     # ---- moves -----------------------------------------------------------------------------------------------------
 
-    def _move(self, future: Future, to: str, moves: Mapping[Tenant, Sequence[str]]) -> None:
-        """Move parts of several tenants at once, and wait for it."""
+    def _move(
+        self, future: Future, to: str, moves: Mapping[Tenant, Sequence[str]], callers: Sequence[Tenant] = ()
+    ) -> None:
+        """Move parts of several tenants at once, and wait for it. Callers whose room has changed hear of it anyway."""
         with self._books:
-            running = {tenant: self._send(tenant, to, parts) for tenant, parts in moves.items() if parts}
+            told = {tenant: () for tenant in callers if self._limit(tenant) != tenant.limit}
+            asked = told | {tenant: parts for tenant, parts in moves.items() if parts}
+            running = {tenant: self._send(tenant, to, parts) for tenant, parts in asked.items()}
             for tenant in running if to == "host" else ():
                 tenant.going = running[tenant]
         metas = wait(future, list(running.values()), self.timeout)
@@ -256,11 +261,15 @@ class Residency:
         else:
             tenant.away = {**tenant.away, **{part: tenant.held[part] for part in parts}}
             tenant.held = {part: size for part, size in tenant.held.items() if part not in parts}
-        limit = None
-        if self.capacity is not None:
-            others = (t.size for place in tenant.places for t in self._at[place] if t.model not in tenant.reports)
-            limit = int(self.capacity * len(tenant.places) - sum(others))
-        return tenant.worker.execute("move", to, tuple(parts), limit)
+        tenant.limit = self._limit(tenant)
+        return tenant.worker.execute("move", to, tuple(parts), tenant.limit)
+
+    def _limit(self, tenant: Tenant) -> int | None:
+        """Bytes that a process may have on its devices beside what other processes have there (None: nothing new)."""
+        if self.capacity is None or not tenant.reports:
+            return tenant.limit
+        others = (t.size for place in tenant.places for t in self._at[place] if t.model not in tenant.reports)
+        return int(self.capacity * len(tenant.places) - sum(others))
 
     def _take_over(self, tenant: Tenant, use: Use) -> None:
         """A process tells of all models that it has on its devices."""

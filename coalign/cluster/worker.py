@@ -116,6 +116,8 @@ class Worker:
         process may have on its device from now on (None: as before)."""
         if limit is not None:
             self.arena.limit = limit
+        if not parts:
+            return Meta(value=0), None
         before = self._held()
         self.module.move(to, parts)
         return Meta(value=abs(self._held() - before)), None

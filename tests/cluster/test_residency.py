@@ -206,6 +206,18 @@ def test_each_process_is_told_what_is_left_for_it():
     assert run.processes["policy"].limits[-1] == 4 * MIB  # all of it: everybody else has left
 
 
+def test_a_process_hears_of_room_that_others_left_even_if_it_moves_nothing():
+    run = Run(capacity=5 * MIB)
+    trainer = run.processes["trainer"]
+    for _ in range(2):
+        run.call("reference", "forward_step", ("weights",))
+        run.call("trainer", "train_step", TRAIN)
+    assert trainer.limits[-1] == 4 * MIB  # the reference is there, too
+    run.call("trainer", "train_step", TRAIN, extra=MIB)  # the books learn what it takes
+    run.call("trainer", "train_step", TRAIN, extra=MIB)
+    assert run.processes["reference"].held == {} and trainer.limits[-1] == 5 * MIB
+
+
 def test_what_is_announced_comes_before_its_turn_if_it_fits():
     run = Run(capacity=6 * MIB)
     run.call("policy", "generate", ("weights", "kv"), extra=3 * MIB)  # 1 + 3, or 3.75: there is room for one
