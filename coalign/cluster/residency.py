@@ -274,9 +274,9 @@ class Residency:
     def _take_over(self, tenant: Tenant, use: Use) -> None:
         """A process tells of all models that it has on its devices."""
         neighbours = self._neighbours(tenant)
-        tenant.reports = use.held.keys()
         for other in neighbours:
             if other.model in use.held:
+                other.reports = use.held.keys()
                 other.held = use.held[other.model]
                 other.away = use.away.get(other.model, other.away)
         elsewhere = [other.size for other in neighbours if other.model not in use.held]
