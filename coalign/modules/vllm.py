@@ -34,7 +34,7 @@ class VLLMModule(RolloutModule):
 
     def build(self, architecture: PreTrainedConfig) -> Any:
         """Raises ImportError without a vLLM that Coalign knows, ValueError for what vLLM cannot run."""
-        self._check_heads(architecture)
+        self._check_parallel(architecture)
         os.environ.update({**PREFERRED, **os.environ, **OWNED})
         require_vllm()
         from coalign.vllm.engine import VLLMEngine
@@ -70,12 +70,17 @@ class VLLMModule(RolloutModule):
             self.engine.wake(back)
             self.away -= moving
 
-    def _check_heads(self, architecture: PreTrainedConfig) -> None:
-        heads, parts = architecture.get_text_config().num_attention_heads, self.config.tensor_parallel
+    def _check_parallel(self, architecture: PreTrainedConfig) -> None:
+        config, name = self.config, self.context.model
+        heads, parts = architecture.get_text_config().num_attention_heads, config.tensor_parallel
         if heads % parts:
             raise ValueError(
-                f"models.{self.context.model}.tensor_parallel is {parts}, which does not divide the model's {heads} "
-                "attention heads"
+                f"models.{name}.tensor_parallel is {parts}, which does not divide the model's {heads} attention heads"
+            )
+        if config.pipeline_parallel > 1 and self.context.device == "cpu":
+            raise ValueError(
+                f"models.{name}.pipeline_parallel is {config.pipeline_parallel}: on CPU vLLM's pipelines fail in their "
+                "first step; use tensor_parallel"
             )
 
 

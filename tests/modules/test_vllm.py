@@ -44,7 +44,9 @@ def test_a_vllm_that_is_missing_or_unknown_is_named_with_what_to_do(directory, m
         module(directory).setup()
 
 
-def test_heads_that_devices_cannot_share_are_refused(directory):
+def test_what_devices_cannot_share_is_refused(directory):
+    with pytest.raises(ValueError, match=r"models\.policy\.pipeline_parallel is 2: on CPU .* use tensor_parallel"):
+        module(directory, pipeline_parallel=2).setup()
     with pytest.raises(ValueError, match=r"models\.policy\.tensor_parallel is 3, which does not divide .* 2 attention"):
         module(directory, tensor_parallel=3).setup()
 
@@ -100,11 +102,10 @@ def test_the_process_stays_as_it_was_and_what_the_user_says_reaches_vllm(directo
 @VLLM
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("parallel", ["tensor_parallel", "pipeline_parallel"])
-def test_workers_in_other_processes_compute_the_same(tmp_path, parallel):
+def test_workers_in_other_processes_compute_the_same(tmp_path):
     shape = {"heads": 4, "kv_heads": 2, "hidden": 128, "tied": False}
     paths = [model_dir(tmp_path / str(seed), seed, **shape) for seed in range(2)]
-    alone, shared = build("native", paths[0]), build("vllm", paths[0], **{parallel: 2})
+    alone, shared = build("native", paths[0]), build("vllm", paths[0], tensor_parallel=2)
     for version, path in enumerate(paths):
         for each in (alone, shared):
             each.load_weights(load(path).named_parameters(), version=version)
