@@ -81,13 +81,13 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(result, stats, max(outcome.memory for outcome in outcomes))
 
 
-def deal(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True, cuts: int = 1) -> Deal:
+def deal(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True) -> Deal:
     """The rows in ``parts`` shares, with ``whole_groups`` the groups in one piece (equal neighbours in column `group`).
 
     By ``work``: what it takes to generate, and in each share the longest first, so that no long one is left for the
     end; prompts of which nothing is known are cut into neighbours by their number. By ``cost``: what it takes to
-    compute; ``cuts`` shares that a part will itself be cut into are then alike, too. By ``order``: neighbours of equal
-    tokens, for methods that may give back other rows than they got.
+    compute; a part keeps its rows in the order of the batch, so on one rank nothing is moved. By ``order``: neighbours
+    of equal tokens, for methods that may give back other rows than they got.
     """
     keep = batch.group if whole_groups else None
     if by == "order" or batch.group is None or (by == "work" and batch.work is None):
@@ -99,9 +99,6 @@ def deal(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True, cuts
     part, turn = torch.empty(len(sums), dtype=torch.int64), torch.arange(len(sums))
     for number, members in enumerate(partition(sums.tolist(), parts)):
         part[members] = number
-        if by == "cost" and cuts > 1 and members:
-            again = [members[i] for cut in partition(sums[members].tolist(), cuts) for i in cut]
-            turn[again] = torch.tensor(members)
     if by == "work":
         turn[torch.argsort(sums, descending=True, stable=True)] = turn.clone()
     rows = torch.argsort(part[unit] * len(sums) + turn[unit], stable=True)

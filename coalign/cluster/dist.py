@@ -201,8 +201,7 @@ class DistModel:
             # No tuple from a generator that waits: a thread that looks at all objects (memory_report) would break it.
             ready = [self.cluster.resolve(value) for value in arguments]
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            cuts = self.config.updates_per_batch if method == "train_step" else 1
-            shares = self._shares(future.label, tuple(ready), named, by, cuts, self._shares_each)
+            shares = self._shares(future.label, tuple(ready), named, by, self._shares_each)
             with self._turn(future, method, needs):
                 running, metas = self._share_out(future, method, shares)
                 return shares.restored(combine(running, metas, self.store, self._copies), metas[:: self._copies])
@@ -291,7 +290,7 @@ class DistModel:
         return combine(running, metas, self.store, self._copies)
 
     def _shares(
-        self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: By, cuts: int = 1, each: int = 1
+        self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: By, each: int = 1
     ) -> Shares:
         """Which rank gets which (arguments, keywords): batches dealt out, everything else as it is."""
         values = {**dict(enumerate(arguments)), **keywords}
@@ -304,8 +303,8 @@ class DistModel:
         count = len(self._ranks) // self._copies * each
         named = "loss" in keywords  # another one than the context's, of which nothing is known here
         whole = not self.config.spread_samples if by == "work" else self._whole_groups or named
-        how = {"whole_groups": whole, "cuts": cuts}
-        deals = {key: deal(batches[key], count, by, **how) for key in batches if key in keywords or key == alike[0]}
+        own_deal = [key for key in batches if key in keywords or key == alike[0]]
+        deals = {key: deal(batches[key], count, by, whole_groups=whole) for key in own_deal}
         deals |= {key: Deal(batches[key], deals[alike[0]].rows) for key in alike}
         parts = {key: each.parts for key, each in deals.items()}
 

@@ -189,7 +189,7 @@ class TrainableModule(Module):
         """One column for ``batch``: ref_logprobs or values (f32 [sum T], 0.0 outside of the loss mask), or reward (f32
         [N]). ``into`` gives it another name; ``base`` leaves the model's adapters out."""
         output, column = HEADS[self.config.head]
-        micros = self._micros(_numbered(batch))
+        micros = self._micros(numbered(batch))
         with self.base_weights() if base else nullcontext():
             computed = zip(micros, self.run(micros), strict=True)
         result = torch.zeros(len(batch) if output == "scores" else batch.tokens_total)
@@ -202,7 +202,7 @@ class TrainableModule(Module):
     def top_logprobs(self, batch: Batch) -> dict[str, Tensor]:
         """What a teacher tells (coalign.config.schema.ModelConfig.candidates): the columns candidates i32[sum T, K] and
         teacher_logprobs f32[sum T, K], 0 outside of the loss mask."""
-        micros = self._micros(_numbered(batch))
+        micros = self._micros(numbered(batch))
         computed = zip(micros, self.run(micros, needs=("top",)), strict=True)
         parts = [(micro, out) for micro, out in computed if micro is not IDLE]
         columns = {}
@@ -368,7 +368,7 @@ def _unit(batch: Batch) -> str | None:
     return "group" if "group" in batch else None
 
 
-def _numbered(batch: Batch) -> Batch:
+def numbered(batch: Batch) -> Batch:
     """With the place of each `token` i64[T] and each `row` i64[N]: micro-batches do not keep the order."""
     numbers = {"token": torch.arange(batch.tokens_total)}, {"row": torch.arange(len(batch))}
     return Batch(batch.lengths, {**batch.token, **numbers[0]}, {**batch.sequence, **numbers[1]})

@@ -229,9 +229,11 @@ def test_a_preference_model_compares_two_labels(build, directories):
     assert out["reward/verdict"].count == 8
 
 
-def test_a_preference_model_does_not_depend_on_micro_batches(build):
+@pytest.mark.parametrize("budget", [70, 90, 105])
+def test_a_preference_model_does_not_depend_on_micro_batches(build, budget):
+    """Which are filled by what fits: not in the order of the questions."""
     whole, batch = build(PreferenceModule, PAIR, module="preference")
-    cut, _ = build(PreferenceModule, PAIR, module="preference", max_tokens_per_micro=90)
+    cut, _ = build(PreferenceModule, PAIR, module="preference", max_tokens_per_micro=budget)
     a, b = whole.forward_step(batch)["reward"], cut.forward_step(batch)["reward"]
     assert a.tolist() == pytest.approx(b.tolist(), abs=1e-6)
 

@@ -87,7 +87,7 @@ def test_the_run_ends_with_a_checkpoint_and_stays_ended(tmp_path, caplog):
 @pytest.mark.parametrize(("mode", "expected"), [("max", (5.0, 2)), ("min", (1.0, 3))])
 def test_the_best_checkpoint_in_either_direction(tmp_path, mode, expected):
     save = Save(Checkpoints(tmp_path / "checkpoints", keep=1), every=0, best="eval/x", mode=mode)
-    engine = SimpleNamespace(step=0, complete=False, stop=None, healthy=True)
+    engine = SimpleNamespace(step=0, complete=False, stop=None, healthy=True, phase=lambda name: None)
     save.checkpoints.write = lambda step, fill: None
     for engine.step, value in enumerate([float("nan"), 5.0, 1.0, 3.0], 1):
         save.after_step(engine, {"eval/x": Stat(value)}, None)
