@@ -25,8 +25,8 @@ class NativeEngine(Engine):
 
     seed: of the sampling. max_sequences: decoded at once. kv_tokens: tokens the KV cache may hold (None: enough for
     max_sequences of the longest). prefill_tokens: prompt tokens in one forward (a longer prompt goes alone).
-    end_tokens: ids that end a response. decoder: see coalign.generation.stops. reserve: hears how many bytes the KV cache
-    is about to have, and may raise.
+    end_tokens: ids that end a response. decoder: see coalign.generation.stops. reserve: hears how many bytes the KV
+    cache is about to have, and may raise.
     """
 
     def __init__(

@@ -110,8 +110,8 @@ class ModelConfig(Section):
     """`pack` the model on few nodes, or `spread` it over many (never a tensor-parallel group); None: pack devices,
     spread CPU processes."""
     offload: Literal["auto"] | list[Literal["weights", "gradients", "optimizer", "kv"]] = "auto"
-    """What may leave the device for the host's memory while other models of its `runtime.colocation` group need room. `auto`:
-    all of it on devices, nothing on CPU."""
+    """What may leave the device for the host's memory while other models of its `runtime.colocation` group need room.
+    `auto`: all of it on devices, nothing on CPU."""
     shares_per_replica: PositiveInt = 1
     """Of a model with several replicas: a batch is cut into this many shares for each, which are handed out as replicas
     become free. More than 1 evens out replicas that are not equally fast; a roll-out engine runs empty at the end of
@@ -135,8 +135,8 @@ class ModelConfig(Section):
     """Of a teacher: of how many of its likeliest tokens it tells the log-probs, per position; 0: all tokens."""
     share_prefix: bool = True
     """Compute the prompt of a group once for all of its samples (exact; needs attention-only mixing of tokens). So the
-    samples of a group go to one process; without it they are dealt out one by one, unless the loss compares them: better
-    where responses are much longer than prompts, and not alike."""
+    samples of a group go to one process; without it they are dealt out one by one, unless the loss compares them:
+    better where responses are much longer than prompts, and not alike."""
     updates_per_batch: PositiveInt = 1
     """Optimizer steps a batch is cut into (PPO mini-batches)."""
     epochs_per_batch: PositiveInt = 1
