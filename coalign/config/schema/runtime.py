@@ -63,8 +63,8 @@ class RuntimeConfig(Section):
     colocation: list[list[str]] = []
     """Groups of models that share their devices in turn."""
     device_memory: PositiveFloat | None = None
-    """GiB of a device that its models may use. Then they leave it (`offload`) only if there is no room for all, and what
-    is called next comes early; None: they take turns. A CPU that stands for a device counts weights, gradients,
+    """GiB of a device that its models may use. Then they leave it (`offload`) only if there is no room for all, and
+    what is called next comes early; None: they take turns. A CPU that stands for a device counts weights, gradients,
     optimizer and KV cache, and refuses more."""
     threads: PositiveInt | None = None
     """CPU threads of each process; None: all cores of its machine."""
