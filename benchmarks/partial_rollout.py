@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace, model: Path, rollout: dict[str, Any]) -> d
             running.run(at_version, step).result()
             ENDED.clear()
             begun = time.perf_counter()
-            batch, _ = environment.next(step)
+            batch, _ = environment.next(step, step)
             end, now = time.perf_counter(), CLOCK["decoded"]
             if step >= args.steps // 4:
                 tails.append(end - statistics.median(moment for moment, _ in ENDED))
