@@ -84,8 +84,7 @@ class Worker:
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
         """Call a method of the module; Shares among the arguments arrive as Batches. RuntimeError if it is unfit."""
-        if self.module.unfit:
-            raise RuntimeError(f"model '{self.module.context.model}' does not serve: {self.module.unfit}")
+        self.module.check_fit()
         if self.arena is not None:
             needs = self.module.needs.get(method, PARTS)
             self.arena.require(self.context.model, needs, f"{self.context.model}.{method}")

@@ -74,6 +74,11 @@ class Module:
     def close(self) -> None:
         """Give back what was taken."""
 
+    def check_fit(self) -> None:
+        """Raises RuntimeError while this replica must not serve."""
+        if self.unfit:
+            raise RuntimeError(f"model '{self.context.model}' does not serve: {self.unfit}")
+
     # ---- memory (docs/design.md §6): `tensors` is enough, unless an engine has an allocator of its own
 
     @property
@@ -189,22 +194,18 @@ class TrainableModule(Module):
         """One column for ``batch``: ref_logprobs or values (f32 [sum T], 0.0 outside of the loss mask), or reward (f32
         [N]). ``into`` gives it another name; ``base`` leaves the model's adapters out."""
         output, column = HEADS[self.config.head]
-        micros = self._micros(numbered(batch))
         with self.base_weights() if base else nullcontext():
-            computed = zip(micros, self.run(micros), strict=True)
+            computed = self.computed(batch)
         result = torch.zeros(len(batch) if output == "scores" else batch.tokens_total)
         for micro, out in computed:
-            if micro is not IDLE:
-                where = micro["row"] if output == "scores" else micro["token"][trained(micro)]
-                result[where] = out[output].float().cpu()
+            where = micro["row"] if output == "scores" else micro["token"][trained(micro)]
+            result[where] = out[output].float().cpu()
         return {into or column: result}
 
     def top_logprobs(self, batch: Batch) -> dict[str, Tensor]:
         """What a teacher tells (coalign.config.schema.ModelConfig.candidates): the columns candidates i32[sum T, K] and
         teacher_logprobs f32[sum T, K], 0 outside of the loss mask."""
-        micros = self._micros(numbered(batch))
-        computed = zip(micros, self.run(micros, needs=("top",)), strict=True)
-        parts = [(micro, out) for micro, out in computed if micro is not IDLE]
+        parts = self.computed(batch, needs=("top",))
         columns = {}
         for name in ("candidates", "teacher_logprobs"):
             width = parts[0][1][name].shape[1]
@@ -212,6 +213,13 @@ class TrainableModule(Module):
             for micro, out in parts:
                 columns[name][micro["token"][trained(micro)]] = out[name].cpu().to(TOKEN_COLUMNS[name])
         return columns
+
+    def computed(self, batch: Batch, *, needs: Sequence[str] = ()) -> list[tuple[Batch, Outputs]]:
+        """The micro-batches of ``batch``, and what the model computes of each. They do not keep its order: `row` i64[N]
+        and `token` i64[T] of a micro-batch say where its own stand in ``batch``. A collective."""
+        micros = self._micros(_numbered(batch))
+        pairs = zip(micros, self.run(micros, needs=needs), strict=True)
+        return [(micro, out) for micro, out in pairs if micro is not IDLE]
 
     def train_step(
         self, batch: Batch, *, loss: str | None = None, ptx: Batch | None = None, ptx_coef: float = 1.0
@@ -368,7 +376,7 @@ def _unit(batch: Batch) -> str | None:
     return "group" if "group" in batch else None
 
 
-def numbered(batch: Batch) -> Batch:
+def _numbered(batch: Batch) -> Batch:
     """With the place of each `token` i64[T] and each `row` i64[N]: micro-batches do not keep the order."""
     numbers = {"token": torch.arange(batch.tokens_total)}, {"row": torch.arange(len(batch))}
     return Batch(batch.lengths, {**batch.token, **numbers[0]}, {**batch.sequence, **numbers[1]})

@@ -80,8 +80,7 @@ class RolloutModule(Module):
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit, RuntimeError
         while the weights are those of no version.
         """
-        if self.unfit:
-            raise RuntimeError(f"model '{self.context.model}' does not serve: {self.unfit}")
+        self.check_fit()
         if self.engine.version < 0:
             self._load_by_itself()
         samples = self.context.samples_per_prompt if samples is None else samples
@@ -120,10 +119,14 @@ class RolloutModule(Module):
             named.append(GenerationConfig.from_pretrained(self.config.load).eos_token_id)
         return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
 
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """The special tokens. Asked for with every sample, and the tokenizer makes its table anew each time."""
+        return {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
     def decoder(self, stops: Sequence[str]) -> Callable[[list[int]], str]:
         """From tokens to the text in which ``stops`` are looked for: special tokens only if a stop has them."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        hidden = {i for i, one in added if one.special and not any(one.content in stop for stop in stops)}
+        hidden = {i for i, text in self._special.items() if not any(text in stop for stop in stops)}
 
         def decode(tokens: list[int]) -> str:
             return self.tokenizer.decode([t for t in tokens if t not in hidden], clean_up_tokenization_spaces=False)

@@ -12,7 +12,6 @@ import torch
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.base import IDLE, numbered
 from coalign.modules.examining import Answer, Examiner, judging
 from coalign.modules.fsdp import FSDPModule
 from coalign.types import Context
@@ -39,11 +38,9 @@ class PreferenceModule(FSDPModule):
         return self.examiner.score(batch, self._answers, into or "reward")
 
     def _answers(self, questions: Batch) -> list[Answer]:
-        micros = self._micros(numbered(_answered(questions, self.labels)))
         chances = torch.empty(len(questions))
-        for micro, out in zip(micros, self.run(micros, needs=("candidate_logprobs",)), strict=True):
-            if micro is not IDLE:
-                chances[micro["row"]] = out["candidate_logprobs"].softmax(1)[:, 0].float().cpu()
+        for micro, out in self.computed(_answered(questions, self.labels), needs=("candidate_logprobs",)):
+            chances[micro["row"]] = out["candidate_logprobs"].softmax(1)[:, 0].float().cpu()
         return [Answer(chance) for chance in chances.tolist()]
 
     def _token(self, label: str) -> int:

@@ -14,6 +14,7 @@ from coalign.cluster.base import planned
 from coalign.cluster.dry import DryCluster
 from coalign.cluster.graph import Call, Graph, draw
 from coalign.cluster.residency import movable
+from coalign.cluster.slot import distinct
 from coalign.config import located
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.standins import STANDINS
@@ -23,6 +24,7 @@ from coalign.runtime.engine import Engine
 from coalign.runtime.guards import check_reported
 from coalign.runtime.memory import Estimate, estimate, largest_phase
 from coalign.runtime.placing import asked, started
+from coalign.runtime.refusing import loss_of
 from coalign.runtime.rewarding import composition
 from coalign.types import LossInput, Trainable
 
@@ -74,7 +76,7 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> l
     """Run a model's loss on the stand-ins that its train_step receives; the names of the metrics it reports."""
     from coalign.modules.objective import Objective, loss_input
 
-    loss = model.loss or config.loss
+    loss, _ = loss_of(name, model, config)
     trained = call.batch["loss_mask"]
     sizes = {"logprobs": int(trained.sum()), "values": int(trained.sum()), "scores": len(call.batch)}
     outputs = {output: torch.zeros(sizes[output], requires_grad=True) for output in OUTPUTS[model.head]}
@@ -122,7 +124,7 @@ def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunCon
 def _sharing(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Iterator[str]:
     """What models that share devices take of each, and whether that is there."""
     roles, slots = roles_of(cls, config), planned(models, config.runtime.colocation)
-    for slot in {slot.name: slot for slot in slots.values() if len(slot.places) > 1}.values():
+    for slot in (slot for slot in distinct(slots) if len(slot.places) > 1):
         sizes = {name: _per_place(models[name], roles[name], config) for name in slot.places if models[name].load}
         if not sizes:
             continue

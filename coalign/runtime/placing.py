@@ -9,7 +9,7 @@ from rich.table import Table
 
 from coalign.cluster.base import planned
 from coalign.cluster.placement import Node, Seat
-from coalign.cluster.slot import Footprint, Slot
+from coalign.cluster.slot import Footprint, Slot, distinct
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.runtime.build import roles_of
 from coalign.runtime.engine import Engine
@@ -25,7 +25,7 @@ def started(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunCon
 def asked(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:
     """What each model needs and with whom it shares. Raises ConfigError for numbers that do not divide."""
     slots = planned(models, config.runtime.colocation)
-    needed = sum(slot.devices for slot in {id(slot): slot for slot in slots.values()}.values())
+    needed = sum(slot.devices for slot in distinct(slots))
     devices = f"{needed} devices ({config.runtime.accelerator})" if needed else "no devices"
     table = Table(box=None, pad_edge=False, title=f"placement: {devices}", title_justify="left")
     for column in ("model", "processes", "shares of a batch", "on", "in turn with"):

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from coalign.cluster.start import start
 from coalign.config.schema import RunConfig
-from coalign.runtime.build import build
+from coalign.runtime.build import build, recipe
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.types import Rollout, Stat
@@ -46,8 +46,6 @@ def check_run(config: RunConfig, display: Display) -> bool:
 
 
 def _travelling(config: RunConfig) -> list[str]:
-    from coalign.runtime.build import recipe
-
     pairs = recipe(config.algorithm).sync
     if not pairs:
         raise ValueError(f"algorithm: in `{config.algorithm}` no weights travel from one model to another")
