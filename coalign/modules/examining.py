@@ -17,7 +17,6 @@ from coalign.data.batch import Batch
 from coalign.data.templates import load_template
 from coalign.data.texts import at_their_end, read_samples
 from coalign.modules.pretrained import context_length, read_config, read_tokenizer
-from coalign.rewards.calls import RewardError
 from coalign.rewards.judging import Judging
 from coalign.types import Context, Sample, Stat, Stats, Status, Total, merge_stats
 
@@ -61,11 +60,13 @@ class Examiner:
         self._longest = (context_length(read_config(config)) or 2**31) - reserved
 
     def score(self, batch: Batch, answer: Callable[[Batch], list[Answer]], name: str) -> dict[str, Any]:
-        """The columns ``name`` f32[N] and ``status`` u8[N], NaN and ERROR where a response has no reward; rows that are
-        not at their end are left as they are. Stats: the mean verdict `<name>/verdict` (of a pairwise judge the share
-        of the response shown first: ½ unless it is biased), the counts `<name>/failed/<reason>` of answers.
+        """The columns ``name`` f32[N] and ``status`` u8[N], NaN and ERROR where a response has no reward, and
+        ``name``/failure, strings that say why; rows that are not at their end are left as they are. Stats: the mean
+        verdict `<name>/verdict` (of a pairwise judge the share of the response shown first: ½ unless it is biased), the
+        counts `<name>/failed/<reason>` of answers.
 
-        ``answer`` is given questions (columns tokens and group). Raises RewardError if nothing could be judged.
+        ``answer`` is given questions (columns tokens and group). ``batch`` may be a part of a roll-out, so whether too
+        little could be judged is for others to say.
         """
         rows = at_their_end(batch["status"]).nonzero().flatten()
         samples = read_samples(batch.select(rows), self._policys)
@@ -77,9 +78,13 @@ class Examiner:
         column[rows] = torch.tensor([float("nan") if r is None else r for some in rewards for r in some])
         status = batch["status"].clone()
         status[rows[column[rows].isnan()]] = int(Status.ERROR)
+        failures = [""] * len(batch)
+        told = [_failure(some) for group, some in zip(groups, answers, strict=True) for _ in group]
+        for row, text in zip(rows.tolist(), told, strict=True):
+            failures[row] = text if bool(column[row].isnan()) else ""
         flat = [one for some in answers for one in some]
-        self._report(flat, fatal=bool(len(rows)) and bool(column[rows].isnan().all()))
-        return {name: column, "status": status, **_stats(flat, name)}
+        _report(flat)
+        return {name: column, "status": status, f"{name}/failure": failures, **_stats(flat, name)}
 
     def _ask(self, groups: Sequence[list[Sample]], answer: Callable[[Batch], list[Answer]]) -> list[list[Answer]]:
         """The answers about each group, in the order of its questions; those that are too long are not asked."""
@@ -96,19 +101,22 @@ class Examiner:
             for some in questions
         ]
 
-    def _report(self, answers: Sequence[Answer], *, fatal: bool) -> None:
-        if fatal and not answers:
-            raise RewardError(
-                "the judge has nothing to compare: no prompt has two responses (in evaluation as many as "
-                "runtime.eval_samples says)"
-            )
-        failed = [answer for answer in answers if answer.verdict is None]
-        first = f"; the first: {failed[0].reason}: {failed[0].text!r:.300}" if failed else ""
-        message = f"{len(failed)} of {len(answers)} questions to the judge have no verdict{first}"
-        if fatal:
-            raise RewardError(f"no response could be judged: {message}")
-        if failed:
-            log.warning(message)
+
+def _failure(answers: Sequence[Answer]) -> str:
+    """Why a response of a group has no reward, if it has none."""
+    if not answers:
+        return (
+            "nothing to compare with: its prompt has no other response (in evaluation as many as runtime.eval_samples "
+            "says)"
+        )
+    return next((f"{answer.reason}: {answer.text!r:.300}" for answer in answers if answer.verdict is None), "")
+
+
+def _report(answers: Sequence[Answer]) -> None:
+    failed = [answer for answer in answers if answer.verdict is None]
+    if failed:
+        counts = f"{len(failed)} of {len(answers)} questions to the judge have no verdict"
+        log.warning(f"{counts}; the first: {_failure(failed)}")
 
 
 def _packed(questions: Sequence[tuple[int, list[int]]]) -> Batch:

@@ -13,7 +13,7 @@ from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.data.texts import at_their_end, read_samples
 from coalign.modules.base import Module
-from coalign.rewards.calls import Caller, Failure, Outcome, RewardError, RewardFunction
+from coalign.rewards.calls import Caller, Failure, Outcome, RewardFunction
 from coalign.types import Context, Sample, Stat, Stats, Total, merge_stats
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ class RewardModule(Module):
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        return tuple(f"reward/{RewardConfig(**entry).called}" for entry in context.rewards)
+        names = [f"reward/{RewardConfig(**entry).called}" for entry in context.rewards]
+        return (*names, *(f"{name}/failure" for name in names))
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
@@ -51,10 +52,10 @@ class RewardModule(Module):
 
     def forward_step(self, batch: Batch) -> dict[str, Any]:
         """A column ``reward/<function>`` f32[N] of each function, NaN where it failed for good or was not called: only
-        samples at their end are shown to it. And Stats: the counts ``reward/failed/<reason>``, and the means of what a
-        function returns besides.
+        samples at their end are shown to it; ``reward/<function>/failure``, a string for each row: what went wrong.
+        And Stats: the counts ``reward/failed/<reason>``, and the means of what a function returns besides.
 
-        Raises RewardError, with the function's own exception as cause, if one that has weight could score no row.
+        ``batch`` may be a part of a roll-out, so whether too much has failed is for others to say.
         """
         rows = at_their_end(batch["status"])
         samples = read_samples(batch.select(rows), self.tokenizer)
@@ -63,11 +64,13 @@ class RewardModule(Module):
         for function, scored in zip(self.functions, outcomes, strict=True):
             column = columns[f"reward/{function.name}"] = torch.full((len(batch),), float("nan"))
             column[rows] = torch.tensor([_value(outcome) for outcome in scored])
+            texts = iter(str(outcome) if isinstance(outcome, Failure) else "" for outcome in scored)
+            columns[f"reward/{function.name}/failure"] = [next(texts) if row else "" for row in rows.tolist()]
             self._report(function, samples, scored)
         return {**columns, **_stats(self.functions, outcomes)}
 
     def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[Outcome]) -> None:
-        """Show a function's first failure; raise it if it left nothing to train on."""
+        """Show a function's first failure, and where it was raised, once."""
         failures = [(s, o) for s, o in zip(samples, scored, strict=True) if isinstance(o, Failure)]
         if not failures:
             return
@@ -75,10 +78,8 @@ class RewardModule(Module):
         message = (
             f"reward function '{function.name}' failed on {len(failures)} of {len(samples)} samples "
             f"(at most {function.retries + 1} attempts each); first on group {sample.group}, index {sample.index}: "
-            f"{first.reason}: {type(first.error).__name__}: {first.error}"
+            f"{first}"
         )
-        if function.weight and len(failures) == len(samples):
-            raise RewardError(message) from first.error
         trace = first.reason == "raised" and function.name not in self._traced
         self._traced.add(function.name)
         log.warning(message, exc_info=first.error if trace else None)

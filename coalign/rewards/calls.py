@@ -46,6 +46,9 @@ class Failure(NamedTuple):
     reason: str
     error: BaseException
 
+    def __str__(self) -> str:
+        return f"{self.reason}: {type(self.error).__name__}: {self.error}"
+
 
 Outcome = dict[str, float] | Failure  # {"reward": value, further entries for the log}
 

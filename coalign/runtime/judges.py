@@ -107,10 +107,9 @@ class FunctionJudge:
         return Verdict(total.item(), parts if len(self._terms) > 1 else {})
 
     def _noted(self, name: str, failure: Failure, answer: Answer) -> str:
-        why = f"{failure.reason}: {type(failure.error).__name__}: {failure.error}"
         self.failed[failure.reason] += 1
-        self.first = self.first or f"reward function '{name}' on group {answer.group}, index {answer.index}: {why}"
-        return why
+        self.first = self.first or f"reward function '{name}' on group {answer.group}, index {answer.index}: {failure}"
+        return str(failure)
 
 
 class ModelJudge:

@@ -98,13 +98,27 @@ def combine_rewards(
     judged = Judged.of(out, scored, terms)
     if judged.rows.any() and not judged.whole.any():
         lacking = ", ".join(f"{name} {count}" for name, count in judged.failed(terms).items() if count)
-        raise RewardError(f"none of {int(judged.rows.sum())} samples has a reward; values that are missing: {lacking}")
+        raise RewardError(
+            f"none of {int(judged.rows.sum())} samples has a reward; values that are missing: {lacking}"
+            f"{_first_failures(merge_columns([out, *scored]), terms)}"
+        )
     columns = {into: torch.full((len(out),), float("nan"))}
     columns |= {f"{into}/{term.name}": own for term, own in zip(terms, judged.values, strict=True)}
     for rows, scale in ((judged.whole & judged.training, terms), (judged.whole & ~judged.training, _plain(terms))):
         columns[into][rows] = combine(judged.values[:, rows], out["group"][rows], scale, seen).float()
     status = out["status"].masked_fill(judged.rows & ~judged.whole, int(Status.ERROR))
     return Batch(out.lengths, {}, {**columns, "status": status}), judged.stats(terms, into)
+
+
+def _first_failures(scored: Batch, terms: Sequence[Term]) -> str:
+    """What each part that has weight said of the first row that it failed on, if it said anything."""
+    text = ""
+    for term in terms:
+        said = scored.get(f"reward/{term.name}/failure") or []
+        row = next((row for row, failure in enumerate(said) if failure and term.weight), None)
+        if row is not None:
+            text += f"; '{term.name}' first on group {int(scored['group'][row])}, row {row}: {said[row]}"
+    return text
 
 
 def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[Term]) -> Batch:

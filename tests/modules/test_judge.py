@@ -10,7 +10,6 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.judge import JudgeModule
 from coalign.modules.preference import PreferenceModule
-from coalign.rewards.calls import RewardError
 from coalign.types import Context, Status
 from examples.arithmetic import make_model
 from tests.judges import answered
@@ -147,11 +146,12 @@ def test_what_cannot_be_read_is_no_reward(build, caplog):
     assert "3 of 8 questions to the judge have no verdict; the first: unreadable: 'no idea'" in caplog.text
 
 
-def test_if_nothing_can_be_read_the_run_ends(build):
+def test_if_nothing_can_be_read_every_row_says_why(build):
     judge, batch = build(JudgeModule, {"fn": "pointwise"}, module="judge")
     scripted(judge, ["I would rather not say."] * 5)
-    with pytest.raises(RewardError, match=r"5 of 5 questions .* unreadable: 'I would rather not say.'"):
-        judge.forward_step(batch)
+    out = judge.forward_step(batch, into="reward/judge")
+    assert out["reward/judge"].isnan().all() and (out["status"] == Status.ERROR).all()
+    assert out["reward/judge/failure"] == ["unreadable: 'I would rather not say.'"] * 5
 
 
 def test_samples_that_failed_or_go_on_are_not_shown(build):
@@ -180,8 +180,9 @@ def test_questions_that_are_too_long_are_counted(build):
 
 def test_a_comparison_needs_two(build):
     judge, batch = build(JudgeModule, PAIR, module="judge")
-    with pytest.raises(RewardError, match=r"no prompt has two responses .*runtime.eval_samples"):
-        judge.forward_step(batch.select([0, 3]))
+    out = judge.forward_step(batch.select([0, 3]))
+    assert out["reward"].isnan().all()
+    assert all(text.startswith("nothing to compare with") for text in out["reward/failure"])
 
 
 def test_a_batch_without_anything_to_judge(build):

@@ -99,6 +99,13 @@ def test_if_no_row_has_a_reward_the_call_fails():
     assert combine_rewards(out, parts, terms=terms, into="reward")[0]["reward"].isnan().all()
 
 
+def test_the_error_of_a_call_without_a_reward_says_what_failed_first():
+    parts = scored(a=[NAN] * 4).with_(**{"reward/a/failure": ["", "raised: KeyError: 'answer'", "", ""]})
+    terms = [Term("a"), Term("b")]
+    with pytest.raises(RewardError, match="'a' first on group 0, row 1: raised: KeyError: 'answer'"):
+        combine_rewards(responses([0] * 4), parts, scored(b=[1.0] * 4), terms=terms, into="reward")
+
+
 def test_evaluation_gets_the_values_as_they_are():
     parts = scored(kind=[1.0, 2.0, 3.0, 4.0])
     terms = [Term("kind", 0.5, "group", clip=0.1)]
