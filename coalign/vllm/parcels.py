@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from coalign.weights.arena import Address, Arena
+from coalign.weights.entry import Entry, aligned
+from coalign.weights.segment import Address, Segment
 
 SIZE = 64 * 2**20  # bytes of a parcel; a larger tensor has one to itself
-ALIGNED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a tensor lies in the parcel."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +22,9 @@ class Parcel:
 
     def open(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, as views that must not be written to."""
-        arena = Arena.open(self.address)
+        memory = Segment.open(self.address).bytes
         for entry in self.entries:
-            yield entry.name, arena.tensor(entry.offset, entry.dtype, entry.shape)
+            yield entry.name, entry.tensor(memory)
 
 
 class Outlet:
@@ -43,7 +32,7 @@ class Outlet:
 
     def __init__(self, size: int = SIZE) -> None:
         self.size = size
-        self.arena: Arena | None = None
+        self.segment: Segment | None = None
 
     def parcels(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
         """All of them, each as soon as it is full."""
@@ -51,14 +40,14 @@ class Outlet:
         filled = 0
         for name, tensor in weights:
             if entries and filled + tensor.nbytes > self.size:
-                yield Parcel(self.arena.address, entries)
+                yield Parcel(self.segment.address, entries)
                 entries, filled = [], 0
-            if self.arena is None or tensor.nbytes > self.size:
+            if self.segment is None or tensor.nbytes > self.size:
                 self.size = max(self.size, tensor.nbytes)
-                self.arena = Arena.create(self.size)
+                self.segment = Segment.create(self.size)
             entry = Entry(name, tensor.dtype, tuple(tensor.shape), filled)
-            self.arena.tensor(filled, entry.dtype, entry.shape).copy_(tensor)
+            entry.tensor(self.segment.bytes).copy_(tensor)
             entries.append(entry)
-            filled += -(-tensor.nbytes // ALIGNED) * ALIGNED
+            filled += aligned(tensor.nbytes)
         if entries:
-            yield Parcel(self.arena.address, entries)
+            yield Parcel(self.segment.address, entries)

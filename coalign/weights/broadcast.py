@@ -18,7 +18,6 @@ import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from coalign.weights.copying import checked, copied
+from coalign.weights.entry import Entry, aligned
 from coalign.weights.groups import Link, broadcast, enter, enter_all, leave, listen
 from coalign.weights.places import Place
 from coalign.weights.transport import (
@@ -41,18 +41,6 @@ from coalign.weights.transport import (
 )
 
 END = -1
-ALIGNED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a bucket."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    size: int
 
 
 class Broadcast(Transport):
@@ -131,9 +119,9 @@ class Outgoing:
     def add(self, name: str, tensor: Tensor) -> None:
         if self._tensors and self._filled + tensor.nbytes > self.size:
             self._flush()
-        entry = Entry(name, tensor.dtype, tuple(tensor.shape), self._filled, tensor.nbytes)
+        entry = Entry(name, tensor.dtype, tuple(tensor.shape), self._filled)
         self._tensors.append((entry, tensor))
-        self._filled += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        self._filled += aligned(tensor.nbytes)
 
     def end(self, problem: str = "") -> None:
         """Nothing follows; ``problem`` says why, if that is too early."""
@@ -146,7 +134,7 @@ class Outgoing:
     def _flush(self) -> None:
         self._wait(3)  # the messages of one bucket
         payload = self.link.buffer(self._filled)
-        jobs = ((entry, t, payload[entry.offset : entry.offset + entry.size]) for entry, t in self._tensors)
+        jobs = ((entry, tensor, entry.bytes(payload)) for entry, tensor in self._tensors)
         entries = as_bytes(list(copied(jobs)))
         self._post(torch.tensor([self._filled, len(entries)]), entries, payload)
         self._tensors, self._filled = [], 0
@@ -212,10 +200,10 @@ def arriving(streams: list[Incoming]) -> Iterator[tuple[str, Tensor]]:
 def verified(entries: list[tuple[Entry, int]], payload: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a bucket, views of it. WeightError for one that arrived damaged."""
     sent = dict(entries)
-    for entry, found in checked((entry, payload[entry.offset : entry.offset + entry.size]) for entry in sent):
+    for entry, found in checked((entry, entry.bytes(payload)) for entry in sent):
         if found != sent[entry]:
             raise damaged(entry.name, found, sent[entry])
-        yield entry.name, payload[entry.offset : entry.offset + entry.size].view(entry.dtype).view(entry.shape)
+        yield entry.name, entry.tensor(payload)
 
 
 class Incoming:

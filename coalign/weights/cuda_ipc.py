@@ -1,8 +1,8 @@
 """Transport between processes on one GPU, through memory there that all of them map (CUDA's handles).
 
-It is coalign.weights.shared_memory with arenas of device memory: the model's size of it, twice where readers compute in
-place. Handles open only where the GPU itself is visible, and Ray shows each worker its own alone; so sender and readers
-have to be on the same one.
+It is coalign.weights.shared_memory with segments of device memory: the model's size of it, twice where readers compute
+in place. Handles open only where the GPU itself is visible, and Ray shows each worker its own alone; so sender and
+readers have to be on the same one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from coalign.weights.arena import view
 from coalign.weights.places import Place
 from coalign.weights.shared_memory import SharedMemory
 from coalign.weights.transport import Model
 
 
-class DeviceArena:
+class DeviceSegment:
     """Bytes u8[size] of a GPU's memory: ``create`` them in one process, ``open`` their ``address`` in others, which may
     only read."""
 
@@ -27,25 +26,21 @@ class DeviceArena:
         self.address, self.bytes = address, data
 
     @staticmethod
-    def create(size: int, device: str) -> DeviceArena:
+    def create(size: int, device: str) -> DeviceSegment:
         """Raises torch.OutOfMemoryError."""
         data = torch.empty(size, dtype=torch.uint8, device=device)
-        return DeviceArena(reduce_tensor(data), data)
+        return DeviceSegment(reduce_tensor(data), data)
 
     @staticmethod
-    def open(address: Any) -> DeviceArena:
+    def open(address: Any) -> DeviceSegment:
         rebuild, arguments = address
-        return DeviceArena(address, rebuild(*arguments))
-
-    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """A view, not to be written to by whoever opened it."""
-        return view(self.bytes, offset, dtype, shape)
+        return DeviceSegment(address, rebuild(*arguments))
 
 
 class CudaIpc(SharedMemory):
     """ValueError unless all ranks are on one GPU."""
 
-    arena = DeviceArena
+    segment = DeviceSegment
     memory = "cuda"
 
     def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:

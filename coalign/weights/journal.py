@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from coalign.weights.arena import Address, Arena
+from coalign.weights.segment import Address, Segment
 from coalign.weights.transport import WeightError
 
 RECORDS = 256 * 2**20  # bytes of address space; memory is taken as records are written
@@ -33,10 +33,10 @@ class Journal:
     """Written by the process that made it with ``Journal()``, read by those that open its ``address``."""
 
     def __init__(self, address: Address | None = None) -> None:
-        self._arena = Arena.open(address) if address else Arena.create(RECORDS)
-        self.address = self._arena.address
-        self.header = self._arena.tensor(0, torch.int64, (3,)).numpy()
-        self._records = memoryview(self._arena.bytes.numpy())[HEADER:]
+        self._memory = Segment.open(address) if address else Segment.create(RECORDS)
+        self.address = self._memory.address
+        self.header = self._memory.bytes[:24].view(torch.int64).numpy()
+        self._records = memoryview(self._memory.bytes.numpy())[HEADER:]
 
     def begin(self, sync: int) -> None:
         """Forget all records; those that follow are of this sync, the next one."""
@@ -77,7 +77,7 @@ class Journal:
             after = f"after '{last.name}'" if last else "before its first tensor"
             if begun > sync or (begun == sync and state == State.BROKEN):
                 raise WeightError(f"{sender} broke off {after}")
-            if self._arena.abandoned():
+            if self._memory.abandoned():
                 raise WeightError(f"{sender} has ended {after}")
             if time.monotonic() - heard > timeout:
                 raise WeightError(f"{sender} sent nothing for {timeout:g} s (sync.timeout) {after}")

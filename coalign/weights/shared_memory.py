@@ -14,37 +14,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from coalign.weights.arena import Address, Arena
 from coalign.weights.copying import checked, copied
+from coalign.weights.entry import Entry, aligned
 from coalign.weights.journal import Journal, State
 from coalign.weights.places import Identity, Place, identity
+from coalign.weights.segment import Address, Segment
 from coalign.weights.transport import Model, Sent, Staged, WeightError, both, damaged, exported, installing
 
-SEGMENT = 16 * 2**20  # bytes of the first arena; later ones are as large as all before them together
+SMALLEST = 16 * 2**20  # bytes of the first segment; later ones are as large as all before them together
 LARGEST = 2**30
-ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a tensor lies."""
+class Written(Entry):
+    """A tensor in a segment, and what its bytes must add up to."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    arena: Any  # its address
-    offset: int
-    size: int
+    segment: Any  # its address
     checksum: int
 
 
 class SharedMemory(Staged):
     """``senders`` and ``readers``: where the ranks of the two models are."""
 
-    arena: type = Arena
+    segment: type = Segment
     memory = "cpu"
 
     def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
@@ -58,12 +52,12 @@ class SharedMemory(Staged):
 
     def stage(self, version: int, changing: bool) -> list[Sent]:
         if not self.journals:
-            self.journals = self.source.run(open_outlet, self.link, self.arena, fatal=False).result()
+            self.journals = self.source.run(open_outlet, self.link, self.segment, fatal=False).result()
         self.syncs += 1
         sending = self.source.run(send, self.link, self.syncs, changing, self.side, fatal=False)
         if self.in_turns:
             sending.result()
-        arguments = self.arena, self.source.name, self.journals, self.readers, self.syncs, self.config.timeout
+        arguments = self.segment, self.source.name, self.journals, self.readers, self.syncs, self.config.timeout
         receiving = self.target.run(receive, self.link, *arguments, fatal=False)
         sent = both(sending, receiving)
         total = sum(len(part.sizes) for part in sent)
@@ -83,57 +77,51 @@ class SharedMemory(Staged):
 class Outlet:
     """A sender's memory: its journal, and for each side where each tensor lies."""
 
-    def __init__(self, arena: type, device: str) -> None:
+    def __init__(self, segment: type, device: str) -> None:
         self.journal = Journal()
-        self._create = partial(arena.create, device=device)
-        self._arenas: list[Any] = []
-        self._filled = 0  # of the newest arena
+        self._create = partial(segment.create, device=device)
+        self._segments: list[Any] = []
+        self._filled = 0  # of the newest segment
         self._places: tuple[dict[str, tuple[Any, int, int]], ...] = ({}, {})
 
     def place(self, side: int, name: str, size: int) -> tuple[Any, int]:
         """The tensor's own place on a side. Raises NoRoom."""
-        arena, offset, had = self._places[side].get(name, (None, 0, -1))
-        if arena is None or had != size:
-            arena, offset = self._new(size)
-            self._places[side][name] = arena, offset, size
-        return arena, offset
+        segment, offset, had = self._places[side].get(name, (None, 0, -1))
+        if segment is None or had != size:
+            segment, offset = self._new(size)
+            self._places[side][name] = segment, offset, size
+        return segment, offset
 
     def _new(self, size: int) -> tuple[Any, int]:
-        if not self._arenas or self._filled + size > len(self._arenas[-1].bytes):
-            before = sum(len(arena.bytes) for arena in self._arenas)
-            self._arenas.append(self._create(max(size, SEGMENT, min(before, LARGEST))))
+        if not self._segments or self._filled + size > len(self._segments[-1].bytes):
+            before = sum(len(segment.bytes) for segment in self._segments)
+            self._segments.append(self._create(max(size, SMALLEST, min(before, LARGEST))))
             self._filled = 0
         offset = self._filled
-        self._filled += -(-size // ALIGNED) * ALIGNED
-        return self._arenas[-1], offset
+        self._filled += aligned(size)
+        return self._segments[-1], offset
 
 
 class Inlet:
     """What a reader knows of the senders' memory."""
 
-    def __init__(self, arena: type, journals: list[Address]) -> None:
-        self._open = arena.open
+    def __init__(self, segment: type, journals: list[Address]) -> None:
+        self._open = segment.open
         self.journals = [Journal(address) for address in journals]
-        self.entries: list[Entry] = []
+        self.entries: list[Written] = []
         self.received = 0  # the last sync that arrived whole
-        self._arenas: dict[Any, Any] = {}
+        self._segments: dict[Any, Any] = {}
 
-    def view(self, entry: Entry) -> Tensor:
-        """The tensor where it lies."""
-        return self._arena(entry).tensor(entry.offset, entry.dtype, entry.shape)
-
-    def bytes(self, entry: Entry) -> Tensor:
-        return self._arena(entry).bytes[entry.offset : entry.offset + entry.size]
-
-    def _arena(self, entry: Entry) -> Any:
-        if entry.arena not in self._arenas:
-            self._arenas[entry.arena] = self._open(entry.arena)
-        return self._arenas[entry.arena]
+    def memory(self, entry: Written) -> Tensor:
+        """u8[n] that the tensor lies in."""
+        if entry.segment not in self._segments:
+            self._segments[entry.segment] = self._open(entry.segment)
+        return self._segments[entry.segment].bytes
 
 
-def open_outlet(module: Any, store: Any, link: str, arena: type) -> Address:
+def open_outlet(module: Any, store: Any, link: str, segment: type) -> Address:
     """Where to find this rank's journal."""
-    module.links[link] = Outlet(arena, module.context.device)
+    module.links[link] = Outlet(segment, module.context.device)
     return module.links[link].journal.address
 
 
@@ -143,17 +131,17 @@ def send(module: Any, store: Any, link: str, sync: int, changing: bool, side: in
     journal, sizes = outlet.journal, {}
     journal.begin(sync)
 
-    def jobs(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Entry, Tensor, Tensor]]:
+    def jobs(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Any, Tensor, Tensor]]:
         for name, tensor in weights:
             sizes[name] = size = tensor.nbytes
-            arena, offset = outlet.place(side, name, size)
-            entry = name, tensor.dtype, tuple(tensor.shape), arena.address, offset, size
-            yield entry, tensor, arena.bytes[offset : offset + size]
+            segment, offset = outlet.place(side, name, size)
+            place = name, tensor.dtype, tuple(tensor.shape), offset, segment.address
+            yield place, tensor, segment.bytes[offset : offset + size]
 
     try:
         with exported(module, changing) as weights:
-            for entry, checksum in copied(jobs(weights)):
-                journal.append(Entry(*entry, checksum))
+            for place, checksum in copied(jobs(weights)):
+                journal.append(Written(*place, checksum))
     except BaseException:
         journal.end(State.BROKEN)
         raise
@@ -165,7 +153,7 @@ def receive(
     module: Any,
     store: Any,
     link: str,
-    arena: type,
+    segment: type,
     source: str,
     journals: list[Address],
     readers: list[Identity],
@@ -174,16 +162,16 @@ def receive(
 ) -> int:
     """Follow the senders to their end: how many weights came. WeightError unless they arrived as they were sent."""
     if link not in module.links:
-        module.links[link] = Inlet(arena, journals)
+        module.links[link] = Inlet(segment, journals)
     inlet: Inlet = module.links[link]
     inlet.entries, inlet.received = [], 0
 
-    def mine() -> Iterator[tuple[Entry, Tensor]]:
+    def mine() -> Iterator[tuple[Written, Tensor]]:
         for rank, journal in enumerate(inlet.journals):
             for entry in journal.follow(sync, timeout, f"{source}, rank {rank}"):
                 inlet.entries.append(entry)
                 if len(inlet.entries) % len(readers) == readers.index(identity()):
-                    yield entry, inlet.bytes(entry)
+                    yield entry, entry.bytes(inlet.memory(entry))
 
     for entry, found in checked(mine()):
         if found != entry.checksum:
@@ -198,4 +186,6 @@ def install(module: Any, store: Any, link: str, sync: int, version: int, adopt: 
     if inlet.received != sync:
         raise WeightError(f"the weights of version {version} did not arrive whole, so they cannot be installed")
     with installing(module, version):
-        module.load_weights(((entry.name, inlet.view(entry)) for entry in inlet.entries), version=version, adopt=adopt)
+        module.load_weights(
+            ((entry.name, entry.tensor(inlet.memory(entry))) for entry in inlet.entries), version=version, adopt=adopt
+        )

@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import SyncConfig
 from coalign.types import Stats, Total
-from coalign.weights.arena import NoRoom
 from coalign.weights.broadcast import Broadcast
 from coalign.weights.cuda_ipc import CudaIpc
 from coalign.weights.disk import Disk
 from coalign.weights.in_process import Adopt, Copy
 from coalign.weights.object_store import ObjectStore
 from coalign.weights.places import Place, place
+from coalign.weights.segment import NoRoom
 from coalign.weights.shared_memory import SharedMemory
 from coalign.weights.transport import Model, Transport, WeightError
 

@@ -12,7 +12,7 @@ from coalign.cluster.future import WorkerError
 from coalign.cluster.worker import Worker
 from coalign.config.schema import SyncConfig
 from coalign.types import Context, Total
-from coalign.weights import arena, broadcast, shared_memory
+from coalign.weights import broadcast, segment, shared_memory
 from coalign.weights.copying import copied
 from coalign.weights.object_store import verify_buckets
 from coalign.weights.sync import WeightSync
@@ -307,7 +307,7 @@ def test_models_that_take_turns_on_their_devices(make, syncing, transport):
 
 
 def no_memory(module, store):
-    arena.available = lambda: 1000
+    segment.available = lambda: 1000
 
 
 def test_without_memory_the_weights_take_another_way(make, syncing, caplog):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor
 
 CGROUP = Path("/sys/fs/cgroup")
 Address = tuple[int, int, int]  # process, file descriptor there, bytes
@@ -24,9 +23,9 @@ class NoRoom(MemoryError):
     """The host has no memory left for weights on their way."""
 
 
-class Arena:
+class Segment:
     """Bytes u8[size] of shared memory: ``create`` them in one process, ``open`` their ``address`` in others, which may
-    only read."""
+    only read: writing there ends a process (SIGSEGV)."""
 
     def __init__(self, address: Address, mapped: mmap.mmap) -> None:
         self.address = address
@@ -35,36 +34,26 @@ class Arena:
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
 
     @staticmethod
-    def create(size: int, device: str = "cpu") -> Arena:
+    def create(size: int, device: str = "cpu") -> Segment:
         """Raises NoRoom if the host's memory, or the container's limit, would not hold it."""
         if size > (free := available()):
             raise NoRoom(f"shared memory for weights: {size / 2**20:,.0f} MiB wanted, {free / 2**20:,.0f} MiB are free")
         handle = os.memfd_create("coalign-weights")
         os.ftruncate(handle, size)
-        return Arena((os.getpid(), handle, size), mmap.mmap(handle, size))
+        return Segment((os.getpid(), handle, size), mmap.mmap(handle, size))
 
     @staticmethod
-    def open(address: Address) -> Arena:
+    def open(address: Address) -> Segment:
         """Raises OSError if the creator is gone or out of sight."""
         file = os.open(_path(address), os.O_RDONLY)
         try:
-            return Arena(address, mmap.mmap(file, address[2], prot=mmap.PROT_READ))
+            return Segment(address, mmap.mmap(file, address[2], prot=mmap.PROT_READ))
         finally:
             os.close(file)
 
     def abandoned(self) -> bool:
         """Whether the process that created it has ended."""
         return not os.path.exists(_path(self.address))
-
-    def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """A view. What another process created is not to be written to: that ends this process (SIGSEGV)."""
-        return view(self.bytes, offset, dtype, shape)
-
-
-def view(data: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that begins at byte ``offset`` of u8[n]."""
-    size = dtype.itemsize * torch.Size(shape).numel()
-    return data[offset : offset + size].view(dtype).view(shape)
 
 
 def _path(address: Address) -> str:

@@ -10,9 +10,10 @@ import signal
 import pytest
 import torch
 
-from coalign.weights import arena
-from coalign.weights.arena import Arena, NoRoom
+from coalign.weights import segment
+from coalign.weights.entry import Entry, aligned
 from coalign.weights.journal import Journal, State
+from coalign.weights.segment import NoRoom, Segment
 from coalign.weights.transport import WeightError
 
 FORK = multiprocessing.get_context("fork")
@@ -25,18 +26,21 @@ def in_another_process(function, *arguments):
     return process.exitcode
 
 
+MATRIX = Entry("matrix", torch.float32, (2, 2), aligned(24))
+
+
 def read(address):
-    assert Arena.open(address).tensor(8, torch.float32, (2, 2)).tolist() == [[1, 2], [3, 4]]
+    assert MATRIX.tensor(Segment.open(address).bytes).tolist() == [[1, 2], [3, 4]]
 
 
 def write(address):
     faulthandler.disable()
-    Arena.open(address).bytes[0] = 1
+    Segment.open(address).bytes[0] = 1
 
 
 def test_another_process_reads_and_cannot_write():
-    own = Arena.create(4096)
-    own.tensor(8, torch.float32, (2, 2)).copy_(torch.tensor([[1.0, 2], [3, 4]]))
+    own = Segment.create(4096)
+    MATRIX.tensor(own.bytes).copy_(torch.tensor([[1.0, 2], [3, 4]]))
     assert in_another_process(read, own.address) == 0
     assert in_another_process(write, own.address) == -signal.SIGSEGV
     assert own.bytes[0] == 0
@@ -44,23 +48,23 @@ def test_another_process_reads_and_cannot_write():
 
 def test_it_is_no_file_and_ends_with_its_process():
     before = set(os.listdir("/dev/shm"))
-    own = Arena.create(4096)
+    own = Segment.create(4096)
     assert set(os.listdir("/dev/shm")) <= before
     assert not own.abandoned()
     with pytest.raises(OSError):
-        Arena.open((own.address[0], 10**6, 4096))
+        Segment.open((own.address[0], 10**6, 4096))
 
 
 def test_more_than_the_container_leaves_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(arena, "CGROUP", tmp_path)
+    monkeypatch.setattr(segment, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("10000000\n")
     (tmp_path / "memory.current").write_text("9000000\n")
     (tmp_path / "memory.stat").write_text("anon 5\nactive_file 1000000\ninactive_file 2000000\n")
-    assert arena.available() == 4_000_000
+    assert segment.available() == 4_000_000
     with pytest.raises(NoRoom, match="shared memory for weights: 5 MiB wanted, 4 MiB are free"):
-        Arena.create(5 * 2**20)
+        Segment.create(5 * 2**20)
     (tmp_path / "memory.max").write_text("max\n")
-    assert arena.available() > 10_000_000
+    assert segment.available() > 10_000_000
 
 
 class Record:
