@@ -185,7 +185,6 @@ def install(module: Any, store: Any, link: str, sync: int, version: int, adopt: 
     inlet: Inlet = module.links[link]
     if inlet.received != sync:
         raise WeightError(f"the weights of version {version} did not arrive whole, so they cannot be installed")
+    weights = ((entry.name, entry.tensor(inlet.memory(entry))) for entry in inlet.entries)
     with installing(module, version):
-        module.load_weights(
-            ((entry.name, entry.tensor(inlet.memory(entry))) for entry in inlet.entries), version=version, adopt=adopt
-        )
+        module.load_weights(weights, version=version, adopt=adopt)
