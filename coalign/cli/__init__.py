@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from coalign.cli import inference, models, serving, training
+from coalign.cli import indexed, inference, models, serving, training
 
 app = typer.Typer(
     name="coalign",
@@ -37,6 +37,7 @@ COMMANDS = {
 }
 for name, command in COMMANDS.items():
     app.command(name=name)(command)
+app.add_typer(indexed.app, name="indexed")
 
 
 def main() -> None:

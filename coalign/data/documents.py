@@ -20,6 +20,7 @@ class DocumentSource(Examples):
     """
 
     longest = "max_tokens"
+    from_tokens = True
     counted = {"split": "of these cut into pieces"}
 
     def encode(self, row: dict[str, Any]) -> list[Example]:

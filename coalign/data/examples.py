@@ -52,6 +52,7 @@ class Examples(ABC):
     """
 
     longest: ClassVar[str]  # the key of DataConfig that bounds a row, in tokens
+    from_tokens: ClassVar[bool] = False  # whether an indexed dataset can stand for rows
     counted: ClassVar[Mapping[str, str]] = {}  # what else is told of the used rows: {name in `count`: words}
 
     def __init__(self, name: str, config: DataConfig, source: SourceConfig, template: Template) -> None:

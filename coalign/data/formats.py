@@ -1,4 +1,4 @@
-"""The rows of one file, by number and in turn: JSONL, parquet, and whatever is indexable once it is open.
+"""The rows of one file, by number and in turn: JSONL, text, parquet, and whatever is indexable once it is open.
 
 What is not asked for is not done: a file that is only read in turn gets no index, and none is held in memory.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 Row = dict[str, Any]
 Found = tuple[Callable[[], Row], Callable[[], str], int]  # the row, where a person finds it, where the next one starts
@@ -50,11 +50,36 @@ class File(Protocol):
         ...
 
 
+def _parse(line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise BadRow(f"not valid JSON: {error.msg} (column {error.colno})") from error
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
+    return _object(row)
+
+
+def _text(line: bytes) -> Row:
+    try:
+        return {"text": line.decode().rstrip("\r\n")}
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
+
+
+def _object(row: Any) -> Row:
+    if not isinstance(row, dict):
+        raise BadRow(f"expected an object with keys, found {type(row).__name__}")
+    return row
+
+
 class JsonLines:
     """One JSON object a line; blank lines are skipped. The line is parsed, and refused, when its row is asked for.
 
     Access by number maps the file and keeps the byte offsets of its lines.
     """
+
+    parse: ClassVar[Callable[[bytes], Row]] = staticmethod(_parse)
 
     def __init__(self, path: Path, max_samples: int | None = None) -> None:
         self.path, self._most = path, max_samples
@@ -74,14 +99,14 @@ class JsonLines:
     def __getitem__(self, index: int) -> Row:
         start = self._offsets[index]
         end = self._bytes.find(b"\n", start)
-        return _parse(self._bytes[start : end if end >= 0 else len(self._bytes)])
+        return self.parse(self._bytes[start : end if end >= 0 else len(self._bytes)])
 
     def where(self, index: int) -> str:
         return self._line_at(self._offsets[index])
 
     def read(self, start: int) -> Iterator[Found]:
         for offset, line in self._lines(start):
-            yield partial(_parse, line), partial(self._line_at, offset), offset + len(line)
+            yield partial(self.parse, line), partial(self._line_at, offset), offset + len(line)
 
     def _lines(self, start: int) -> Iterator[tuple[int, bytes]]:
         """(byte offset, line) of the rows from byte ``start`` on."""
@@ -94,6 +119,12 @@ class JsonLines:
 
     def _line_at(self, offset: int) -> str:
         return f"{self.path}:{self._bytes[:offset].count(10) + 1}"
+
+
+class TextLines(JsonLines):
+    """A document a line, under the key `text`; blank lines are skipped."""
+
+    parse = staticmethod(_text)
 
 
 class Table:
@@ -167,19 +198,3 @@ class Parquet:
             return ipc.open_stream(memory_map(name)).read_all()
         finally:
             os.unlink(name)  # what is mapped stays until nobody maps it
-
-
-def _parse(line: bytes) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadRow(f"not valid JSON: {error.msg} (column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
-    return _object(row)
-
-
-def _object(row: Any) -> Row:
-    if not isinstance(row, dict):
-        raise BadRow(f"expected an object with keys, found {type(row).__name__}")
-    return row

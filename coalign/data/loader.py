@@ -16,6 +16,7 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import contents, identify, open_cached, sizes
 from coalign.data.examples import Example, Examples, to_batch
+from coalign.data.indexed import Indexed, IndexedDocuments, prefix_of
 from coalign.data.kinds import KINDS
 from coalign.data.order import Order, Shuffled, same_settings
 from coalign.data.phases import Phase
@@ -161,15 +162,24 @@ def build_loader(
         for i, s in enumerate(sources)
     ]
     weights = [s.weight for s in sources]
-    if config.mixing == "size":
-        weights = [weight * _known(order.name, order.rows) for weight, order in zip(weights, orders, strict=True)]
+    if config.mixing != "weight":
+        sizes = [_known(order.name, order.rows) for order in orders]
+        if config.mixing == "tokens":  # fewer draws of longer rows
+            sizes = [rows / _known(order.name, order.tokens) for rows, order in zip(sizes, orders, strict=True)]
+        weights = [weight * size for weight, size in zip(weights, sizes, strict=True)]
     return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens)
 
 
 def _order(examples: Examples, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> Order:
-    rows = open_rows(source.path, source.max_samples)
     phase = Phase(config.phases, config.phase) if config.phase else None
     shuffled = key if config.shuffle else None
+    if prefix := prefix_of(source.path):
+        if not examples.from_tokens:
+            raise ValueError(f"{source.path} holds documents as token ids; this recipe reads rows of text")
+        most, vocabulary = examples.max_tokens, len(examples.template.tokenizer)
+        data = IndexedDocuments(Indexed(prefix), vocabulary, most=most, phase=phase, max_samples=source.max_samples)
+        return Shuffled(data, shuffled)
+    rows = open_rows(source.path, source.max_samples)
     if config.stream:
         identity = identify(examples, config, source, phase, sizes(rows))
         return Streamed(examples, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)

@@ -1,4 +1,4 @@
-"""Rows of one or several files: JSONL, JSON, parquet and directories written by `datasets.save_to_disk`.
+"""Rows of one or several files: JSONL, JSON, parquet, text and directories written by `datasets.save_to_disk`.
 
 Nothing here knows what a row means. Nothing is downloaded.
 """
@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 
-from coalign.data.formats import BadRow, File, JsonLines, Parquet, Row, Table
+from coalign.data.formats import BadRow, File, JsonLines, Parquet, Row, Table, TextLines
 
 __all__ = ["START", "BadRow", "Entry", "Place", "Rows", "Table", "open_rows"]
 
@@ -82,8 +82,9 @@ class Rows:
 def open_rows(path: str | Path, max_samples: int | None = None) -> Rows:
     """The rows of ``path`` (at most the first ``max_samples``), each file by its ending.
 
-    `.jsonl`; `.json` (an array of objects, or one object a line); `.parquet`; a directory: `datasets.save_to_disk`; or
-    several of them by a pattern (`shards/*.jsonl`), in the order of their names.
+    `.jsonl`; `.json` (an array of objects, or one object a line); `.parquet`; `.txt` (a document a line, under the key
+    `text`); a directory: `datasets.save_to_disk`; or several of them by a pattern (`shards/*.jsonl`), in the order of
+    their names.
     Raises FileNotFoundError with the nearest name there is, ValueError for any other ending or for files without rows.
     """
     rows = Rows([_open(found, max_samples) for found in _matching(Path(path))], max_samples)
@@ -143,6 +144,7 @@ OPENERS: Mapping[str, Callable[[Path, int | None], File]] = {
     ".jsonl": JsonLines,
     ".json": _open_json,
     ".parquet": Parquet,
+    ".txt": TextLines,
 }
 
 

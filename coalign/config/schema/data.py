@@ -17,7 +17,8 @@ class SourceConfig(Section):
     shorthand = "path"
 
     path: Annotated[str, Input("file")]
-    """JSONL, JSON, parquet, a directory written by `datasets.save_to_disk`, or several by a pattern (`dir/*.jsonl`)."""
+    """JSONL, JSON, parquet, text, a directory written by `datasets.save_to_disk`, or several by a pattern
+    (`dir/*.jsonl`); for documents also the PREFIX.idx of an indexed dataset (`coalign indexed build`)."""
     weight: NonNegativeFloat = 1.0
     """Probability of drawing from this source, relative to the others'."""
     prompt_key: str | None = None
@@ -33,8 +34,9 @@ class DataConfig(Section):
     """A path, a list of paths, or a list of {path, weight, …}."""
     eval: Annotated[Several[SourceConfig], Field(examples=["eval.jsonl"])] = []
     """Likewise, for evaluation."""
-    mixing: Literal["weight", "size"] = "weight"
-    """Sources are drawn in proportion to their `weight`, or to `weight` times their number of rows."""
+    mixing: Literal["weight", "size", "tokens"] = "weight"
+    """Rows are drawn from a source in proportion to its `weight`, or to `weight` times its number of rows; or, by
+    `tokens`, so that its share of all tokens is in proportion to its `weight`."""
     phases: dict[str, NonNegativeFloat] = {}
     """Splits every training source between several runs, e.g. {sft: 2, rm: 4, rl: 4}: shares that never meet."""
     phase: str | None = None

@@ -1,0 +1,96 @@
+"""Commands on indexed datasets: tokenised documents in Megatron's format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Tokenised documents in Megatron's format (PREFIX.bin and PREFIX.idx).", no_args_is_help=True)
+Prefix = Annotated[Path, typer.Option("--output", "-o", help="Prefix to write; .bin and .idx are added to it.")]
+
+
+@app.command()
+def build(
+    inputs: Annotated[list[str], typer.Argument(help="JSONL, JSON, parquet, text files, or patterns of them.")],
+    output: Prefix,
+    tokenizer: Annotated[str, typer.Option(help="A Hugging Face model directory.")],
+    key: Annotated[str, typer.Option(help="Where a row has its text.")] = "text",
+    missing: Annotated[str, typer.Option(help="What to do with a row without that key: error or drop.")] = "error",
+    processes: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Rows that a process works on at a time.")] = 10_000,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the tokenizer.")] = False,
+):
+    """Tokenise documents, each with an end-of-sequence token. A build that was killed goes on where it stopped."""
+    from coalign.data.indexed.build import Plan
+    from coalign.data.indexed.build import build as write
+    from coalign.data.sources import open_rows
+    from coalign.runtime.display import Display
+
+    if missing not in ("error", "drop"):
+        raise typer.BadParameter(f"'{missing}': expected error or drop", param_hint="--missing")
+    display = Display()
+    plan = Plan(
+        tuple(inputs),
+        tokenizer,
+        text_key=key,
+        on_missing_key=missing,
+        trust_remote_code=trust_remote_code,
+        chunk=chunk,
+    )
+    total = sum(len(open_rows(path)) for path in inputs)
+    with display.progress("tokenising", total) as advance:
+        counts = write(plan, output, processes=processes or os.cpu_count() or 1, advance=advance)
+    display.table(f"{output}.bin, {output}.idx", dict(counts))
+
+
+@app.command()
+def merge(
+    prefixes: Annotated[list[Path], typer.Argument(help="Prefixes (or their .idx files), in the order to write.")],
+    output: Prefix,
+):
+    """Put the documents of several datasets one after the other."""
+    from coalign.data.indexed import Indexed
+    from coalign.data.indexed.build import join
+    from coalign.runtime.display import Display
+
+    datasets = [Indexed(_prefix(path)) for path in prefixes]
+    join(datasets, output)
+    documents, tokens = sum(map(len, datasets)), sum(each.tokens for each in datasets)
+    Display().note(f"{documents:,} documents, {tokens:,} tokens -> {output}.bin, {output}.idx")
+
+
+@app.command()
+def inspect(
+    prefix: Annotated[Path, typer.Argument(help="Prefix, or its .idx file.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="Show documents as text, by this model directory.")] = None,
+    documents: Annotated[int, typer.Option(min=0, help="How many documents to show.")] = 3,
+):
+    """What an indexed dataset holds."""
+    import numpy as np
+
+    from coalign.data.indexed import Indexed
+    from coalign.runtime.display import Display
+
+    display, data = Display(), Indexed(_prefix(prefix))
+    sizes = np.diff(data.ends)
+    numbers = {"documents": len(data), "sequences": len(data.lengths), "tokens": data.tokens}
+    if len(data):
+        numbers |= {"tokens of a document, median": float(np.median(sizes)), "the most": int(sizes.max())}
+        numbers |= {"the fewest": int(sizes.min()), "greatest token": int(data.flat.max(initial=0))}
+    display.table(f"{data.prefix} ({data.dtype})", numbers)
+    decode = str
+    if tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        decode = AutoTokenizer.from_pretrained(tokenizer).decode
+    for number in range(min(documents, len(data))):
+        display.show(f"document {number}, {sizes[number]} tokens: {decode(data.read(number, 0, 256).tolist())}")
+
+
+def _prefix(path: Path) -> Path:
+    from coalign.data.indexed import prefix_of
+
+    return prefix_of(path) or path
