@@ -44,6 +44,7 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
     "status": torch.uint8,  # a Status
     "samples": torch.int32,  # of a prompt, where it has a number of its own
     "max_new_tokens": torch.int32,  # of a response, where it has a limit of its own
+    "update": torch.int32,  # of a training step, which of its updates the row is for (by whoever cut it over the ranks)
     "expected_tokens": torch.int32,  # that a response will still take, as far as known: prompts are shared out by it
     "reward": torch.float32,
     "preference": torch.float32,  # higher is better within a group; of a single response: 1 desirable, 0 not

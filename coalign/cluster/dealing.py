@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coalign.cluster.answers import Remote
-from coalign.cluster.future import BatchRef, Meta, Outcome
+from coalign.cluster.future import BatchRef, Meta, Outcome, Share
 from coalign.data.balance import cost, partition
 from coalign.data.batch import split_ranges
 from coalign.types import merge_stats
@@ -24,14 +24,25 @@ By = Literal["work", "cost", "order"]
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """``rows[p]`` (i64) are those of part p, in the order in which it gets them."""
+    """``rows[p]`` (i64) are those of part p, in the order in which it gets them; ``updates`` i32[N], of a training
+    step: which of its updates each row of the batch is for."""
 
     given: BatchRef
     rows: tuple[Tensor, ...]
+    updates: Tensor | None = None
 
     @property
     def parts(self) -> list[BatchRef]:
         return [self.given.select(rows) for rows in self.rows]
+
+    @property
+    def shares(self) -> list[Share]:
+        """What each part gets."""
+        shares = [part.share for part in self.parts]
+        if self.updates is None:
+            return shares
+        pairs = zip(shares, self.rows, strict=True)
+        return [replace(share, update=self.updates[rows].numpy()) for share, rows in pairs]
 
     def order(self, metas: Sequence[Meta]) -> Tensor | None:
         """What the parts that got any rows gave, one after the other, in the order of the batch: row i of the result is
@@ -103,6 +114,17 @@ def deal(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True) -> D
         turn[torch.argsort(sums, descending=True, stable=True)] = turn.clone()
     rows = torch.argsort(part[unit] * len(sums) + turn[unit], stable=True)
     return Deal(batch, rows.split(torch.bincount(part[unit], minlength=parts).tolist()))
+
+
+def deal_updates(batch: BatchRef, parts: int, updates: int, *, whole_groups: bool = True) -> Deal:
+    """The rows of a training step of so many ``updates``. Each of these is a run of the batch, as Batch.split cuts it
+    (which is what a module does that is alone), and dealt out by cost on its own: what it learns from does not depend
+    on ``parts``."""
+    ranges = split_ranges(batch.lengths, updates, keep=batch.group)
+    dealt = [deal(batch.slice(start, stop), parts, "cost", whole_groups=whole_groups).rows for start, stop in ranges]
+    runs = [[start + rows for rows in each] for (start, _), each in zip(ranges, dealt, strict=True)]
+    number = torch.arange(updates, dtype=torch.int32).repeat_interleave(torch.tensor([b - a for a, b in ranges]))
+    return Deal(batch, tuple(torch.cat(of_part) for of_part in zip(*runs, strict=True)), number)
 
 
 def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.answers import Remote, Running, combine, silence, wait
-from coalign.cluster.dealing import By, Deal, Shares, deal, in_order, joined
+from coalign.cluster.dealing import By, Shares, deal, deal_updates, in_order, joined
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
 from coalign.cluster.stream import Answer, answered, arriving, streams
 from coalign.cluster.worker import module_class
@@ -85,8 +85,8 @@ class DistModel:
         return self._call("forward_step", (batch,), keywords, by="cost", by_row=True)
 
     def train_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
-        """Learn from ``batch``: Stats."""
-        return self._call("train_step", (batch,), keywords, by="cost")
+        """Learn from ``batch``: Stats. Its updates are cut here, whatever the number of ranks (deal_updates)."""
+        return self._call("train_step", (batch,), keywords, by="cost", updates=self.config.updates_per_batch)
 
     def eval_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
         """The loss of ``batch``, without learning: Stats."""
@@ -191,6 +191,7 @@ class DistModel:
         by: By = "order",
         fatal: bool = True,
         by_row: bool = False,
+        updates: int | None = None,
     ) -> Future:
         needs = {self.name: self._parts.get(method, PARTS)}
 
@@ -201,7 +202,7 @@ class DistModel:
             # No tuple from a generator that waits: a thread that looks at all objects (memory_report) would break it.
             ready = [self.cluster.resolve(value) for value in arguments]
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            shares = self._shares(future.label, tuple(ready), named, by, self._shares_each)
+            shares = self._shares(future.label, tuple(ready), named, by, self._shares_each, updates)
             with self._turn(future, method, needs):
                 running, metas = self._share_out(future, method, shares)
                 return shares.restored(combine(running, metas, self.store, self._copies), metas[:: self._copies])
@@ -290,9 +291,16 @@ class DistModel:
         return combine(running, metas, self.store, self._copies)
 
     def _shares(
-        self, label: str, arguments: tuple[Any, ...], keywords: dict[str, Any], by: By, each: int = 1
+        self,
+        label: str,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        by: By,
+        each: int = 1,
+        updates: int | None = None,
     ) -> Shares:
-        """Which rank gets which (arguments, keywords): batches dealt out, everything else as it is."""
+        """Which rank gets which (arguments, keywords): batches dealt out (of a training step, each of its ``updates``),
+        everything else as it is."""
         values = {**dict(enumerate(arguments)), **keywords}
         batches = {key: value for key, value in values.items() if isinstance(value, BatchRef)}
         if not batches:
@@ -304,15 +312,16 @@ class DistModel:
         named = "loss" in keywords  # another one than the context's, of which nothing is known here
         whole = not self.config.spread_samples if by == "work" else self._whole_groups or named
         own_deal = [key for key in batches if key in keywords or key == alike[0]]
-        deals = {key: deal(batches[key], count, by, whole_groups=whole) for key in own_deal}
-        deals |= {key: Deal(batches[key], deals[alike[0]].rows) for key in alike}
-        parts = {key: each.parts for key, each in deals.items()}
+        dealt = partial(deal_updates, updates=updates) if updates else partial(deal, by=by)
+        deals = {key: dealt(batches[key], count, whole_groups=whole) for key in own_deal}
+        deals |= {key: replace(deals[alike[0]], given=batches[key]) for key in alike}
+        given = {key: each.shares for key, each in deals.items()}
 
         def share(part: int) -> tuple[Any, ...]:
-            own = {key: parts[key][part].share if key in parts else value for key, value in values.items()}
+            own = {key: given[key][part] if key in given else value for key, value in values.items()}
             return tuple(own[i] for i in range(len(arguments))), {name: own[name] for name in keywords}
 
-        filled = [part for part in range(count) if any(len(parts[key][part]) for key in parts)] or [0]
+        filled = [part for part in range(count) if any(len(each.rows[part]) for each in deals.values())] or [0]
         chosen = [*range(count)] if self._spmd else filled
         ranks = self._ranks if self._spmd else [self._ranks[part % len(self._ranks)] for part in range(count)]
         calls = [(rank, share(i // self._copies)) for i, rank in enumerate(ranks) if i // self._copies in chosen]

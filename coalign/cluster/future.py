@@ -45,11 +45,12 @@ class Store(Protocol):
 @dataclass(frozen=True, slots=True)
 class Share:
     """Rows on their way to a worker: the stored batches, and for each row which of them it is in (i64[N]), and where
-    there (i64[N])."""
+    there (i64[N]); ``update`` i32[N] becomes a column, if there is one."""
 
     payloads: tuple[Any, ...]
     which: np.ndarray
     rows: np.ndarray
+    update: np.ndarray | None = None
 
     def gather(self, store: Store) -> Batch:
         """The rows, in their order."""
@@ -57,7 +58,8 @@ class Share:
         cuts = np.searchsorted(self.which[by_payload], np.arange(1, len(self.payloads)))
         rows = np.split(self.rows[by_payload], cuts)
         batch = Batch.concat([store.rows(payload, some) for payload, some in zip(self.payloads, rows, strict=True)])
-        return batch.select(np.argsort(by_payload)) if len(self.payloads) > 1 else batch
+        batch = batch.select(np.argsort(by_payload)) if len(self.payloads) > 1 else batch
+        return batch if self.update is None else batch.with_(update=torch.tensor(self.update))
 
 
 @dataclass(frozen=True)

@@ -224,8 +224,10 @@ class TrainableModule(Module):
     def train_step(
         self, batch: Batch, *, loss: str | None = None, ptx: Batch | None = None, ptx_coef: float = 1.0
     ) -> Stats:
-        """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps. In the first
-        `learns_after` calls nothing is learned: how far the sampler is from this model is all that they return.
+        """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps. They learn from runs of
+        the batch, groups whole and with as many tokens each as that leaves; a share of a batch says by its column
+        `update` which row is for which. In the first `learns_after` calls nothing is learned: how far the sampler is
+        from this model is all that they return.
 
         Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained and
         the loss's own statistics as loss/<name>; loss/not_finite counts updates skipped for their gradient, if any.
@@ -246,10 +248,10 @@ class TrainableModule(Module):
         objective = self._objective(loss)
         batch = batch if objective.compares else self._with_old_logprobs(batch)
         updates, epochs = self.config.updates_per_batch, self.config.epochs_per_batch
-        parts = epochs * batch.split(updates, keep=_unit(batch))
+        parts = epochs * _updates(batch, updates)
         if objective.compares:  # and has no anchor: later updates are of other weights than those that sampled
             parts[1:] = [part.without("rollout_logprobs") for part in parts[1:]]
-        mixed_in = epochs * ([None] * updates if ptx is None else ptx.split(updates, keep=_unit(ptx)))
+        mixed_in = epochs * ([None] * updates if ptx is None else _updates(ptx, updates))
         stats = [self._update(part, objective, rows, ptx_coef) for part, rows in zip(parts, mixed_in, strict=True)]
         self.version += 1
         return merge_stats(stats)
@@ -369,6 +371,13 @@ class TrainableModule(Module):
         several = self.config.updates_per_batch * self.config.epochs_per_batch > 1
         (needed,) = self.all_reduce([float(stale or several)], "max")
         return batch.with_(**self.forward_step(batch, into="old_logprobs")) if needed else batch
+
+
+def _updates(batch: Batch, count: int) -> list[Batch]:
+    """The parts of ``batch`` that so many updates learn from."""
+    if "update" not in batch:
+        return batch.split(count, keep=_unit(batch))
+    return [batch.select(batch["update"] == number) for number in range(count)]
 
 
 def _unit(batch: Batch) -> str | None:

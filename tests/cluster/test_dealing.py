@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.cluster.dealing import deal, in_order
+from coalign.cluster.dealing import deal, deal_updates, in_order
 from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
 from coalign.cluster.stored import StoredBatch
@@ -193,3 +193,33 @@ def test_rows_of_the_object_store_are_those_of_the_batch(chosen):
     assert torch.equal(found.lengths, expected.lengths) and found["rows"] == expected["rows"]
     for name in ("tokens", "half", "score"):
         assert torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, parts, whole):
+    """Those of Batch.split, as a module cuts that is alone; in the order of the batch, groups in one piece."""
+    group = [100 - i for i, (_, count) in enumerate(groups) for _ in range(count)]
+    ref = batch([length for length, count in groups for _ in range(count)], group)
+    expected = [part["rows"] for part in ref.fetch().split(updates, keep="group")]
+    shares = [share.gather(STORE) for share in deal_updates(ref, parts, updates, whole_groups=whole).shares]
+    assert all(share["rows"] == sorted(share["rows"]) for share in shares)
+    for number, rows_of_update in enumerate(expected):
+        mine = [share.select(share["update"] == number) for share in shares]
+        assert sorted(row for part in mine for row in part["rows"]) == rows_of_update
+        if whole:
+            found = [group for part in mine for group in part["group"].unique().tolist()]
+            assert len(found) == len(set(found))
+
+
+def test_every_update_is_dealt_out_by_cost():
+    """Ranks meet at every one of them, so it is not enough that their shares of the batch are equal."""
+    ref = batch([8, 2, 6, 8, 2, 6])
+    one, other = deal_updates(ref, 2, 2).shares
+    assert [share.update.tolist() for share in (one, other)] == [[0, 1], [0, 0, 1, 1]]
+    assert [share.rows.tolist() for share in (one, other)] == [[0, 3], [1, 2, 4, 5]]
