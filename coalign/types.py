@@ -261,6 +261,7 @@ class Context:
         None  # {"fn": ..., "aggregation": ..., **arguments}: the loss this model trains with
     )
     rewards: tuple[Mapping[str, Any], ...] = ()  # reward functions, for the reward module
+    adapter_rank: int | None = None  # of the adapters that travel beside the weights of this model, not merged
     whole_groups: bool = True  # whether the rows of a group have to be on one rank: for the loss, to share the prompt
     rollout: Mapping[str, Any] | None = None  # {"fn": ..., "timeout": ..., **arguments}: the environment of a policy
     tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text

@@ -42,13 +42,15 @@ class Module:
     that mostly wait for something else (rewards). ``adopts``: ``load_weights(…, adopt=True)`` computes with the tensors
     it is given, where they lie on its device. ``needs``: the parts of the model (coalign.memory.arena.PARTS) that a
     method computes with; one that is not listed has all of them on the device. ``constant``: those that never change.
-    ``parallel``: it can be cut over devices (tensor_parallel, pipeline_parallel).
+    ``parallel``: it can be cut over devices (tensor_parallel, pipeline_parallel). ``adapters``: those of low rank can
+    travel beside its weights (Context.adapter_rank), to it or from it.
     """
 
     spmd: ClassVar[bool] = False
     exclusive: ClassVar[bool] = True
     adopts: ClassVar[bool] = False
     parallel: ClassVar[bool] = False
+    adapters: ClassVar[bool] = False
     needs: ClassVar[Mapping[str, Sequence[str]]] = {}
     unfit: str | None = None  # why this replica must not serve (coalign.weights)
 

@@ -37,6 +37,7 @@ CPU_BLOCK = 32 * 2**20
 class FSDPModule(TrainableModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
+    adapters = True
     model: PackedModel
     optimizer: optim.Optimizer | optim.SideBySide | None = None
     average: Average | None = None
@@ -122,7 +123,12 @@ class FSDPModule(TrainableModule):
         return tensor.tolist()
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in lora.merged(self.model.model, self._whole, changing=changing):
+        given = lora.merged if self.context.adapter_rank is None else lora.apart
+        yield from self._on_first_rank(given(self.model.model, self._whole, changing=changing))
+
+    def _on_first_rank(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The others take part in making them whole."""
+        for name, tensor in weights:
             if self.context.rank == 0:
                 yield name, tensor.detach()
 
@@ -140,7 +146,7 @@ class FSDPModule(TrainableModule):
         if average and self.average is None:
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         with self.average.in_place() if average else nullcontext():
-            weights = dict(self.export_weights())
+            weights = dict(self._on_first_rank(lora.merged(self.model.model, self._whole)))
             if self.context.rank == 0:
                 pretrained.save(self.model.model, weights, self.config, dir)
 

@@ -117,17 +117,42 @@ def merged(
     """(name, value) of all weights as a model without adapters has them, in the dtype of the frozen weights.
 
     What has no adapter is given as it is, live; what has one is a new tensor, made when its turn comes. ``whole`` makes
-    the full tensor of a sharded one (a collective). ``changing``: only what training changes. Also for a model that has
-    no adapters.
+    the full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights beside
+    one with an adapter (of queries, keys, values): engines compute some of them as one. Also for a model that has no
+    adapters.
     """
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    layers = _adapted(model)
+    blocks = {name.rpartition(".")[0] for name in layers}
     for name, tensor in weights(model).items():
         owner, _, leaf = name.rpartition(".")
-        layer = layers.get(owner.removesuffix(BASE)) if leaf == "weight" else None
-        if PART in name or (changing and layer is None and not tensor.requires_grad):
+        owner = owner.removesuffix(BASE)
+        layer = layers.get(owner) if leaf == "weight" else None
+        moves = tensor.requires_grad or (leaf == "weight" and owner.rpartition(".")[0] in blocks)
+        if PART in name or (changing and not moves):
             continue
         value = whole(_dense(tensor))
         yield name.replace(f"{BASE}.", "."), value if layer is None else _merge(layer, value, whole)
+
+
+@torch.no_grad()
+def apart(
+    model: nn.Module, whole: Whole = lambda tensor: tensor, *, changing: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``merged``, but the weights are those beneath the adapters, and these come beside them: A and B by their names
+    in an adapter's file, B multiplied by the scaling. For adapters without magnitudes."""
+    layers = _adapted(model)
+    for name, tensor in weights(model).items():
+        owner, part, _ = name.partition(PART)
+        if part:
+            value, scaling = whole(tensor), layers[owner].scaling[ADAPTER]
+            yield PREFIX + name.replace(f".{ADAPTER}.", "."), value * scaling if f"{PART}B." in name else value
+        elif tensor.requires_grad or not changing:
+            yield name.replace(f"{BASE}.", "."), whole(_dense(tensor))
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """peft's layers by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 @torch.no_grad()
@@ -153,7 +178,7 @@ def _dense(tensor: Tensor) -> Tensor:
 @contextmanager
 def off(model: nn.Module) -> Iterator[None]:
     """Within this context ``model`` computes what it computed before it had adapters."""
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    layers = _adapted(model).values()
     parameters = [p for layer in layers for n, p in layer.named_parameters() if "lora_" in n]
     for layer in layers:
         layer.enable_adapters(False)

@@ -30,6 +30,7 @@ class VLLMModule(RolloutModule):
     """Generates with vLLM, in this process; with tensor or pipeline parallelism, in processes that belong to it."""
 
     parallel = True
+    adapters = True
     away: frozenset[str] = frozenset()  # of weights and kv, the parts that have left the device
 
     def build(self, architecture: PreTrainedConfig) -> Any:
@@ -54,6 +55,7 @@ class VLLMModule(RolloutModule):
             seed=self.context.seed,
             end_tokens=self.end_tokens(architecture),
             decoder=self.decoder,
+            adapter_rank=self.context.adapter_rank,
             user=config.vllm,
         )
 

@@ -23,6 +23,8 @@ from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator
 from coalign.runtime.reference import BaseWeights, shared_bases
 from coalign.runtime.refusing import (
+    adapter_ranks,
+    check_adapters,
     check_environment,
     check_guards,
     check_it_learns,
@@ -69,6 +71,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
             check_loss(name, models[name], config)
             check_it_learns(name, models[name], config.runtime.steps or math.inf)
         check_room(roles, models, config)
+        check_adapters(cls, models, config)
         for main in learning[:1]:
             check_guards(main, models[main], config)
     return cls, {name: models[name] for name in roles}
@@ -118,6 +121,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
         whole_groups=model.share_prefix or compares or model.judge is not None,
         loss=loss.model_dump() if loss else None,
         rewards=tuple(reward.model_dump() for reward in config.reward if reward.fn),
+        adapter_rank=adapter_ranks(cls, config).get(name),
         rollout=config.rollout.model_dump() if role is Rollout else None,
         tokenizer=tokenizer_directory(config),
         chat_template=config.data.chat_template,

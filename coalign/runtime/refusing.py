@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from coalign.algorithms.traits import check_aggregation, needs, per
-from coalign.config.functions import bind, resolve
+from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import LossConfig, ModelConfig, RunConfig
 from coalign.rollout.naming import environment as environment_of
 from coalign.runtime.engine import Engine
@@ -84,6 +84,32 @@ def check_room(roles: Mapping[str, type], models: Mapping[str, ModelConfig], con
                     f"(models.{policy}.sampling.max_new_tokens) beside its prompt. A sequence is never cut: raise it "
                     "above the longest prompt and response together"
                 )
+
+
+def check_adapters(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> None:
+    """Refuse adapters that are to travel beside the weights where there are none, or where a side cannot do that."""
+    if config.sync.adapters != "apart":
+        return
+    where, instead = "sync.adapters is `apart`", "use `merged`, which is the default"
+    if not cls.sync:
+        raise ValueError(f"{where}, and in `{config.algorithm}` no weights travel between models; leave it out")
+    for source, target in cls.sync:
+        lora = models[source].lora
+        if lora is None:
+            raise ValueError(f"{where}, and models.{source} has no adapters: give it `lora`, or {instead}")
+        if lora.dora:
+            raise ValueError(f"{where}, and the magnitudes of models.{source}.lora.dora have to be merged; {instead}")
+        for name in (source, target):
+            module = models[name].module
+            if not resolve_class(module, "coalign.modules", "Module").adapters:
+                raise ValueError(f"{where}, and models.{name}.module, `{module}`, knows merged weights only; {instead}")
+
+
+def adapter_ranks(cls: type[Engine], config: RunConfig) -> dict[str, int]:
+    """The ranks of the adapters that travel beside weights, by the models that send and take them."""
+    if config.sync.adapters != "apart":
+        return {}
+    return {name: config.models[pair[0]].lora.rank for pair in cls.sync for name in pair}
 
 
 def token_budgets(roles: Mapping[str, type], models: Mapping[str, ModelConfig], config: RunConfig) -> dict[str, int]:

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import EngineArgs, RequestOutput
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from coalign.generation.engine import Engine, OnToken
 from coalign.generation.sampling import Sampling
 from coalign.generation.stops import Decoder
-from coalign.vllm import options
+from coalign.vllm import adapters, options
 from coalign.vllm.parcels import Outlet
 from coalign.vllm.run import VLLMRun
 from coalign.vllm.sampler import CounterSampler
@@ -37,7 +38,8 @@ class VLLMEngine(Engine):
     """Generates with the architecture in ``directory``, on ``tensor_parallel`` × ``pipeline_parallel`` devices.
 
     shapes: the weights that there are, by their Hugging Face names. sleeps: it can leave its devices. decoder: see
-    coalign.generation.stops. user: engine arguments of vLLM.
+    coalign.generation.stops. adapter_rank: of the adapters that come with the weights, each time all of them; None:
+    none do. user: engine arguments of vLLM.
     Raises ValueError for options, sizes or an architecture that vLLM cannot work with.
     """
 
@@ -56,6 +58,7 @@ class VLLMEngine(Engine):
         seed: int,
         end_tokens: Iterable[int],
         decoder: Decoder,
+        adapter_rank: int | None,
         user: Mapping[str, Any],
     ) -> None:
         super().__init__()
@@ -63,6 +66,7 @@ class VLLMEngine(Engine):
         self.end_tokens = frozenset(end_tokens)
         self.decoder = decoder
         self.shapes = shapes
+        self.adapter_rank = adapter_rank
         self.pipelined = pipeline_parallel > 1
         self.remote = tensor_parallel * pipeline_parallel > 1
         options.check(user, [field.name for field in fields(EngineArgs)], model)
@@ -82,6 +86,7 @@ class VLLMEngine(Engine):
             async_scheduling=False,
             worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
             disable_log_stats=True,
+            **({"enable_lora": True, "max_lora_rank": adapters.room(adapter_rank, model)} if adapter_rank else {}),
             **{**(CPU if device == "cpu" else {}), **user},
         )
         with _process_as_it_was():
@@ -93,6 +98,11 @@ class VLLMEngine(Engine):
         self._names = map(str, itertools.count())
         [self._fused, *_] = self.llm.collective_rpc("coalign_setup", args=(self.remote and self.eager,))
         self._outlet = Outlet()
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        """What tells vLLM to add what the adapters compute."""
+        return adapters.REQUEST if self.adapter_rank else None
 
     def new_name(self) -> str:
         """Of a request."""
@@ -130,6 +140,7 @@ class VLLMEngine(Engine):
                 "weights cannot change while a pipeline computes (pipeline_parallel): wait for `generate`"
             )
         taken: set[str] = set()
+        whole = False
         call = self.llm.collective_rpc
         call("coalign_begin")
         try:
@@ -138,13 +149,19 @@ class VLLMEngine(Engine):
                     call("coalign_unpack", timeout=LOAD_SECONDS, args=(parcel,))
             else:
                 call("coalign_take", args=(self._checked(weights, taken),))
+            whole = True
         finally:
-            call("coalign_end", timeout=LOAD_SECONDS)
+            call("coalign_end", timeout=LOAD_SECONDS, args=(whole,))
         self._check_complete(taken)
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]], taken: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """The weights, as far as they fit; their names are added to ``taken``."""
+        """The weights and adapters, as far as they fit; the names of weights are added to ``taken``."""
+        parts: dict[str, torch.Size] = {}
         for name, tensor in weights:
+            if self.adapter_rank and adapters.adapted(name):
+                parts[name] = tensor.shape
+                yield name, tensor.detach()
+                continue
             shape = self.shapes.get(name)
             if shape is None:
                 raise ValueError(f"the weights do not fit: '{name}' is no weight of the model")
@@ -152,6 +169,7 @@ class VLLMEngine(Engine):
                 raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(shape)}")
             taken.add(name)
             yield name, tensor.detach()
+        adapters.check(parts, self.shapes, self.adapter_rank or 0)
 
     def _check_complete(self, taken: set[str]) -> None:
         """Raises ValueError if weights are missing: any the first time; later those of a layer that vLLM computes as

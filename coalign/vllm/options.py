@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
+
+from coalign.config.errors import near
 
 OWNED = {
     "model": "it is `load`",
@@ -28,7 +29,9 @@ OWNED = {
     "generation_config": "it is `sampling`",
     "runner": "it generates",
     "disable_log_stats": "Coalign has statistics of its own",
-    "enable_lora": "it is `lora`",
+    "enable_lora": "it follows from `sync.adapters`",
+    "max_lora_rank": "it is `lora.rank` of the trainer",
+    "max_loras": "there is one adapter, the trainer's",
     "enable_sleep_mode": "it follows from `offload`",
 }
 
@@ -40,6 +43,5 @@ def check(options: Mapping[str, Any], known: Iterable[str], model: str) -> None:
         if name in OWNED:
             raise ValueError(f"{where} is set by Coalign: {OWNED[name]}")
         if name not in known:
-            near = get_close_matches(name, [each for each in known if each not in OWNED], n=3, cutoff=0.6)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ValueError(f"{where} is no engine argument of vLLM{hint}")
+            free = sorted(each for each in known if each not in OWNED)
+            raise ValueError(f"{where} is no engine argument of vLLM{near(name, free)}")

@@ -64,7 +64,7 @@ class VLLMRun(Run):
             self._answers[name] = Answer(prompt, place, prompt.stops(self.sampling, engine.decoder))
             # The salt: keys and values that other weights computed are no answer.
             asked = {"prompt_token_ids": request.prompt, "cache_salt": str(engine.version)}
-            engine.llm.add_request(name, asked, self._parameters(prompt, place))
+            engine.llm.add_request(name, asked, self._parameters(prompt, place), lora_request=engine.lora_request)
 
     def _parameters(self, prompt: Prompt, place: int) -> SamplingParams:
         request, engine = prompt.request, self.engine

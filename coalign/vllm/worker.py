@@ -6,7 +6,7 @@ packed into the storage that it computes with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from coalign.vllm import adapters
 from coalign.vllm.parcels import Parcel
 
 
@@ -22,6 +23,7 @@ class WeightLoader:
 
     vllm_config: Any
     model_runner: Any
+    coalign_adapters: dict[str, Tensor]  # that came with the weights under way
 
     def coalign_setup(self, eager: bool) -> dict[str, list[str]]:
         """The layers that vLLM computes as one: its name for them -> theirs in Hugging Face's model. ``eager``: nothing
@@ -32,7 +34,8 @@ class WeightLoader:
 
     @torch.no_grad()
     def coalign_begin(self) -> None:
-        """Weights follow."""
+        """Weights follow, and the adapters, if there are any."""
+        self.coalign_adapters = {}
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
 
@@ -40,7 +43,15 @@ class WeightLoader:
     def coalign_take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Some of them, by their Hugging Face names."""
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(iter(weights))
+            self.model_runner.get_model().load_weights(self.coalign_beneath(weights))
+
+    def coalign_beneath(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights without the adapters, which are put aside."""
+        for name, tensor in weights:
+            if adapters.adapted(name) is None:
+                yield name, tensor
+            else:
+                self.coalign_adapters[name] = tensor.cpu().clone()
 
     def coalign_unpack(self, parcel: Parcel) -> None:
         """As ``coalign_take``, for workers in other processes. A layer keeps what it has until it is complete, and the
@@ -48,12 +59,15 @@ class WeightLoader:
         self.coalign_take([(name, tensor.clone()) for name, tensor in parcel.open()])
 
     @torch.no_grad()
-    def coalign_end(self) -> None:
-        """That was all of them."""
+    def coalign_end(self, whole: bool) -> None:
+        """That was all of them, or something went wrong."""
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             _repack_shared(model)
+            if whole and (config := self.vllm_config.lora_config) is not None:
+                adapters.install(model, config, self.coalign_adapters)
+        self.coalign_adapters = {}
 
 
 def _repack_shared(model: nn.Module) -> None:

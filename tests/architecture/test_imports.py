@@ -22,7 +22,7 @@ ALLOWED = {
     "weights": {"types", "config", "cluster"},
     "generation": {"types"},
     "native": {"types", "generation"},
-    "vllm": {"types", "generation", "weights"},
+    "vllm": {"types", "config", "generation", "weights"},
     "memory": set(),
     "modules": {
         "types",

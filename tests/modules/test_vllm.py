@@ -8,9 +8,11 @@ from importlib.metadata import PackageNotFoundError
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from coalign.config.schema import ModelConfig
-from coalign.modules import vllm
+from coalign.modules import lora, vllm
+from coalign.modules.fsdp import FSDPModule
 from coalign.types import Context
 from coalign.vllm import options
 from coalign.vllm.parcels import Outlet
@@ -20,6 +22,30 @@ from tests.conformance.engines import SMALL, VLLM, build, load, mismatch, model_
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     return model_dir(tmp_path_factory.mktemp("model"))
+
+
+def trainer(directory, context=None, **lora) -> FSDPModule:
+    """Of adapters that have moved a little."""
+    made = FSDPModule(
+        ModelConfig(load=str(directory), lora={"rank": 4, "alpha": 6.0} | lora), context or Context(model="trainer")
+    )
+    made.setup()
+    move(made, 0)
+    return made
+
+
+def move(trainer: FSDPModule, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+
+
+def merged(trainer: FSDPModule, directory) -> PreTrainedModel:
+    """An ordinary model of what the trainer is now."""
+    model = load(directory)
+    model.load_state_dict(dict(lora.merged(trainer.model.model)), strict=False)
+    return model
 
 
 def module(directory, **config) -> vllm.VLLMModule:
@@ -54,7 +80,7 @@ def test_what_devices_cannot_share_is_refused(directory):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("max_num_seq", "models.policy.vllm.max_num_seq is no engine argument of vLLM; did you mean max_num_seqs"),
+        ("max_num_seq", "models.policy.vllm.max_num_seq is no engine argument of vLLM; did you mean 'max_num_seqs'"),
         ("seed", "models.policy.vllm.seed is set by Coalign: random numbers follow from the run's `seed`"),
         ("tensor_parallel_size", "is set by Coalign: it is `tensor_parallel`"),
     ],
@@ -96,7 +122,55 @@ def test_the_process_stays_as_it_was_and_what_the_user_says_reaches_vllm(directo
     kept = [item for item in load(directory).named_parameters() if item[0].endswith("proj.weight")]
     made.load_weights(kept, version=2)  # without the biases, as of merged adapters
     assert mismatch(load(directory), made.generate(prompts())) < 1e-5
+    some = trainer(directory, target=["*.q_proj", "*.up_proj"])  # parts of what vLLM computes as one
+    made.load_weights(some.export_weights(changing=True), version=3)
+    assert mismatch(merged(some, directory), made.generate(prompts())) < 1e-5
     made.close()
+
+
+@VLLM
+@pytest.mark.timeout(600)
+def test_adapters_beside_the_weights_compute_what_merged_ones_do(directory):
+    told = Context(model="policy", samples_per_prompt=3, seed=5, adapter_rank=4)
+    learner = trainer(directory, told, target=["*.q_proj", "*.mlp.*"], rslora=True)
+    policy = build("vllm", directory, told)
+    policy.load_weights(learner.export_weights(), version=0)
+    first = policy.generate(prompts())
+    assert mismatch(merged(learner, directory), first) < 1e-5
+    assert mismatch(load(directory), first) > 1e-2
+
+    move(learner, 1)
+    sent = dict(learner.export_weights(changing=True))
+    assert len(sent) == 2 * 2 * 4 and all("lora_" in name for name in sent)
+    policy.load_weights(sent.items(), version=1)
+    second = policy.generate(prompts())
+    assert mismatch(merged(learner, directory), second) < 1e-5
+    assert set(second["versions"][second["loss_mask"]].tolist()) == {1}
+
+    half = {name: tensor for name, tensor in sent.items() if "layers.1.self_attn.q_proj.lora_B" not in name}
+    other = {name.replace("layers.1", "layers.7"): tensor for name, tensor in sent.items()}
+    small = {name: tensor[..., :-1] for name, tensor in sent.items()}
+    for wrong, message in (
+        (half, r"missing \['base_model.*q_proj\.lora_B\.weight'\], the other half"),
+        (other, r"layers\.7.* is no adapter of a weight of the model"),
+        (small, r"has shape \[4, 63\]; the model needs \[4, 64\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy.load_weights(wrong.items(), version=2)
+        with pytest.raises(RuntimeError, match="does not serve"):
+            policy.generate(prompts())
+    policy.load_weights(load(directory).named_parameters(), version=3)  # and no adapters
+    assert mismatch(load(directory), policy.generate(prompts())) < 1e-5
+    policy.close()
+
+
+@VLLM
+def test_ranks_beyond_what_vllm_has_room_for_are_refused():
+    from coalign.vllm import adapters
+
+    assert [adapters.room(rank, "policy") for rank in (1, 4, 9, 512)] == [1, 8, 16, 512]
+    with pytest.raises(ValueError, match=r"rank up to 512; the trainer's `lora\.rank` is 513: use `merged`"):
+        adapters.room(513, "policy")
 
 
 @VLLM

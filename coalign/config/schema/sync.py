@@ -18,6 +18,9 @@ class SyncConfig(Section):
     """`auto` takes what the placement allows: the live tensors within one process, the GPUs' own memory (`cuda_ipc`) or
     the host's (`shared_memory`) on one host, groups of torch.distributed between hosts (`broadcast`), Ray's object
     store where the two models take turns on their devices. `disk`: files in `directory`."""
+    adapters: Literal["merged", "apart"] = "merged"
+    """Of a trainer with `lora`: `merged` into the weights; `apart`: after the first sync the adapters alone travel, and
+    the policy's engine (`vllm`) adds what they compute to what its weights do."""
     every: PositiveInt = 1
     """Training steps from one sync to the next; more than one needs `runtime.max_staleness` of `every` - 1 at least."""
     timeout: PositiveFloat = 600.0
