@@ -1,0 +1,44 @@
+"""Families of models and what they are in Megatron: configurations and tensors, both ways.
+
+    family = families.of(json.loads(config_json))
+    config = family.config(hf)                             # MegatronConfig; family.to_hf(config) is the way back
+    parameters = family.parameters(config, vocab_divisor=128 * tensor_parallel)
+    parameters["decoder.layers.0.self_attention.linear_qkv.weight"].from_hf(tensors)
+
+No megatron is imported here. What one rank holds, under which names: coalign.weights.families.layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from coalign.weights.families.config import MegatronConfig, RopeScaling
+from coalign.weights.families.family import Family, Parameter
+from coalign.weights.families.llama import LLAMA
+from coalign.weights.families.qwen import QWEN2
+
+FAMILIES = (LLAMA, QWEN2)
+
+__all__ = ["FAMILIES", "Family", "MegatronConfig", "Parameter", "RopeScaling", "named", "of"]
+
+
+def of(hf: Mapping[str, Any]) -> Family:
+    """The family of a config.json. ValueError for one that is not known, with those that are, the nearest first."""
+    for family in FAMILIES:
+        if family.claims(hf):
+            return family
+    architectures = list(hf.get("architectures") or ())
+    wanted = (architectures or [str(hf.get("model_type"))])[0]
+    known = [each for family in FAMILIES for each in (family.architectures if architectures else (family.model_type,))]
+    near = get_close_matches(wanted, known, n=len(known), cutoff=0.0)
+    raise ValueError(f"config.json: no family of Megatron models is known for {wanted!r}; known are {', '.join(near)}")
+
+
+def named(name: str) -> Family:
+    """A family by its name (`MegatronConfig.family`). ValueError for one that is not known."""
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    raise ValueError(f"no family of models is called {name!r}; known are {', '.join(each.name for each in FAMILIES)}")

@@ -1,0 +1,178 @@
+"""How fields of a MegatronConfig are read from a config.json, and written back: the words of a family's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from coalign.weights.families.config import MegatronConfig, RopeScaling
+
+Hf = Mapping[str, Any]
+NEEDED: Any = object()
+
+
+class Setting(Protocol):
+    def read(self, hf: Hf) -> dict[str, Any]:
+        """Fields of a MegatronConfig. ValueError naming the key that is missing or has a value that cannot be."""
+
+    def write(self, config: MegatronConfig) -> dict[str, Any]:
+        """Keys of a config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """``ours`` is what ``key`` says. ``default``: what a config.json without the key (or with null) means; a callable
+    is given the whole config.json."""
+
+    ours: str
+    key: str
+    default: Any = NEEDED
+
+    def read(self, hf: Hf) -> dict[str, Any]:
+        if (value := hf.get(self.key)) is None:
+            if self.default is NEEDED:
+                raise ValueError(f"config.json: '{self.key}' is missing")
+            value = self.default(hf) if callable(self.default) else self.default
+        return {self.ours: value}
+
+    def write(self, config: MegatronConfig) -> dict[str, Any]:
+        return {self.key: getattr(config, self.ours)}
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """``key`` has to be ``value``, since Megatron has nothing else here; ``default``: without the key (NEEDED: the same
+    value)."""
+
+    key: str
+    value: Any
+    default: Any = NEEDED
+
+    def read(self, hf: Hf) -> dict[str, Any]:
+        found = hf.get(self.key, self.value if self.default is NEEDED else self.default)
+        if found != self.value:
+            raise ValueError(
+                f"config.json: '{self.key}' is {found!r}; Megatron's side of this family has {self.value!r}"
+            )
+        return {}
+
+    def write(self, config: MegatronConfig) -> dict[str, Any]:
+        return {self.key: self.value}
+
+
+class Always:
+    """Fields that are the same in the whole family."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def read(self, hf: Hf) -> dict[str, Any]:
+        return dict(self.fields)
+
+    def write(self, config: MegatronConfig) -> dict[str, Any]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """What no other setting says: two functions, one the inverse of the other."""
+
+    reads: Callable[[Hf], dict[str, Any]]
+    writes: Callable[[MegatronConfig], dict[str, Any]]
+
+    def read(self, hf: Hf) -> dict[str, Any]:
+        return self.reads(hf)
+
+    def write(self, config: MegatronConfig) -> dict[str, Any]:
+        return self.writes(config)
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Of the MLP. The first name of a function is the one that is written."""
+
+    key: str = "hidden_act"
+    default: str = "silu"
+
+    def read(self, hf: Hf) -> dict[str, Any]:
+        found = hf.get(self.key) or self.default
+        if found not in ACTIVATIONS:
+            raise ValueError(f"config.json: '{self.key}' is {found!r}; Megatron has {sorted(ACTIVATIONS)}")
+        return {"activation_func": ACTIVATIONS[found]}
+
+    def write(self, config: MegatronConfig) -> dict[str, Any]:
+        return {self.key: next(name for name, ours in ACTIVATIONS.items() if ours == config.activation_func)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embeddings, as `rope_parameters` (transformers 5) or as ``base``, ``percent`` and `rope_scaling`, which
+    every version reads and which are written."""
+
+    base: str = "rope_theta"
+    percent: str | None = None
+    default_base: float = 10000.0
+    default_percent: float = 1.0
+    fixed: dict[str, Any] = field(default_factory=dict)  # fields that go with it
+
+    def read(self, hf: Hf) -> dict[str, Any]:
+        new = hf.get("rope_parameters") or {}
+        base = new.get("rope_theta", hf.get(self.base, self.default_base))
+        percent = new.get("partial_rotary_factor", hf.get(self.percent or "", self.default_percent))
+        scaling = rope_scaling(new or hf.get("rope_scaling") or {}, hf)
+        return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling, **self.fixed}
+
+    def write(self, config: MegatronConfig) -> dict[str, Any]:
+        found: dict[str, Any] = {self.base: config.rotary_base}
+        if self.percent:
+            found[self.percent] = config.rotary_percent
+        if (scaling := config.rope_scaling) is not None:
+            numbers = {name: getattr(scaling, name) for name in RopeScaling.__slots__ if name != "kind"}
+            known = {name: number for name, number in numbers.items() if number is not None}
+            found["rope_scaling"] = {"rope_type": scaling.kind, "type": scaling.kind, **known}
+        return found
+
+
+def rope_scaling(found: Hf, hf: Hf) -> RopeScaling | None:
+    """Of a config.json's `rope_scaling` or `rope_parameters`. ValueError for a kind that is not known."""
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+        raise ValueError(f"config.json: rope scaling is {kind!r}; known are 'linear', 'dynamic', 'llama3', 'yarn'")
+    numbers = {name: found[name] for name in RopeScaling.__slots__ if found.get(name) is not None}
+    return RopeScaling(**{"kind": kind} | numbers)
+
+
+# ---- what most families say in the same words
+
+SIZES = (
+    Field("num_layers", "num_hidden_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("vocab_size", "vocab_size"),
+    Field("max_position_embeddings", "max_position_embeddings"),
+)
+GROUPS = Field("num_query_groups", "num_key_value_heads", lambda hf: hf["num_attention_heads"])
+HEAD = Field("kv_channels", "head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
+FFN = Field("ffn_hidden_size", "intermediate_size")
+
+
+def tied(default: bool) -> Field:
+    return Field("share_embeddings_and_output_weights", "tie_word_embeddings", default)
+
+
+def epsilon(key: str, default: float) -> Field:
+    return Field("layernorm_epsilon", key, default)
