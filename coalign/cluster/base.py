@@ -79,6 +79,10 @@ class Cluster(ABC):
         model.ready = model.setup(context)
         return model
 
+    def expect_functions(self) -> None:
+        """Have the worker of pure functions start beside the models, not at its first call."""
+        self._helper()
+
     def put(self, batch: Batch) -> BatchRef:
         """Make a batch of this process known to the workers."""
         return BatchRef.of(Meta.of(batch), self.store.put(batch), self.store)

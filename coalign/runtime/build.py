@@ -203,6 +203,8 @@ def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) ->
     engine.last = steps
     engine.ptx_loader = ptx_loader(config, tokenizer)
     spawn(engine, models, {name: context(name, model, config, steps) for name, model in models.items()})
+    if cls.source == "prompts":  # their flows join and filter
+        cluster.expect_functions()
     buffer = Buffer(config.runtime.max_staleness, steps)
     decided = control(config, cluster, data)
     engine.environment = Environment(cluster, engine.env_flow, data, buffer, engine.ledger, decided)

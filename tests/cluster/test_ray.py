@@ -173,3 +173,18 @@ def test_auto(runtime, model, expected):
 
     config = RunConfig(algorithm="none", models={"m": ModelConfig(**model)}, runtime=RuntimeConfig(**runtime))
     assert kind(config) == expected
+
+
+def test_the_process_of_functions_starts_with_the_models(make_ray, prompts):
+    cluster = make_ray({"judge": {"module": "SumModule"}})
+    assert "functions" not in cluster.stacks()
+    cluster.expect_functions()
+    assert "functions" in cluster.stacks()
+    joined = cluster.apply(_nothing, prompts)
+    assert joined.result().columns == cluster.put(prompts).columns and {span.where for span in joined.spans} == {
+        "functions"
+    }
+
+
+def _nothing(tokens):
+    return {}
