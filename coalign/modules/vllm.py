@@ -74,10 +74,16 @@ class VLLMModule(RolloutModule):
 
     def _check_parallel(self, architecture: PreTrainedConfig) -> None:
         config, name = self.config, self.context.model
-        heads, parts = architecture.get_text_config().num_attention_heads, config.tensor_parallel
+        text, parts = architecture.get_text_config(), config.tensor_parallel
+        heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
         if heads % parts:
             raise ValueError(
                 f"models.{name}.tensor_parallel is {parts}, which does not divide the model's {heads} attention heads"
+            )
+        if kv_heads and kv_heads % parts and parts % kv_heads:
+            raise ValueError(
+                f"models.{name}.tensor_parallel is {parts}, which neither divides the model's {kv_heads} heads of keys "
+                "and values nor is a multiple of them"
             )
         if config.pipeline_parallel > 1 and self.context.device == "cpu":
             raise ValueError(

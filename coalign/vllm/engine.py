@@ -12,13 +12,17 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from torch import Tensor
 from vllm import EngineArgs, RequestOutput
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from coalign.generation.engine import Engine, OnToken
@@ -29,8 +33,10 @@ from coalign.vllm.parcels import Outlet
 from coalign.vllm.run import VLLMRun
 from coalign.vllm.sampler import CounterSampler
 from coalign.vllm.worker import WeightLoader
+from coalign.vllm.workers import Workers
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
+REASON = 400  # characters of what vLLM says: it lists all models that it knows
 LOAD_SECONDS = 600.0  # that a worker may take for one parcel of weights
 
 
@@ -85,12 +91,12 @@ class VLLMEngine(Engine):
             logprobs_mode="processed_logits",
             async_scheduling=False,
             worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
-            disable_log_stats=True,
             **({"enable_lora": True, "max_lora_rank": adapters.room(adapter_rank, model)} if adapter_rank else {}),
             **{**(CPU if device == "cpu" else {}), **user},
         )
         with _process_as_it_was():
-            self.llm = LLMEngine.from_engine_args(arguments)
+            self.llm = _started(arguments, model)
+        self._workers = Workers(self.llm.engine_core.engine_core.model_executor.workers) if self.remote else None
         config = self.llm.vllm_config
         self.eager = config.model_config.enforce_eager
         self.context = config.model_config.max_model_len
@@ -111,7 +117,7 @@ class VLLMEngine(Engine):
     def step(self) -> list[RequestOutput]:
         """One step of vLLM. What is eager stays so: its sampler has a function that it compiles even then, for a minute
         on a CPU."""
-        with torch.compiler.set_stance("force_eager" if self.eager else "default"):
+        with torch.compiler.set_stance("force_eager" if self.eager else "default"), self._naming_who_is_lost():
             return self.llm.step()
 
     def sleep(self) -> None:
@@ -140,19 +146,33 @@ class VLLMEngine(Engine):
                 "weights cannot change while a pipeline computes (pipeline_parallel): wait for `generate`"
             )
         taken: set[str] = set()
+        with self._naming_who_is_lost():
+            self._send(self._checked(weights, taken))
+        self._check_complete(taken)
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         whole = False
         call = self.llm.collective_rpc
         call("coalign_begin")
         try:
             if self.remote:
-                for parcel in self._outlet.parcels(self._checked(weights, taken)):
+                for parcel in self._outlet.parcels(weights):
                     call("coalign_unpack", timeout=LOAD_SECONDS, args=(parcel,))
             else:
-                call("coalign_take", args=(self._checked(weights, taken),))
+                call("coalign_take", args=(weights,))
             whole = True
         finally:
             call("coalign_end", timeout=LOAD_SECONDS, args=(whole,))
-        self._check_complete(taken)
+
+    @contextmanager
+    def _naming_who_is_lost(self) -> Iterator[None]:
+        """vLLM only says that what it waited for was cancelled."""
+        try:
+            yield
+        except RuntimeError as problem:
+            if self._workers is not None and (lost := self._workers.lost):
+                raise RuntimeError(lost) from problem
+            raise
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]], taken: set[str]) -> Iterator[tuple[str, Tensor]]:
         """The weights and adapters, as far as they fit; the names of weights are added to ``taken``."""
@@ -185,6 +205,24 @@ class VLLMEngine(Engine):
         owner, _, layer = path.rpartition(".")
         fused = next((parts for parts in self._fused.values() if layer in parts and len(parts) > 1), [layer])
         return [each for part in fused if (each := f"{owner}.{part}.{leaf}") in self.shapes]
+
+
+def _started(arguments: EngineArgs, model: str) -> LLMEngine:
+    """vLLM without weights. ValueError if it cannot run what is in the directory, or not with these settings."""
+    try:
+        config = arguments.create_engine_config()
+        _check_heads(config.model_config.get_head_size())
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    except Exception as problem:
+        what, why = f"vLLM {vllm.__version__} cannot run '{arguments.model}'", shorten(str(problem), REASON)
+        raise ValueError(f"models.{model}.load: {what} as it is set up here: {why}") from problem
+
+
+def _check_heads(size: int) -> None:
+    """Raises ValueError for a size that kernels for CPUs do not know: vLLM would find out at the first token."""
+    if current_platform.is_cpu() and not CPUAttentionBackend.supports_head_size(size):
+        known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
+        raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from importlib.metadata import PackageNotFoundError
 
 import numpy as np
@@ -17,6 +19,7 @@ from coalign.types import Context
 from coalign.vllm import options
 from coalign.vllm.parcels import Outlet
 from tests.conformance.engines import SMALL, VLLM, build, load, mismatch, model_dir, prompts
+from tests.tiny import tiny_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +73,14 @@ def test_a_vllm_that_is_missing_or_unknown_is_named_with_what_to_do(directory, m
         module(directory).setup()
 
 
-def test_what_devices_cannot_share_is_refused(directory):
+def test_what_devices_cannot_share_is_refused(directory, tmp_path):
     with pytest.raises(ValueError, match=r"models\.policy\.pipeline_parallel is 2: on CPU .* use tensor_parallel"):
         module(directory, pipeline_parallel=2).setup()
     with pytest.raises(ValueError, match=r"models\.policy\.tensor_parallel is 3, which does not divide .* 2 attention"):
         module(directory, tensor_parallel=3).setup()
+    uneven = tiny_model_dir(tmp_path, hidden=48, heads=6, kv_heads=2)
+    with pytest.raises(ValueError, match=r"tensor_parallel is 3, which neither divides the model's 2 heads of keys"):
+        module(uneven, tensor_parallel=3).setup()
 
 
 @pytest.mark.parametrize(
@@ -162,6 +168,25 @@ def test_adapters_beside_the_weights_compute_what_merged_ones_do(directory):
     policy.load_weights(load(directory).named_parameters(), version=3)  # and no adapters
     assert mismatch(load(directory), policy.generate(prompts())) < 1e-5
     policy.close()
+
+
+@VLLM
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, {}, r"architectures \['FooForCausalLM'\] are not supported"),
+        ({"head_dim": 8}, {}, "kernels for CPUs know heads of 32, .* numbers, and the model's have 8"),
+        ({}, {"max_model_len": 4096}, r"max_model_len \(4096\)"),
+    ],
+)
+def test_what_vllm_cannot_run_is_named_before_weights_are_read(directory, tmp_path, change, settings, message):
+    written = json.loads((directory / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(directory / name, tmp_path)
+    with pytest.raises(ValueError, match=rf"(?s)^models\.policy\.load: vLLM 0\.\d+\.\d+ cannot run .*{message}"):
+        module(tmp_path, vllm=SMALL | settings).setup()
 
 
 @VLLM
