@@ -194,6 +194,28 @@ def test_what_a_loss_compares_shares_a_micro_batch(tmp_path, pairs, together):
     prepare(configured(tmp_path, "online_dpo", *small, f"models.policy.sampling.max_new_tokens={share - 1}"))
 
 
+LORA = "models.trainer.lora={rank: 4}"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "message"),
+    [
+        ("sft", [LORA], "in `sft` no weights travel between models"),
+        ("grpo", [], r"models\.trainer has no adapters: give it `lora`"),
+        (
+            "grpo",
+            ["models.trainer.lora={dora: true}"],
+            r"the magnitudes of models\.trainer\.lora\.dora have to be merged",
+        ),
+        ("grpo", [LORA], r"models\.policy\.module, `native`, knows merged weights only; use `merged`"),
+    ],
+)
+def test_adapters_apart_where_a_side_cannot_do_it(tmp_path, algorithm, overrides, message):
+    config = configured(tmp_path, algorithm, "sync.adapters=apart", *overrides)
+    with pytest.raises(ValueError, match=message):
+        prepare(config)
+
+
 def test_functions_read_text_of_any_length(tmp_path):
     budget = "models.trainer.max_tokens_per_micro=null"
     prepare(configured(tmp_path, "grpo", budget, "models.policy.sampling.max_new_tokens=20000"))
