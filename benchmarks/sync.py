@@ -113,7 +113,7 @@ def copy_bandwidth(size: int) -> float:
     return best
 
 
-def measure(label: str, readers: int, repeats: int) -> None:
+def measure(label: str, verify: str, readers: int, repeats: int) -> None:
     transport, module = TRANSPORTS[label]
     models = {
         "trainer": ModelConfig(module="benchmarks.sync:Training"),
@@ -125,7 +125,7 @@ def measure(label: str, readers: int, repeats: int) -> None:
         trainer, policy = (cluster.spawn(name, each, Context(model=name)) for name, each in models.items())
         total = lambda: sum(sum(model.run(memory).result()) for model in (trainer, policy))  # noqa: E731
         before = total()
-        sync = WeightSync(trainer, policy, SyncConfig(transport=transport, directory=directory))
+        sync = WeightSync(trainer, policy, SyncConfig(transport=transport, directory=directory, verify=verify))
         first = sync(0)["sync/seconds"].value
         rates, copies, seconds = [], [], []
         for version in range(1, repeats + 1):
@@ -146,13 +146,14 @@ def measure(label: str, readers: int, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("transports", nargs="*", default=list(TRANSPORTS), metavar="transport")
+    parser.add_argument("--verify", choices=["all", "rotating"], default=SyncConfig().verify)
     parser.add_argument("--readers", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     print("| transport | readers | first sync, s | sync, s | GB/s | memory copy, GB/s | of it | extra memory, models |")
     print("|---|---|---|---|---|---|---|---|")
     for label in options.transports:
-        measure(label, options.readers, options.repeats)
+        measure(label, options.verify, options.readers, options.repeats)
 
 
 if __name__ == "__main__":

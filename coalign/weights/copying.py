@@ -5,51 +5,51 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from coalign.weights.checksum import block_checksum, blocks, combine
 
 Key = TypeVar("Key")
-CACHED = 256 * 2**10  # bytes, less than a core's own cache
 AHEAD = 256 * 2**20  # bytes of tensors that may wait for their turn: a gathered tensor is freed after its copy
 
 
-def copied(jobs: Iterable[tuple[Key, Tensor, Tensor]]) -> Iterator[tuple[Key, int]]:
-    """Copy each (key, tensor, into u8[nbytes]); (key, checksum) in order, as they are done."""
+def copied(jobs: Iterable[tuple[Key, Tensor, Tensor]], turn: int | None = None) -> Iterator[tuple[Key, int]]:
+    """Copy each (key, tensor, into u8[nbytes]); (key, checksum) in order, as they are done. ``turn``: of checksums."""
 
-    def pieces() -> Iterator[tuple[Key, list[tuple[Tensor, ...]]]]:
+    def cut() -> Iterator[tuple[Key, list[tuple[Tensor, ...]]]]:
         for key, tensor, into in jobs:
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             yield key, [(flat[start:stop], into[start:stop]) for start, stop in blocks(len(into))]
 
-    return _spread(pieces(), _copy)
+    return _spread(cut(), partial(_copy, turn=turn), torch.get_num_threads())
 
 
-def checked(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, int]]:
+def checked(tensors: Iterable[tuple[Key, Tensor]], turn: int | None = None) -> Iterator[tuple[Key, int]]:
     """(key, checksum) of each (key, u8[nbytes]), in order."""
-    pieces = ((key, [(data[start:stop],) for start, stop in blocks(len(data))]) for key, data in tensors)
-    return _spread(pieces, block_checksum)
+    cut = ((key, [(data[start:stop],) for start, stop in blocks(len(data))]) for key, data in tensors)
+    # The share of a turn is so little that handing it to another thread takes as long.
+    return _spread(cut, partial(block_checksum, turn=turn), torch.get_num_threads() if turn is None else 1)
 
 
 def _spread(
-    jobs: Iterable[tuple[Key, list[tuple[Tensor, ...]]]], work: Callable[..., int]
+    jobs: Iterable[tuple[Key, list[tuple[Tensor, ...]]]], work: Callable[..., int], threads: int
 ) -> Iterator[tuple[Key, int]]:
-    """``work`` on the pieces of each job, by as many threads as torch computes with; the checksums combined."""
-    threads = torch.get_num_threads()
+    """``work`` on the blocks of each job; the checksums combined."""
     if threads == 1:
-        for key, pieces in jobs:
-            yield key, combine([work(*piece) for piece in pieces])
+        for key, parts in jobs:
+            yield key, combine([work(*part) for part in parts])
         return
     waiting: deque[tuple[Key, int, list[Future[int]]]] = deque()
     ahead = 0
     with ThreadPoolExecutor(threads) as pool:
-        for key, pieces in jobs:
-            size = sum(len(piece[0]) for piece in pieces)
-            waiting.append((key, size, [pool.submit(work, *piece) for piece in pieces]))
+        for key, parts in jobs:
+            size = sum(len(part[0]) for part in parts)
+            waiting.append((key, size, [pool.submit(work, *part) for part in parts]))
             ahead += size
             while waiting and (ahead > AHEAD or waiting[0][2][-1].done()):
                 ahead -= waiting[0][1]
@@ -63,15 +63,13 @@ def _finished(job: tuple[Key, int, list[Future[int]]]) -> tuple[Any, int]:
     return key, combine([part.result() for part in parts])
 
 
-def _copy(source: Tensor, target: Tensor) -> int:
-    """The checksum is that of the source. On the host both are done piece by piece, so that the second finds the piece
-    in the cache; by numpy, since every thread that computes by torch brings helpers of its own."""
+def _copy(source: Tensor, target: Tensor, turn: int | None) -> int:
+    """The checksum is that of the source. On the host by numpy: every thread that computes by torch brings helpers of
+    its own, and copies of numpy go past the caches where the C library is told to."""
     if target.device.type != "cpu":
         target.copy_(source)
-        return block_checksum(target)
-    given, taken, state = source.cpu().numpy(), target.numpy(), xxhash.xxh3_64()
-    for start in range(0, len(given), CACHED):
-        piece = given[start : start + CACHED]
-        taken[start : start + CACHED] = piece
-        state.update(piece)
-    return state.intdigest()
+        return block_checksum(target, turn)
+    source = source.cpu()
+    found = block_checksum(source, turn)
+    np.copyto(target.numpy(), source.numpy())
+    return found

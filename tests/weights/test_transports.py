@@ -136,9 +136,9 @@ def test_a_broken_stream_leaves_replicas_that_do_not_serve(make, syncing, fault,
     assert all(found == 3 and same(weights, expected(2, 0)) for found, weights in policy.call("serving"))
 
 
-def damaged_fill(jobs):
+def damaged_fill(jobs, *turn):
     for job in jobs:
-        for result in copied([job]):
+        for result in copied([job], *turn):
             job[2][:1] ^= 4
             yield result
 
@@ -264,6 +264,41 @@ def test_damaged_bytes_are_refused_and_the_old_version_keeps_serving(make, synci
     sync(1)
     for found, weights in policy.call("serving"):
         assert found == 1 and same(weights, expected(1, 1))
+
+
+class Turns(Damaging):
+    """A model that notes the turns of the checksums of what it sends."""
+
+    def __init__(self, model):
+        super().__init__(model, None, None)
+        self.turns = []
+
+    def run(self, function, *arguments, **keywords):
+        if function is shared_memory.send:
+            self.turns.append(arguments[-1])
+        return super().run(function, *arguments, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("module", "verify", "turns"),
+    [
+        ("Adopter", "rotating", [None, None, 1, 1, 2, None, None, 1]),  # two sides, and the fifth does not arrive
+        ("Reader", "rotating", [None, 1, 2, 3, 4, None, 1, 2]),
+        ("Adopter", "all", [None] * 8),
+    ],
+)
+def test_everything_is_verified_at_first_and_after_what_did_not_arrive(make, syncing, module, verify, turns):
+    trainer, policy = make(module=module)
+    watched = Turns(trainer)
+    sync = syncing(watched, policy, "shared_memory", verify=verify)
+    for version in range(8):
+        trainer.call("misbehave", "break" if version == 4 else "")
+        if version == 4:
+            with pytest.raises(WorkerError, match="the export broke"):
+                sync(version)
+        else:
+            sync(version)
+    assert watched.turns == turns
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -21,6 +21,9 @@ class SyncConfig(Section):
     adapters: Literal["merged", "apart"] = "merged"
     """Of a trainer with `lora`: `merged` into the weights; `apart`: after the first sync the adapters alone travel, and
     the policy's engine (`vllm`) adds what they compute to what its weights do."""
+    verify: Literal["all", "rotating"] = "rotating"
+    """What is looked at, on both sides, of every tensor in memory that processes of one host share: `all` bytes, or,
+    after the first time, another eighth of it each time. What leaves such memory is always verified whole."""
     every: PositiveInt = 1
     """Training steps from one sync to the next; more than one needs `runtime.max_staleness` of `every` - 1 at least."""
     timeout: PositiveFloat = 600.0
