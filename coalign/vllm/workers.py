@@ -34,6 +34,5 @@ class Workers:
 def _how(code: int | None) -> str:
     if code is None or code >= 0:
         return "ended" if code is None else f"ended with code {code}"
-    return f"was ended by {signal.Signals(-code).name}" + (
-        ", by the system if memory was short" if -code == signal.SIGKILL else ""
-    )
+    hint = " (as the system does when memory is short)" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
