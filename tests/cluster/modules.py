@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -134,6 +135,16 @@ class SleepyModule(Module):
 
     def nap(self, batch: Batch, *, seconds: float) -> None:
         time.sleep(seconds)
+
+
+class MeetModule(Module):
+    """Scores only while two others of its kind do: each waits for them, and fails if they do not come."""
+
+    meeting = threading.Barrier(3)
+
+    def forward_step(self, batch: Batch) -> dict[str, torch.Tensor]:
+        self.meeting.wait(timeout=30.0)
+        return {f"reward/{self.context.model}": batch["tokens"].float()}
 
 
 class MarkModule(Module):

@@ -83,22 +83,23 @@ def test_calls_under_way_count_until_now():
 
 
 def test_three_scorers_side_by_side_are_seen_as_such(tmp_path):
-    scorers = {name: {"module": "SleepyModule"} for name in ("one", "two", "three")}
+    scorers = {name: {"module": "MeetModule"} for name in ("one", "two", "three")}
     timeline = Timeline(tmp_path, every=1)
     with thread_cluster({"policy": {"module": "SleepyModule"}} | scorers) as cluster:
         cluster.on_end = timeline.note
         timeline.phase("rollout")
         out = cluster.models["policy"].generate(sleepy([0.1]))
-        for future in [cluster.models[name].nap(out, seconds=0.4) for name in scorers]:
+        for future in [cluster.models[name].forward_step(out) for name in scorers]:
             future.result()
         stats = {}
         engine = type("Engine", (), {"cluster": cluster, "step": 1})
         timeline.after_step(engine, stats, None)
     assert stats.keys() == {"idle/policy", "idle/one", "idle/two", "idle/three"}
-    assert isinstance(stats["idle/one"], Stat) and 0.0 < stats["idle/one"].value < stats["idle/policy"].value < 1.0
+    assert all(isinstance(stat, Stat) and 0.0 < stat.value < 1.0 for stat in stats.values())
     trace = json.loads((tmp_path / "step_1.json").read_text())["traceEvents"]
-    naps = [(e["ts"], e["ts"] + e["dur"]) for e in trace if e["name"] == "nap"]
-    assert len(naps) == 3 and max(start for start, _ in naps) < min(stop for _, stop in naps)
+    bars = [(e["pid"], e["ts"], e["ts"] + e["dur"]) for e in trace if e["name"] == "forward_step" and e["ph"] == "X"]
+    assert len({pid for pid, *_ in bars}) == 3 == len(bars)
+    assert max(start for _, start, _ in bars) <= min(stop for *_, stop in bars)
     picture = plot_timeline(tmp_path / "step_1.json", tmp_path / "timeline.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
