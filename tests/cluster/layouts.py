@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], list[list[str]], dict[str, A
         CHIP,
     ),
     "partly": (
-        {"policy": {"num_gpu": 4, "tensor_parallel": 4}, "judge": {"num_gpu": 2}, "trainer": {"num_gpu": 8}},
+        {"policy": {"num_gpu": 4, "tensor_parallel": 4}, "judge": {"num_gpu": 4}, "trainer": {"num_gpu": 8}},
         ALL,
         CHIP,
     ),

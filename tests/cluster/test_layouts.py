@@ -19,7 +19,7 @@ A, B = ([f"{node} {device}" for device in range(4)] for node in "ab")
 SEATS = {
     "exclusive": {"policy": ["a 0,1"], "judge": ["a 2", "a 3"], "trainer": B},
     "shared": {"policy": ["a 0,1", "a 2,3"], "judge": A, "trainer": A},
-    "partly": {"policy": ["a 0,1,2,3"], "judge": ["b 0", "b 1"], "trainer": A + B},
+    "partly": {"policy": ["a 0,1,2,3"], "judge": B, "trainer": A + B},
     "single": {"policy": ["a 0"], "judge": ["a 0"], "trainer": ["a 0"]},
     "spread": {"policy": ["a 0,1", "b 0,1"], "trainer": ["a 2", "a 3"]},
 }

@@ -42,6 +42,9 @@ def test_shared():
 
 
 def test_partly_shared():
+    first, second = [f"0:{i}" for i in range(4)], [f"1:{i}" for i in range(4)]
+    found = placed({"a": ranks(8), "b": ranks(4), "c": ranks(4)}, [["a", "b", "c"]], 4, 4)
+    assert found == {"a": first + second, "b": first, "c": second}
     found = placed({"a": ranks(8), "b": ranks(4), "c": Footprint(2, 2), "d": ranks(2)}, [["a", "b", "c"]], 4, 6)
     assert found == {
         "a": ["1:0", "1:1", "1:2", "1:3", "1:4", "1:5", "0:0", "0:1"],
