@@ -35,6 +35,7 @@ from coalign.runtime.refusing import (
 )
 from coalign.runtime.rewarding import Reward, reward_models, reward_names, reward_parts
 from coalign.runtime.trainer import Trainer
+from coalign.runtime.transports import check_transport
 from coalign.runtime.vocabulary import check_tokens_fit, tokenizer_directory
 from coalign.types import Context, Rollout, Scorer, Trainable
 from coalign.weights.sync import WeightSync
@@ -72,6 +73,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
             check_it_learns(name, models[name], config.runtime.steps or math.inf)
         check_room(roles, models, config)
         check_adapters(cls, models, config)
+        check_transport(cls, {name: models[name] for name in roles}, config)
         for main in learning[:1]:
             check_guards(main, models[main], config)
     return cls, {name: models[name] for name in roles}

@@ -113,4 +113,6 @@ def fitting(places: Sequence[Place], in_turns: bool) -> str:
     hosts, gpus = ({getattr(place, what) for place in places} for what in ("host", "gpu"))
     if len(hosts) > 1:
         return "object_store" if in_turns else "broadcast"
+    if in_turns:  # on the GPU the weights under way would lie beside whoever's turn it is
+        return "shared_memory"
     return "cuda_ipc" if len(gpus) == 1 and None not in gpus else "shared_memory"

@@ -23,7 +23,8 @@ def at(host: str, gpu: str | None = None) -> Place:
     [
         ([at("a"), at("a")], False, "shared_memory"),
         ([at("a"), at("a")], True, "shared_memory"),
-        ([at("a", "0"), at("a", "0")], True, "cuda_ipc"),
+        ([at("a", "0"), at("a", "0")], False, "cuda_ipc"),
+        ([at("a", "0"), at("a", "0")], True, "shared_memory"),
         ([at("a", "0"), at("a", "1")], False, "shared_memory"),
         ([at("a", "0"), at("a")], False, "shared_memory"),
         ([at("a"), at("b")], False, "broadcast"),
