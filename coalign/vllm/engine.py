@@ -73,6 +73,7 @@ class VLLMEngine(Engine):
         self.decoder = decoder
         self.shapes = shapes
         self.adapter_rank = adapter_rank
+        self.loads = 0  # of weights, so far
         self.pipelined = pipeline_parallel > 1
         self.remote = tensor_parallel * pipeline_parallel > 1
         options.check(user, [field.name for field in fields(EngineArgs)], model)
@@ -141,6 +142,7 @@ class VLLMEngine(Engine):
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """vLLM always copies: it packs weights in its own way."""
+        self.loads += 1
         if self.pipelined and self._running is not None:
             raise RuntimeError(
                 "weights cannot change while a pipeline computes (pipeline_parallel): wait for `generate`"

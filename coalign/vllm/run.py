@@ -62,8 +62,8 @@ class VLLMRun(Run):
         for place in range(request.samples):
             name = engine.new_name()
             self._answers[name] = Answer(prompt, place, prompt.stops(self.sampling, engine.decoder))
-            # The salt: keys and values that other weights computed are no answer.
-            asked = {"prompt_token_ids": request.prompt, "cache_salt": str(engine.version)}
+            # The salt: keys and values of other weights are no answer. Versions come again, after a roll-back.
+            asked = {"prompt_token_ids": request.prompt, "cache_salt": str(engine.loads)}
             engine.llm.add_request(name, asked, self._parameters(prompt, place), lora_request=engine.lora_request)
 
     def _parameters(self, prompt: Prompt, place: int) -> SamplingParams:

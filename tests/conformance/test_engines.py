@@ -10,6 +10,8 @@ import torch
 
 from coalign.config.schema import RolloutConfig
 from coalign.data.batch import Batch
+from coalign.generation.request import Request
+from coalign.generation.sampling import Sampling
 from coalign.modules.episodes import EpisodeRunner
 from coalign.rollout.episode import Episode
 from coalign.rollout.naming import environment
@@ -164,6 +166,26 @@ def test_an_error_of_the_listener_ends_the_call_alone(policy):
     assert [token for group, index, token in heard if (group, index) == (12, 1)] == responses(out)[7]
 
 
+def test_what_prompts_and_turns_have_in_common_is_computed_once(policy):
+    sampling = Sampling(8, 1.0, 0, 1.0, 0.0, 1.0, ())
+    prompt, answers = prompts()["tokens"][-45:].tolist(), []
+
+    def ask(run, request):
+        before = run.tokens_prefilled
+        run.submit(request, lambda place, response: answers.append(response.tokens.tolist()))
+        while run.unfinished:
+            policy.engine.advance(run)
+        return run.tokens_prefilled - before
+
+    with policy.engine.open(sampling) as run:
+        assert ask(run, Request(prompt, 70, samples=3)) < 2 * len(prompt)  # not three times; vLLM keeps whole blocks
+        ask(run, Request(prompt, 71, opening=len(prompt)))
+        second = prompt + answers[-1] + [7, 8, 9]
+        assert ask(run, Request(second, 71, opening=len(prompt))) < len(second) / 2
+        assert run.tokens_kept > 0
+    assert [len(tokens) for tokens in answers] == [8] * 5
+
+
 # ---- in parts
 
 
@@ -226,6 +248,12 @@ def test_after_an_update_everything_is_as_if_made_with_the_new_weights(policy, d
     out = policy.generate(prompts())
     assert mismatch(partly, out) < 1e-5
     assert set(out["versions"][out["loss_mask"]].tolist()) == {8}
+
+
+def test_a_version_that_comes_again_is_of_other_weights(policy, directory):
+    policy.generate(prompts())
+    policy.load_weights(other_weights(directory).named_parameters(), version=0)  # as after a roll-back
+    assert mismatch(other_weights(directory), policy.generate(prompts())) < 1e-5
 
 
 def test_weights_that_stop_half_way_leave_nothing_to_serve(policy, directory):
