@@ -14,12 +14,45 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from coalign.weights.families.baichuan import BAICHUAN
+from coalign.weights.families.bloom import BLOOM
 from coalign.weights.families.config import MegatronConfig, RopeScaling
+from coalign.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from coalign.weights.families.falcon import FALCON, FALCON_40B
 from coalign.weights.families.family import Family, Parameter
-from coalign.weights.families.llama import LLAMA
-from coalign.weights.families.qwen import QWEN2
+from coalign.weights.families.glm import CHATGLM, GLM4
+from coalign.weights.families.gpt2 import GPT2, STARCODER
+from coalign.weights.families.gpt_neox import GPT_NEOX
+from coalign.weights.families.llama import GEMMA, LLAMA, MISTRAL
+from coalign.weights.families.mixtral import MIXTRAL
+from coalign.weights.families.opt import OPT
+from coalign.weights.families.qwen import QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from coalign.weights.families.starcoder2 import STARCODER2
 
-FAMILIES = (LLAMA, QWEN2)
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    GEMMA,
+    QWEN,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    BAICHUAN,
+    BLOOM,
+    FALCON,
+    FALCON_40B,
+    CHATGLM,
+    GLM4,
+    GPT2,
+    STARCODER,
+    STARCODER2,
+    GPT_NEOX,
+    OPT,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+)
 
 __all__ = ["FAMILIES", "Family", "MegatronConfig", "Parameter", "RopeScaling", "named", "of"]
 
@@ -31,7 +64,7 @@ def of(hf: Mapping[str, Any]) -> Family:
             return family
     architectures = list(hf.get("architectures") or ())
     wanted = (architectures or [str(hf.get("model_type"))])[0]
-    known = [each for family in FAMILIES for each in (family.architectures if architectures else (family.model_type,))]
+    known = [each for family in FAMILIES for each in (family.architectures if architectures else family.model_types)]
     near = get_close_matches(wanted, known, n=len(known), cutoff=0.0)
     raise ValueError(f"config.json: no family of Megatron models is known for {wanted!r}; known are {', '.join(near)}")
 

@@ -46,7 +46,7 @@ class MegatronConfig:
 
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # a LayerNorm has a bias
     layernorm_epsilon: float = 1e-5
-    layernorm_zero_centered_gamma: bool = False
+    layernorm_zero_centered_gamma: bool = False  # weights are stored less 1
     qk_layernorm: bool = False
     activation_func: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     gated_linear_unit: bool = True
@@ -84,5 +84,6 @@ class MegatronConfig:
     parallel_residual: Literal["none", "one_norm", "two_norms"] = "none"  # attention and MLP read the same residual
     embedding_layernorm: bool = False  # a LayerNorm right after the word embedding (BLOOM)
     embedding_scale: float = 1.0  # the embedding is multiplied by this (Gemma)
+    layernorm_affine: bool = True  # False: norms of layers have neither weights nor biases (Galactica)
     alibi_scaled: bool = False  # slopes are added before the division by √head (Falcon), else after it
     normalised_head: bool = False  # rows of the output layer have length 1 when it is used (Baichuan 2)

@@ -91,7 +91,7 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]  # of config.json; the first is written
-    model_type: str
+    model_types: tuple[str, ...]  # where it names no architecture; the first is written
     settings: tuple[Setting, ...]
     tensors: Mapping[str, Line]
     layer: Mapping[str, Line]
@@ -102,21 +102,26 @@ class Family:
 
     def claims(self, hf: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family."""
-        named = hf.get("architectures") or ()
-        return (
-            any(each in self.architectures for each in named) if named else hf.get("model_type") == self.model_type
-        ) and self.when(hf)
+        named, known = hf.get("architectures"), self.architectures
+        return (any(each in known for each in named) if named else hf.get("model_type") in self.model_types) and (
+            self.when(hf)
+        )
 
     def config(self, hf: Mapping[str, Any]) -> MegatronConfig:
         """From a config.json. ValueError naming the key: one that is missing, or a value that Megatron cannot have."""
         found: dict[str, Any] = {"family": self.name}
         for setting in self.settings:
             found |= setting.read(hf)
-        return MegatronConfig(**found)
+        defaults = {
+            "num_query_groups": found["num_attention_heads"],
+            "kv_channels": found["hidden_size"] // found["num_attention_heads"],
+            "ffn_hidden_size": 4 * found["hidden_size"],
+        }
+        return MegatronConfig(**defaults | found)
 
     def to_hf(self, config: MegatronConfig) -> dict[str, Any]:
         """A config.json that describes the same model: the inverse of ``config``."""
-        found: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.model_type}
+        found: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.model_types[0]}
         for setting in self.settings:
             found |= setting.write(config)
         return found

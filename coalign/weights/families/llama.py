@@ -1,9 +1,25 @@
-"""Llama 1, 2, 3 (Code Llama, Yi, DeepSeek-LLM …)."""
+"""Llama 1, 2, 3 (Code Llama, Yi, DeepSeek-LLM …), and what differs from it by settings: Mistral, Gemma."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import FFN, GROUPS, HEAD, SIZES, Activation, Only, Rope, epsilon, tied
+from coalign.weights.families.settings import (
+    FFN,
+    GROUPS,
+    HEAD,
+    SIZES,
+    Activation,
+    Always,
+    Either,
+    Hf,
+    Only,
+    Rope,
+    epsilon,
+    tied,
+    window,
+)
 from coalign.weights.families.sources import Heads, Joined, Same
 
 TENSORS = {
@@ -26,7 +42,7 @@ PREFIX = "model.layers.{layer}."
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM", "YiForCausalLM"),
-    model_type="llama",
+    model_types=("llama",),
     settings=(
         *SIZES,
         GROUPS,
@@ -38,6 +54,57 @@ LLAMA = Family(
         tied(False),
         Only("attention_bias", False),
         Only("mlp_bias", False),
+    ),
+    tensors=TENSORS,
+    layer=ATTENTION | MLP,
+    prefix=PREFIX,
+)
+
+MISTRAL = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    model_types=("mistral",),
+    settings=(
+        *SIZES,
+        GROUPS,
+        HEAD,
+        FFN,
+        Activation(),
+        Rope(),
+        epsilon("rms_norm_eps", 1e-6),
+        tied(False),
+        window(4096),
+    ),
+    tensors=TENSORS,
+    layer=ATTENTION | MLP,
+    prefix=PREFIX,
+)
+
+
+def _gelu(hf: Hf) -> dict[str, Any]:
+    """The first Gemmas say `gelu`, and were trained with its tanh approximation all the same."""
+    found = hf.get("hidden_activation") or hf.get("hidden_act") or "gelu_pytorch_tanh"
+    if found not in ("gelu", "gelu_pytorch_tanh"):
+        raise ValueError(f"config.json: 'hidden_activation' is {found!r}; Gemma has 'gelu_pytorch_tanh'")
+    return {"activation_func": "gelu_tanh"}
+
+
+GEMMA = Family(
+    name="gemma",
+    architectures=("GemmaForCausalLM",),
+    model_types=("gemma",),
+    settings=(
+        *SIZES,
+        GROUPS,
+        HEAD,
+        FFN,
+        Either(_gelu, lambda config: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")),
+        Rope(),
+        epsilon("rms_norm_eps", 1e-6),
+        tied(True),
+        Always(layernorm_zero_centered_gamma=True),
+        Either(lambda hf: {"embedding_scale": hf["hidden_size"] ** 0.5}, lambda config: {}),
+        Only("attention_bias", False),
     ),
     tensors=TENSORS,
     layer=ATTENTION | MLP,

@@ -121,6 +121,8 @@ def _linear(name: str, rows: int, columns: int, kind: Kind, bias: bool = False) 
 
 
 def _norm(config: MegatronConfig, name: str, size: int) -> Iterator[Held]:
+    if not config.layernorm_affine:
+        return
     yield Held(name + ".weight", (size,), "replicated")
     if config.normalization == "LayerNorm":
         yield Held(name + ".bias", (size,), "replicated")

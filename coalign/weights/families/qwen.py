@@ -1,28 +1,140 @@
-"""Qwen 1.5, 2, 2.5: Llama with biases of queries, keys and values."""
+"""Qwen 1.5, 2, 2.5 (Llama with biases of queries, keys and values), Qwen 3 (norms of queries and keys), with experts or
+without; and the first Qwen, which only its own code loads."""
 
 from __future__ import annotations
 
+from coalign.weights.families.experts import EXPERT_FFN, EXPERTS, NORMALISED, QWEN_LAYERS, ROUTER, TOP_K, shared
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
-from coalign.weights.families.settings import FFN, GROUPS, HEAD, SIZES, Activation, Always, Only, Rope, epsilon, tied
+from coalign.weights.families.settings import (
+    FFN,
+    GROUPS,
+    HEAD,
+    SIZES,
+    Activation,
+    Always,
+    Either,
+    Field,
+    Only,
+    Rope,
+    epsilon,
+    tied,
+)
+from coalign.weights.families.sources import Blocks, Joined, Same
+
+COMMON = (
+    *SIZES,
+    GROUPS,
+    FFN,
+    Activation(),
+    Rope(),
+    epsilon("rms_norm_eps", 1e-6),
+    tied(False),
+    Only("use_sliding_window", False),
+)
+ROUTED = (QWEN_LAYERS, TOP_K, EXPERT_FFN, NORMALISED)
+NORMS = {"self_attention.q_layernorm": Same("self_attn.q_norm"), "self_attention.k_layernorm": Same("self_attn.k_norm")}
 
 QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
-    model_type="qwen2",
-    settings=(
-        *SIZES,
-        GROUPS,
-        HEAD,
-        FFN,
-        Activation(),
-        Rope(),
-        epsilon("rms_norm_eps", 1e-6),
-        tied(False),
-        Always(add_qkv_bias=True),
-        Only("use_sliding_window", False),
-    ),
+    model_types=("qwen2",),
+    settings=(*COMMON, HEAD, Always(add_qkv_bias=True)),
     tensors=TENSORS,
     layer=ATTENTION | MLP,
     prefix=PREFIX,
+)
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    architectures=("Qwen2MoeForCausalLM",),
+    model_types=("qwen2_moe",),
+    settings=(
+        *COMMON,
+        *ROUTED,
+        HEAD,
+        Field("num_moe_experts", "num_experts"),
+        Field("add_qkv_bias", "qkv_bias", True),
+        Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+        Always(moe_shared_expert_gate=True),
+    ),
+    tensors=TENSORS,
+    layer=ATTENTION
+    | MLP
+    | ROUTER
+    | EXPERTS
+    | shared("shared_expert")
+    | {"mlp.shared_experts.gate_weight": Same("mlp.shared_expert_gate.weight")},
+    prefix=PREFIX,
+)
+
+QWEN3 = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    model_types=("qwen3",),
+    settings=(
+        *COMMON,
+        Field("kv_channels", "head_dim", 128),
+        Always(qk_layernorm=True),
+        Only("attention_bias", False),
+    ),
+    tensors=TENSORS,
+    layer=ATTENTION | NORMS | MLP,
+    prefix=PREFIX,
+)
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    model_types=("qwen3_moe",),
+    settings=(
+        *COMMON,
+        *ROUTED,
+        HEAD,
+        Field("num_moe_experts", "num_experts", older=("num_local_experts",)),
+        Always(qk_layernorm=True),
+        Only("attention_bias", False),
+    ),
+    tensors=TENSORS,
+    layer=ATTENTION | NORMS | MLP | ROUTER | EXPERTS,
+    prefix=PREFIX,
+)
+
+# Beyond `seq_length` its own code also rescales queries (log n) and the rotary base: a model here ends there.
+QWEN = Family(
+    name="qwen",
+    architectures=("QWenLMHeadModel",),
+    model_types=("qwen",),
+    settings=(
+        Field("num_layers", "num_hidden_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("num_attention_heads", "num_attention_heads"),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "seq_length", 8192),
+        Either(  # of both halves
+            lambda hf: {"ffn_hidden_size": hf["intermediate_size"] // 2},
+            lambda config: {"intermediate_size": 2 * config.ffn_hidden_size},
+        ),
+        Rope("rotary_emb_base", "rotary_pct"),
+        epsilon("layer_norm_epsilon", 1e-6),
+        tied(False),
+        Always(add_qkv_bias=True),
+        Only("no_bias", True),
+        Only("scale_attn_weights", True),
+    ),
+    tensors={
+        "embedding.word_embeddings": Same("transformer.wte"),
+        "decoder.final_layernorm": Same("transformer.ln_f"),
+        "output_layer": Same("lm_head"),
+    },
+    layer={
+        "input_layernorm": Same("ln_1"),
+        "self_attention.linear_qkv": Blocks("attn.c_attn"),
+        "self_attention.linear_proj": Same("attn.c_proj"),
+        "pre_mlp_layernorm": Same("ln_2"),
+        "mlp.linear_fc1": Joined(("mlp.w2", "mlp.w1")),
+        "mlp.linear_fc2": Same("mlp.c_proj"),
+    },
+    prefix="transformer.h.{layer}.",
+    base="transformer.",
 )

@@ -10,6 +10,9 @@ from coalign.weights.families.config import MegatronConfig, RopeScaling
 
 Hf = Mapping[str, Any]
 NEEDED: Any = object()
+MEGATRON: Any = (
+    object()
+)  # its own default: as many groups as heads, heads that fill the model, an MLP four times as wide
 
 
 class Setting(Protocol):
@@ -22,18 +25,22 @@ class Setting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``ours`` is what ``key`` says. ``default``: what a config.json without the key (or with null) means; a callable
-    is given the whole config.json."""
+    """``ours`` is what ``key`` says, or one of its ``older`` names. ``default``: what a config.json without the key (or
+    with null) means."""
 
     ours: str
     key: str
     default: Any = NEEDED
+    older: tuple[str, ...] = ()
 
     def read(self, hf: Hf) -> dict[str, Any]:
-        if (value := hf.get(self.key)) is None:
+        value = next((hf[key] for key in (self.key, *self.older) if hf.get(key) is not None), None)
+        if value is None:
+            if self.default is MEGATRON:
+                return {}
             if self.default is NEEDED:
                 raise ValueError(f"config.json: '{self.key}' is missing")
-            value = self.default(hf) if callable(self.default) else self.default
+            value = self.default
         return {self.ours: value}
 
     def write(self, config: MegatronConfig) -> dict[str, Any]:
@@ -156,6 +163,19 @@ def rope_scaling(found: Hf, hf: Hf) -> RopeScaling | None:
     return RopeScaling(**{"kind": kind} | numbers)
 
 
+def window(default: int | None) -> Either:
+    """`sliding_window`: how many tokens a token sees, itself among them; null: all. ``default``: without the key."""
+
+    def read(hf: Hf) -> dict[str, Any]:
+        size = hf.get("sliding_window", default)
+        return {"window_size": None if size is None else (size - 1, 0)}
+
+    def write(config: MegatronConfig) -> dict[str, Any]:
+        return {"sliding_window": None if config.window_size is None else config.window_size[0] + 1}
+
+    return Either(read, write)
+
+
 # ---- what most families say in the same words
 
 SIZES = (
@@ -165,9 +185,21 @@ SIZES = (
     Field("vocab_size", "vocab_size"),
     Field("max_position_embeddings", "max_position_embeddings"),
 )
-GROUPS = Field("num_query_groups", "num_key_value_heads", lambda hf: hf["num_attention_heads"])
-HEAD = Field("kv_channels", "head_dim", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
+# GPT-2's words for the same
+GPT2_SIZES = (
+    Field("num_layers", "n_layer"),
+    Field("hidden_size", "n_embd"),
+    Field("num_attention_heads", "n_head"),
+    Field("vocab_size", "vocab_size"),
+    Field("max_position_embeddings", "n_positions"),
+    Field("ffn_hidden_size", "n_inner", MEGATRON),
+    Field("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+)
+GROUPS = Field("num_query_groups", "num_key_value_heads", MEGATRON)
+HEAD = Field("kv_channels", "head_dim", MEGATRON)
 FFN = Field("ffn_hidden_size", "intermediate_size")
+# A model before Llama: LayerNorm, an MLP of two layers.
+CLASSIC = Always(normalization="LayerNorm", gated_linear_unit=False)
 
 
 def tied(default: bool) -> Field:

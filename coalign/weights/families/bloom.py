@@ -1,0 +1,42 @@
+"""BLOOM: ALiBi, a norm of the embedding, heads that are packed as Megatron has them."""
+
+from __future__ import annotations
+
+from coalign.weights.families.family import Family
+from coalign.weights.families.settings import CLASSIC, Always, Field, Only, epsilon, tied
+from coalign.weights.families.sources import Same
+
+BLOOM = Family(
+    name="bloom",
+    architectures=("BloomForCausalLM",),
+    model_types=("bloom",),
+    settings=(
+        Field("num_layers", "n_layer", older=("num_hidden_layers",)),
+        Field("hidden_size", "hidden_size", older=("n_embed",)),
+        Field("num_attention_heads", "n_head", older=("num_attention_heads",)),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "seq_length", 2048),
+        epsilon("layer_norm_epsilon", 1e-5),
+        tied(True),
+        CLASSIC,
+        Always(position_embedding_type="alibi", activation_func="gelu_tanh"),
+        Always(add_bias_linear=True, embedding_layernorm=True),
+        Only("apply_residual_connection_post_layernorm", False),
+    ),
+    tensors={
+        "embedding.word_embeddings": Same("transformer.word_embeddings"),
+        "embedding.layernorm": Same("transformer.word_embeddings_layernorm"),
+        "decoder.final_layernorm": Same("transformer.ln_f"),
+        "output_layer": Same("lm_head"),
+    },
+    layer={
+        "input_layernorm": Same("input_layernorm"),
+        "self_attention.linear_qkv": Same("self_attention.query_key_value"),
+        "self_attention.linear_proj": Same("self_attention.dense"),
+        "pre_mlp_layernorm": Same("post_attention_layernorm"),
+        "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
+    },
+    prefix="transformer.h.{layer}.",
+    base="transformer.",
+)

@@ -1,0 +1,96 @@
+"""Falcon: 7B (one key and value, one norm), 40B (groups, two norms), RW (ALiBi, no parallel residual)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from coalign.weights.families.config import MegatronConfig
+from coalign.weights.families.family import Family
+from coalign.weights.families.settings import CLASSIC, MEGATRON, Activation, Either, Field, Hf, Rope, epsilon, tied
+from coalign.weights.families.sources import Same
+
+
+def _grouped(hf: Hf) -> bool:
+    return hf.get("new_decoder_architecture", hf.get("model_type") == "RefinedWeb")
+
+
+def _two_norms(hf: Hf) -> bool:
+    return _grouped(hf) and hf.get("num_ln_in_parallel_attn") in (None, 2)
+
+
+def _read(hf: Hf) -> dict[str, Any]:
+    heads = hf.get("num_attention_heads") or hf["n_head"]
+    parallel = hf.get("parallel_attn", True)
+    if _grouped(hf):
+        if not parallel:
+            raise ValueError("config.json: 'parallel_attn' is False; with 'new_decoder_architecture' it has to be True")
+        groups = hf.get("num_kv_heads") or hf.get("n_head_kv") or heads
+    else:
+        groups = 1 if hf.get("multi_query", True) else heads
+    norms = "two_norms" if _two_norms(hf) else "one_norm"
+    return {"num_query_groups": groups, "parallel_residual": norms if parallel else "none"}
+
+
+def _write(config: MegatronConfig) -> dict[str, Any]:
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    parallel = config.parallel_residual != "none"
+    grouped = config.parallel_residual == "two_norms" or groups not in (1, heads)
+    return {
+        "new_decoder_architecture": grouped,
+        "num_kv_heads": groups,
+        "multi_query": groups != heads,
+        "parallel_attn": parallel,
+        "num_ln_in_parallel_attn": (2 if config.parallel_residual == "two_norms" else 1) if grouped else None,
+    }
+
+
+def _alibi(hf: Hf) -> dict[str, Any]:
+    alibi = bool(hf.get("alibi", False))
+    return {"position_embedding_type": "alibi" if alibi else "rope", "alibi_scaled": alibi}
+
+
+FALCON = Family(
+    name="falcon",
+    architectures=("FalconForCausalLM", "RWForCausalLM"),
+    model_types=("falcon", "RefinedWebModel", "RefinedWeb"),
+    settings=(
+        Field("num_layers", "num_hidden_layers", older=("n_layer",)),
+        Field("hidden_size", "hidden_size"),
+        Field("num_attention_heads", "num_attention_heads", older=("n_head",)),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "max_position_embeddings", 2048),
+        Field("ffn_hidden_size", "ffn_hidden_size", MEGATRON),
+        Field("add_bias_linear", "bias", False),
+        Activation("activation", "gelu"),
+        epsilon("layer_norm_epsilon", 1e-5),
+        tied(True),
+        Rope(),
+        CLASSIC,
+        Either(_read, _write),
+        Either(_alibi, lambda config: {"alibi": config.position_embedding_type == "alibi"}),
+    ),
+    tensors={
+        "embedding.word_embeddings": Same("transformer.word_embeddings"),
+        "decoder.final_layernorm": Same("transformer.ln_f"),
+        "output_layer": Same("lm_head"),
+    },
+    layer={
+        "input_layernorm": Same("input_layernorm"),
+        "self_attention.linear_qkv": Same("self_attention.query_key_value"),
+        "self_attention.linear_proj": Same("self_attention.dense"),
+        "pre_mlp_layernorm": Same("post_attention_layernorm"),
+        "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
+    },
+    prefix="transformer.h.{layer}.",
+    base="transformer.",
+    when=lambda hf: not _two_norms(hf),
+)
+
+FALCON_40B = replace(
+    FALCON,
+    name="falcon_40b",
+    layer=FALCON.layer | {"input_layernorm": Same("ln_attn"), "pre_mlp_layernorm": Same("ln_mlp")},
+    when=_two_norms,
+)

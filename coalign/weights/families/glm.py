@@ -1,0 +1,98 @@
+"""GLM: ChatGLM 2 and 3, which only their own code loads, and GLM-4 9B."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coalign.weights.families.config import MegatronConfig
+from coalign.weights.families.family import Family
+from coalign.weights.families.llama import ATTENTION, PREFIX, TENSORS
+from coalign.weights.families.settings import (
+    FFN,
+    GROUPS,
+    SIZES,
+    Activation,
+    Always,
+    Either,
+    Field,
+    Hf,
+    Only,
+    Rope,
+    epsilon,
+    tied,
+)
+from coalign.weights.families.sources import Blocks, Same
+
+HALF_INTERLEAVED = Always(rotary_interleaved=True)
+
+
+def _groups(hf: Hf) -> dict[str, Any]:
+    return {"num_query_groups": hf["multi_query_group_num"]} if hf.get("multi_query_attention") else {}
+
+
+def _groups_back(config: MegatronConfig) -> dict[str, Any]:
+    return {"multi_query_attention": True, "multi_query_group_num": config.num_query_groups}
+
+
+CHATGLM = Family(
+    name="chatglm",
+    architectures=("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+    model_types=("chatglm",),
+    settings=(
+        Field("num_layers", "num_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("ffn_hidden_size", "ffn_hidden_size"),
+        Field("num_attention_heads", "num_attention_heads"),
+        Field("kv_channels", "kv_channels"),
+        Field("vocab_size", "padded_vocab_size"),  # what the tensors have
+        Field("max_position_embeddings", "seq_length"),
+        Either(_groups, _groups_back),
+        epsilon("layernorm_epsilon", 1e-5),
+        tied(False),
+        Field("add_qkv_bias", "add_qkv_bias", False),
+        Always(rotary_percent=0.5),
+        HALF_INTERLEAVED,
+        Only("add_bias_linear", False),
+        Only("rmsnorm", True),
+        Only("post_layer_norm", True),
+        Only("apply_residual_connection_post_layernorm", False),
+        Only("rope_ratio", 1),  # in some versions of the code it divides positions, in others it multiplies the base
+    ),
+    tensors={
+        "embedding.word_embeddings": Same("transformer.embedding.word_embeddings"),
+        "decoder.final_layernorm": Same("transformer.encoder.final_layernorm"),
+        "output_layer": Same("transformer.output_layer"),
+    },
+    layer={
+        "input_layernorm": Same("input_layernorm"),
+        "self_attention.linear_qkv": Blocks("self_attention.query_key_value"),
+        "self_attention.linear_proj": Same("self_attention.dense"),
+        "pre_mlp_layernorm": Same("post_attention_layernorm"),
+        "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
+    },
+    prefix="transformer.encoder.layers.{layer}.",
+    base="transformer.",
+    computed=("rotary_pos_emb.inv_freq",),
+)
+
+GLM4 = Family(
+    name="glm4",
+    architectures=("GlmForCausalLM",),
+    model_types=("glm",),
+    settings=(
+        *SIZES,
+        GROUPS,
+        Field("kv_channels", "head_dim", 128),
+        FFN,
+        Activation(),
+        Rope(percent="partial_rotary_factor", default_percent=0.5),
+        epsilon("rms_norm_eps", 1.5625e-07),
+        tied(False),
+        Field("add_qkv_bias", "attention_bias", True),
+        HALF_INTERLEAVED,
+    ),
+    tensors=TENSORS,
+    layer=ATTENTION | {"mlp.linear_fc1": Same("mlp.gate_up_proj"), "mlp.linear_fc2": Same("mlp.down_proj")},
+    prefix=PREFIX,
+)

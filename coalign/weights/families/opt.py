@@ -1,0 +1,58 @@
+"""OPT, and Galactica, which has no biases and norms without weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coalign.weights.families.config import MegatronConfig
+from coalign.weights.families.family import Family
+from coalign.weights.families.settings import CLASSIC, SIZES, Activation, Always, Either, Field, Hf, Only, tied
+from coalign.weights.families.sources import Heads, Same
+
+
+def _embedded(hf: Hf) -> dict[str, Any]:
+    """Embeddings of another width than the model (350M) have a projection that Megatron does not."""
+    width = hf.get("word_embed_proj_dim") or hf["hidden_size"]
+    if width != hf["hidden_size"]:
+        raise ValueError(f"config.json: 'word_embed_proj_dim' is {width}; Megatron needs the hidden size")
+    return {}
+
+
+def _width(config: MegatronConfig) -> dict[str, Any]:
+    return {"word_embed_proj_dim": config.hidden_size}
+
+
+OPT = Family(
+    name="opt",
+    architectures=("OPTForCausalLM",),
+    model_types=("opt",),
+    settings=(
+        *SIZES,
+        Field("ffn_hidden_size", "ffn_dim"),
+        Activation("activation_function", "relu"),
+        tied(True),
+        CLASSIC,
+        Always(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5),
+        Field("add_bias_linear", "enable_bias", True),
+        Field("layernorm_affine", "layer_norm_elementwise_affine", True),
+        Either(_embedded, _width),
+        Only("do_layer_norm_before", True),
+        Only("_remove_final_layer_norm", False),
+    ),
+    tensors={
+        "embedding.word_embeddings": Same("model.decoder.embed_tokens"),
+        # The first two rows were for padding in fairseq; position 0 is row 2.
+        "embedding.position_embeddings": Same("model.decoder.embed_positions", skip=2),
+        "decoder.final_layernorm": Same("model.decoder.final_layer_norm"),
+        "output_layer": Same("lm_head"),
+    },
+    layer={
+        "input_layernorm": Same("self_attn_layer_norm"),
+        "self_attention.linear_qkv": Heads("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attention.linear_proj": Same("self_attn.out_proj"),
+        "pre_mlp_layernorm": Same("final_layer_norm"),
+        "mlp.linear_fc1": Same("fc1"),
+        "mlp.linear_fc2": Same("fc2"),
+    },
+    prefix="model.decoder.layers.{layer}.",
+)
