@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coalign.generation.gate import Gate
@@ -76,6 +77,7 @@ class Engine(ABC):
     """
 
     version = -1
+    weights_dtype: torch.dtype | None = None  # of all weights, if it is one: to that it casts those it is given
 
     def __init__(self) -> None:
         self._gate = Gate()

@@ -52,6 +52,7 @@ class Module:
     parallel: ClassVar[bool] = False
     adapters: ClassVar[bool] = False
     needs: ClassVar[Mapping[str, Sequence[str]]] = {}
+    weights_dtype: torch.dtype | None = None  # of all its weights, if one: to that it casts what load_weights is given
     unfit: str | None = None  # why this replica must not serve (coalign.weights)
 
     @classmethod

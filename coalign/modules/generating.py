@@ -95,6 +95,10 @@ class RolloutModule(Module):
         answers = self.engine.generate(asked, sampling, progress, on_token, groups)
         return extend(begun, rows, [response for some in answers for response in some])
 
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        return self.engine.weights_dtype
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None:
         """New weights by Hugging Face names: the first time all, later those that have changed; later tokens carry
         ``version``. If they do not arrive whole, nothing is generated until others do."""

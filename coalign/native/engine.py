@@ -51,6 +51,11 @@ class NativeEngine(Engine):
         self.decoder = decoder
         self.reserve = reserve
 
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        kinds = {tensor.dtype for _, tensor in self.model.weights() if tensor.is_floating_point()}
+        return kinds.pop() if len(kinds) == 1 else None
+
     @contextmanager
     def _run(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[NativeRun]:
         with torch.inference_mode(), self.model.packed():

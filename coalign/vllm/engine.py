@@ -111,6 +111,11 @@ class VLLMEngine(Engine):
         """What tells vLLM to add what the adapters compute."""
         return adapters.REQUEST if self.adapter_rank else None
 
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        kinds = set(self.llm.collective_rpc("coalign_dtype"))
+        return kinds.pop() if len(kinds) == 1 else None
+
     def new_name(self) -> str:
         """Of a request."""
         return next(self._names)

@@ -32,6 +32,13 @@ class WeightLoader:
             torch.compiler.set_stance("force_eager")
         return dict(getattr(self.model_runner.get_model(), "packed_modules_mapping", {}))
 
+    def coalign_dtype(self) -> torch.dtype | None:
+        """Of all weights, if it is one; without the scales of attention, buffers with a leading underscore."""
+        state = self.model_runner.get_model().state_dict()
+        weights = [tensor for name, tensor in state.items() if not name.rpartition(".")[2].startswith("_")]
+        kinds = {tensor.dtype for tensor in weights if tensor.is_floating_point()}
+        return kinds.pop() if len(kinds) == 1 else None
+
     @torch.no_grad()
     def coalign_begin(self) -> None:
         """Weights follow, and the adapters, if there are any."""

@@ -32,6 +32,7 @@ from coalign.weights.transport import (
     Model,
     Sent,
     Transport,
+    Wanted,
     WeightError,
     both,
     check_names,
@@ -62,7 +63,7 @@ class Broadcast(Transport):
         if self.link is None:
             self.link = self._connect(f"broadcast {uuid.uuid4().hex}")
         size, timeout = self.config.bucket_mib * 2**20, self.config.timeout
-        sending = self.source.run(send, self.link, changing, size, timeout, fatal=False)
+        sending = self.source.run(send, self.link, self.wanted(changing), size, fatal=False)
         taking = self.target.run(take, self.link, self.labels, version, expected, timeout, fatal=False)
         try:
             both(taking, sending)  # what a reader says of a failure holds what its sender said
@@ -85,16 +86,16 @@ class Broadcast(Transport):
 # ---- a sender
 
 
-def send(module: Any, store: Any, link: str, changing: bool, size: int, timeout: float) -> Sent:
+def send(module: Any, store: Any, link: str, wanted: Wanted, size: int) -> Sent:
     """Broadcast this rank's weights."""
     own: Link = module.links[link]
     sizes: dict[str, int] = {}
-    with exported(module, changing) as weights:
+    with exported(module, wanted) as weights:
         if not own.groups:
             if (item := next(weights, None)) is not None:
                 raise WeightError(f"rank {module.context.rank} yields '{item[0]}', but its `exports` is False")
             return Sent({})
-        outgoing = Outgoing(own, size, timeout)
+        outgoing = Outgoing(own, size, wanted.timeout)
         try:
             for name, tensor in weights:
                 sizes[name] = tensor.nbytes

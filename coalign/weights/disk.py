@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coalign.weights.buckets import pack
 from coalign.weights.checksum import checksum, tensor_bytes
-from coalign.weights.transport import Sent, Staged, WeightError, exported, installing
+from coalign.weights.transport import Sent, Staged, Wanted, WeightError, exported, installing
 
 Files = dict[str, dict[str, int]]  # of each file, the checksum of each tensor
 
@@ -30,7 +30,7 @@ class Disk(Staged):
         aside.mkdir(parents=True)
         try:
             size = self.config.bucket_mib * 2**20
-            sent = self.source.run(write, str(aside), changing, size, fatal=False).result()
+            sent = self.source.run(write, str(aside), self.wanted(changing), size, fatal=False).result()
             final = _folder(folder, version)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(aside, final)
@@ -56,11 +56,11 @@ def _files(sent: list[Sent]) -> Files:
     return {name: checksums for part in sent for name, checksums in part.where.items()}
 
 
-def write(module: Any, store: Any, directory: str, changing: bool, size: int) -> Sent:
+def write(module: Any, store: Any, directory: str, wanted: Wanted, size: int) -> Sent:
     """Write this rank's weights, one file for each bucket."""
     files: Files = {}
     sizes: dict[str, int] = {}
-    with exported(module, changing) as weights:
+    with exported(module, wanted) as weights:
         for bucket in pack(weights, size):
             name = f"rank_{module.context.rank}-{len(files)}.safetensors"
             save_file({packed.name: packed.tensor().clone() for packed in bucket}, Path(directory) / name)

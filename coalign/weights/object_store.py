@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from coalign.weights.buckets import pack
-from coalign.weights.transport import Sent, Staged, exported, installing
+from coalign.weights.transport import Sent, Staged, Wanted, exported, installing
 
 
 class ObjectStore(Staged):
     def stage(self, version: int, changing: bool) -> list[Sent]:
-        sent = self.source.run(export_buckets, changing, self.config.bucket_mib * 2**20, fatal=False).result()
+        sent = self.source.run(
+            export_buckets, self.wanted(changing), self.config.bucket_mib * 2**20, fatal=False
+        ).result()
         self.target.run(verify_buckets, _references(sent), fatal=False).result()
         return sent
 
@@ -23,10 +25,10 @@ def _references(sent: list[Sent]) -> list[Any]:
     return [reference for part in sent for reference in part.where]
 
 
-def export_buckets(module: Any, store: Any, changing: bool, size: int) -> Sent:
+def export_buckets(module: Any, store: Any, wanted: Wanted, size: int) -> Sent:
     """Put this rank's weights into the store."""
     references, sizes = [], {}
-    with exported(module, changing) as weights:
+    with exported(module, wanted) as weights:
         for bucket in pack(weights, size):
             references.append(store.put(bucket))
             sizes |= {packed.name: len(packed.data) for packed in bucket}

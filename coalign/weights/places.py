@@ -16,7 +16,8 @@ Identity = tuple[str, int]  # host, process
 @dataclass(frozen=True, slots=True)
 class Place:
     """One rank. ``host`` is equal for processes that can see each other (in /proc). ``sends``: whether it yields
-    weights; ``adopts``: whether it computes with the tensors that it is given. ``gpu``: which one its device is."""
+    weights; ``adopts``: whether it computes with the tensors that it is given. ``gpu``: which one its device is.
+    ``dtype``: of all its weights, to which it casts what it is given; None: not one."""
 
     host: str
     process: int
@@ -24,6 +25,7 @@ class Place:
     gpu: str | None
     sends: bool
     adopts: bool
+    dtype: torch.dtype | None = None
 
     @property
     def identity(self) -> Identity:
@@ -34,7 +36,7 @@ def place(module: Any, store: Any) -> Place:
     """Of this worker."""
     device = module.context.device
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.startswith("cuda") else None
-    return Place(*identity(), device, gpu, module.exports, module.adopts)
+    return Place(*identity(), device, gpu, module.exports, module.adopts, module.weights_dtype)
 
 
 def identity() -> Identity:

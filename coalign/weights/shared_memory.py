@@ -23,7 +23,7 @@ from coalign.weights.entry import Entry, aligned
 from coalign.weights.journal import Journal, State
 from coalign.weights.places import Identity, Place, identity
 from coalign.weights.segment import Address, Segment
-from coalign.weights.transport import Model, Sent, Staged, WeightError, both, damaged, exported, installing
+from coalign.weights.transport import Model, Sent, Staged, Wanted, WeightError, both, damaged, exported, installing
 
 SMALLEST = 16 * 2**20  # bytes of the first segment; later ones are as large as all before them together
 LARGEST = 2**30
@@ -59,7 +59,7 @@ class SharedMemory(Staged):
         self.syncs += 1
         served, self.served = self.served, [0, 0]  # until it has gone well
         turn = served[self.side] if self.config.verify == "rotating" and served[self.side] else None
-        sending = self.source.run(send, self.link, self.syncs, changing, self.side, turn, fatal=False)
+        sending = self.source.run(send, self.link, self.syncs, self.wanted(changing), self.side, turn, fatal=False)
         if self.in_turns:
             sending.result()
         arguments = self.segment, self.source.name, self.journals, self.readers, self.syncs, turn, self.config.timeout
@@ -132,7 +132,7 @@ def open_outlet(module: Any, store: Any, link: str, segment: type) -> Address:
     return module.links[link].journal.address
 
 
-def send(module: Any, store: Any, link: str, sync: int, changing: bool, side: int, turn: int | None) -> Sent:
+def send(module: Any, store: Any, link: str, sync: int, wanted: Wanted, side: int, turn: int | None) -> Sent:
     """Write this rank's weights to one side, and the journal of it. ``turn``: of the checksums."""
     outlet: Outlet = module.links[link]
     journal, sizes = outlet.journal, {}
@@ -146,7 +146,7 @@ def send(module: Any, store: Any, link: str, sync: int, changing: bool, side: in
             yield place, tensor, segment.bytes[offset : offset + size]
 
     try:
-        with exported(module, changing) as weights:
+        with exported(module, wanted) as weights:
             for place, checksum in copied(jobs(weights), turn):
                 journal.append(Written(*place, checksum))
     except BaseException:

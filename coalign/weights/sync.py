@@ -81,7 +81,9 @@ class WeightSync:
             if self.config.transport != "auto" or not isinstance(problem.cause, NoRoom | OSError):
                 raise
             log.warning("weights of %s: %s; they go through the object store instead", self.source.name, problem.cause)
+            dtype = self.transport.dtype
             self.transport = ObjectStore(self.source, self.target, self.config)
+            self.transport.dtype = dtype
             sent = self.transport.move(version, changing, self._names.get(changing))
         self._names[changing] = frozenset(name for part in sent for name in part.sizes)
         return sum(size for part in sent for size in part.sizes.values())
@@ -92,6 +94,15 @@ def transport_between(source: Model, target: Model, config: SyncConfig, overlap:
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
         return (Copy if overlap else Adopt)(source, target, config)
     senders, readers = (model.run(place).result() for model in (source, target))
+    transport = _named(source, target, config, senders, readers)
+    dtypes = {place.dtype for place in readers}
+    transport.dtype = dtypes.pop() if len(dtypes) == 1 else None
+    return transport
+
+
+def _named(
+    source: Model, target: Model, config: SyncConfig, senders: Sequence[Place], readers: Sequence[Place]
+) -> Transport:
     name = config.transport
     if name == "auto":
         name = fitting([*senders, *readers], source.takes_turns_with(target))

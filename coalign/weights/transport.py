@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
+from time import monotonic
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from coalign.config.schema import SyncConfig
@@ -46,6 +48,16 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a sender is to yield. ``changing``: only what training changes. ``dtype``: to it floating-point weights of a
+    wider one are cast. ``timeout``: seconds that the next weight may take."""
+
+    changing: bool
+    dtype: torch.dtype | None
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
     """What one rank sent: the bytes of each tensor, and whatever the transport needs to find them."""
 
@@ -54,13 +66,19 @@ class Sent:
 
 
 class Transport(ABC):
-    """Moves the weights of one model to all replicas of another."""
+    """Moves the weights of one model to all replicas of another. ``dtype``: what all replicas compute with, if it is
+    one; what is wider is cast before it travels."""
+
+    dtype: torch.dtype | None = None
 
     def __init__(self, source: Model, target: Model, config: SyncConfig) -> None:
         self.source = source
         self.target = target
         self.config = config
         self.in_turns = source.store.in_process or source.takes_turns_with(target)
+
+    def wanted(self, changing: bool) -> Wanted:
+        return Wanted(changing, self.dtype, self.config.timeout)
 
     @abstractmethod
     def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
@@ -123,7 +141,7 @@ def both(first: Future, second: Future) -> Any:
 
 
 def once(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they are. Raises WeightError for a name that comes again."""
+    """The weights as they come. Raises WeightError for a name that comes again."""
     seen: set[str] = set()
     for name, tensor in weights:
         if name in seen:
@@ -132,16 +150,34 @@ def once(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
+def in_time(weights: Weights, timeout: float, sender: str) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they come. WeightError, once there is one that took longer than ``timeout`` seconds; one that
+    never comes is up to whoever waits for this rank."""
+    last, asked = "", monotonic()
+    for name, tensor in weights:
+        if monotonic() - asked > timeout:
+            after = f"after '{last}'" if last else "before its first tensor"
+            raise WeightError(f"{sender} sent nothing for {timeout:g} s (sync.timeout) {after}; then came '{name}'")
+        yield name, tensor
+        last, asked = name, monotonic()
+
+
 @contextmanager
-def exported(module: Any, changing: bool) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def exported(module: Any, wanted: Wanted) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """The weights of this rank. Whatever fails in the context, the rank takes part in the others' collectives to the
     end: else they would wait for it."""
-    weights = module.export_weights(changing=changing)
+    weights = module.export_weights(changing=wanted.changing)
+    sender = f"{module.context.model}, rank {module.context.rank}"
     try:
-        yield once(weights)
+        yield ((name, _cast(tensor, wanted.dtype)) for name, tensor in once(in_time(weights, wanted.timeout, sender)))
     finally:
         for _ in weights:
             pass
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    narrower = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
+    return tensor.to(dtype) if narrower else tensor
 
 
 @contextmanager

@@ -119,6 +119,7 @@ def test_the_process_stays_as_it_was_and_what_the_user_says_reaches_vllm(directo
     assert made.engine.llm.vllm_config.scheduler_config.max_num_seqs == 5 and made.engine.context == 96
     with pytest.raises(ValueError, match=r"missing \['model\.embed_tokens\.weight'"):
         made.load_weights([item for item in load(directory).named_parameters() if "layers" in item[0]], version=0)
+    assert made.weights_dtype == torch.float32
     made.load_weights(load(directory).named_parameters(), version=0)
     parts = [item for item in load(directory).named_parameters() if item[0].endswith("q_proj.weight")]
     with pytest.raises(ValueError, match=r"k_proj.*v_proj.*computes them as one layer"):

@@ -78,3 +78,12 @@ class Adopter(Reader):
     """Computes with the tensors that it was given."""
 
     adopts = True
+
+
+class Narrow(Reader):
+    """Computes in bfloat16, whatever it is given."""
+
+    weights_dtype = torch.bfloat16
+
+    def load_weights(self, weights, *, version: int, adopt: bool = False) -> None:
+        super().load_weights(((name, tensor.to(torch.bfloat16)) for name, tensor in weights), version=version)

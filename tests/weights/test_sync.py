@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coalign.cluster.future import WorkerError
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.types import Context, Total
@@ -13,11 +14,14 @@ from coalign.weights.sync import WeightSync
 from tests.weights.test_transports import EMBED, LAYER
 
 
+IN_TURNS = [["trainer", "policy"]]
+
+
 @pytest.fixture
-def models():
+def models(request):
     given = {"trainer": "Sender", "policy": "Adopter"}
     configs = {name: ModelConfig(module=f"tests.weights.modules:{module}") for name, module in given.items()}
-    runtime = RuntimeConfig(cluster="local", threads=1, call_timeout=60.0)
+    runtime = RuntimeConfig(cluster="local", threads=1, call_timeout=60.0, colocation=getattr(request, "param", []))
     with start(RunConfig(algorithm="none", models=configs, runtime=runtime)) as cluster:
         for name, config in configs.items():
             cluster.spawn(name, config, Context(model=name, threads=1))
@@ -34,6 +38,7 @@ def test_in_one_process_the_live_tensors_are_adopted(models):
     assert version == 0 and torch.equal(weights["layers.0.weight"], torch.ones(3, 5))
 
 
+@pytest.mark.parametrize("models", [[], IN_TURNS], indirect=True, ids=["apart", "in turns"])
 def test_in_one_process_a_target_that_computes_meanwhile_gets_a_copy(models):
     trainer, policy = models
     sync = WeightSync(trainer, policy, overlap=True)
@@ -45,3 +50,31 @@ def test_in_one_process_a_target_that_computes_meanwhile_gets_a_copy(models):
     sync(1)
     version, weights = policy.serving().result()
     assert version == 1 and torch.equal(weights["layers.0.weight"], torch.ones(3, 5))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_in_one_process_a_stream_that_breaks_off_leaves_a_replica_that_does_not_serve(models, overlap):
+    trainer, policy = models
+    sync = WeightSync(trainer, policy, overlap=overlap)
+    sync(0)
+    trainer.misbehave("break").result()
+    with pytest.raises(WorkerError, match="the export broke"):
+        sync(1)
+    [why] = policy.run(lambda module, store: module.unfit).result()
+    assert "version 1 were installed in part only" in why
+    trainer.misbehave("").result()
+    sync(2)
+    assert policy.serving().result()[0] == 2
+
+
+@pytest.mark.parametrize("models", [IN_TURNS], indirect=True)
+def test_a_copy_that_breaks_off_between_models_that_take_turns_leaves_the_old_version(models):
+    """It is whole on the host before the target takes any of it."""
+    trainer, policy = models
+    sync = WeightSync(trainer, policy, overlap=True)
+    sync(0)
+    trainer.misbehave("break").result()
+    with pytest.raises(WorkerError, match="the export broke"):
+        sync(1)
+    assert policy.run(lambda module, store: module.unfit).result() == [None]
+    assert policy.serving().result()[0] == 0
