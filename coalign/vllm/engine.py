@@ -226,7 +226,7 @@ def _started(arguments: EngineArgs, model: str) -> LLMEngine:
 
 
 def _check_heads(size: int) -> None:
-    """Raises ValueError for a size that kernels for CPUs do not know: vLLM would find out at the first token."""
+    """Raises ValueError for a size that kernels for CPUs do not know: vLLM starts all the same."""
     if current_platform.is_cpu() and not CPUAttentionBackend.supports_head_size(size):
         known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
         raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
