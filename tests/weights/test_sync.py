@@ -13,7 +13,6 @@ from coalign.weights.in_process import Adopt, Copy
 from coalign.weights.sync import WeightSync
 from tests.weights.test_transports import EMBED, LAYER
 
-
 IN_TURNS = [["trainer", "policy"]]
 
 
