@@ -5,8 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
+
+import torch
 
 from coalign.cluster.future import BatchRef, Failure, Future, Meta, Outcome, Span, Store, WorkerError
 from coalign.types import merge_stats
@@ -32,6 +35,9 @@ class Remote(Protocol):
 
     def execute(self, verb: str, *arguments: Any) -> Running:
         """Start a verb of coalign.cluster.worker.Worker there."""
+
+    def in_parts(self, verbs: Sequence[tuple[Any, ...]]) -> list[Running]:
+        """Start verbs (with their arguments) there that follow each other with nothing in between."""
 
 
 def wait(future: Future, running: Sequence[Running], timeout: float) -> list[Meta]:
@@ -61,6 +67,19 @@ def _raise_failure(label: str, where: str, done: concurrent.futures.Future[Meta]
         raise WorkerError(label, where, Failure("worker lost", str(lost).strip(), "")) from None
     if failure := done.result().failure:
         raise WorkerError(label, where, failure) from failure.exception
+
+
+def by_share(metas: Sequence[Meta], counts: Sequence[int]) -> list[Meta]:
+    """The Metas of results that came in so many parts each (``counts``): the rows of each as those of one."""
+    cuts = accumulate(counts, initial=0)
+    return [_joined(metas[start:stop]) for start, stop in pairwise(cuts)]
+
+
+def _joined(parts: Sequence[Meta]) -> Meta:
+    if len(parts) == 1:
+        return parts[0]
+    group = None if parts[0].group is None else torch.cat([part.group for part in parts])
+    return replace(parts[0], lengths=torch.cat([part.lengths for part in parts]), group=group)
 
 
 def combine(running: Sequence[Running], metas: Sequence[Meta], store: Store, copies: int = 1) -> Outcome:

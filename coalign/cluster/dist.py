@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.answers import Remote, Running, combine, silence, wait
+from coalign.cluster.answers import Remote, Running, by_share, combine, silence, wait
 from coalign.cluster.dealing import By, Shares, deal, deal_updates, in_order, joined
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
 from coalign.cluster.stream import Answer, answered, arriving, streams
@@ -204,18 +204,21 @@ class DistModel:
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
             shares = self._shares(future.label, tuple(ready), named, by, self._shares_each, updates)
             with self._turn(future, method, needs):
-                running, metas = self._share_out(future, method, shares)
-                return shares.restored(combine(running, metas, self.store, self._copies), metas[:: self._copies])
+                running, metas, counts = self._share_out(future, method, shares)
+                outcome = combine(running, metas, self.store, self._copies)
+                return shares.restored(outcome, by_share(metas, counts)[:: self._copies])
 
         return self._launch(method, work, fatal)
 
-    def _share_out(self, future: Future, method: str, shares: Shares) -> tuple[list[Running], list[Meta]]:
-        """Each share to its rank, all at once; or, if there are more, to whichever replica is free."""
+    def _share_out(self, future: Future, method: str, shares: Shares) -> tuple[list[Running], list[Meta], list[int]]:
+        """Each share to its rank, all at once; or, if there are more, to whichever replica is free. What is under way,
+        what it gave, and in how many parts each share did."""
         if len(shares.calls) <= len(self._ranks):
-            running = [rank.execute("call", method, *own) for rank, own in shares.calls]
+            started = [self._begin(rank, method, *own) for rank, own in shares.calls]
+            running = [part for parts in started for part in parts]
             apart = self._spmd or self.config.spread_samples  # a rank's rows mean nothing alone, nor parts of a group
             future.comes_in([] if apart else [answered(each) for each in running])
-            return running, self._wait(future, method, running)
+            return running, self._wait(future, method, running), [len(parts) for parts in started]
         answers: list[Answer] = [concurrent.futures.Future() for _ in shares.calls]
         future.comes_in([] if self.config.spread_samples else answers)
         waiting, free = list(enumerate(own for _, own in shares.calls))[::-1], list(self._ranks)[::-1]
@@ -236,7 +239,16 @@ class DistModel:
                 done[number] = running, meta
                 answers[number].set_result(running)
                 free.append(rank)
-        return [done[number][0] for number in sorted(done)], [done[number][1] for number in sorted(done)]
+        running, metas = zip(*(done[number] for number in sorted(done)), strict=True)
+        return list(running), list(metas), [1] * len(done)
+
+    def _begin(self, rank: Remote, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Running]:
+        """A call of one rank: of `generate`, in as many parts as the model hands over."""
+        parts = min(self.config.parts_per_call, len(arguments[0].which)) if method == "generate" else 1
+        if parts <= 1:
+            return [rank.execute("call", method, arguments, keywords)]
+        first = ("first_part", method, parts, arguments, keywords)
+        return rank.in_parts([first] + [("next_part", method)] * (parts - 1))
 
     def _takes_parts_of(self, value: Any) -> bool:
         """Whether rows of ``value`` can be computed before the others: nothing but them would be waited for, and nobody

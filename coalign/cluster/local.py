@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,6 @@ from coalign.cluster.accelerators import accelerator
 from coalign.cluster.answers import Remote, Running
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import Meta
 from coalign.cluster.lane import Task
 from coalign.cluster.placement import Node, assign, seats
 from coalign.cluster.slot import Slot, distinct
@@ -55,15 +54,19 @@ class LocalWorker:
         self.where, self._worker, self._submit = where, worker, submit
 
     def execute(self, verb: str, *arguments: Any) -> Running:
-        meta: concurrent.futures.Future[Meta] = concurrent.futures.Future()
-        cell = Cell()
+        [running] = self.in_parts([(verb, *arguments)])
+        return running
+
+    def in_parts(self, verbs: Sequence[tuple[Any, ...]]) -> list[Running]:
+        all_running = [Running(self.where, concurrent.futures.Future(), Cell()) for _ in verbs]
 
         def task() -> None:
-            answer, cell.value = self._worker.execute(verb, *arguments)
-            meta.set_result(answer)
+            for verb, running in zip(verbs, all_running, strict=True):
+                answer, running.payload.value = self._worker.execute(*verb)
+                running.meta.set_result(answer)
 
         self._submit(task)
-        return Running(self.where, meta, cell)
+        return all_running
 
 
 class LocalCluster(Cluster):

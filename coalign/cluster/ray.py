@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -96,6 +96,9 @@ class RayWorker:
         # In a tuple, so that Ray hands references on as they are: the worker fetches the rows it needs.
         meta, payload = self.actor.execute.remote(verb, arguments)
         return Running(self.where, meta.future(), payload)
+
+    def in_parts(self, verbs: Sequence[tuple[Any, ...]]) -> list[Running]:
+        return [self.execute(*verb) for verb in verbs]  # an actor keeps the order of one caller's calls
 
 
 class RayCluster(Cluster):

@@ -10,8 +10,9 @@ import pickle
 import resource
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def module_class(config: ModelConfig) -> type:
 
 
 class Worker:
-    """The verbs: ``setup``, ``call`` (a method of the module), ``run`` (a function on it), ``apply``, ``transform``,
-    ``move``, ``start_trace``, ``stop_trace``, ``close``.
+    """The verbs: ``setup``, ``call`` (a method of the module), ``first_part`` and ``next_part`` of one, ``run`` (a
+    function on it), ``apply``, ``transform``, ``move``, ``start_trace``, ``stop_trace``, ``close``.
 
     With an ``arena``, every answer says what the module has on its device.
     """
@@ -57,6 +58,7 @@ class Worker:
         self.module: Any = None
         self.context = Context()
         self.tracer = Tracer()
+        self._parts: Iterator[Any] = iter(())  # of a call that hands them over as they come
 
     def execute(self, verb: str, *arguments: Any) -> Answer:
         """Run one verb; its result and what it took. Never raises: a failure is part of the Meta."""
@@ -84,16 +86,48 @@ class Worker:
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
         """Call a method of the module; Shares among the arguments arrive as Batches. RuntimeError if it is unfit."""
-        self.module.check_fit()
-        if self.arena is not None:
-            needs = self.module.needs.get(method, PARTS)
-            self.arena.require(self.context.model, needs, f"{self.context.model}.{method}")
-        arguments = tuple(self._receive(value) for value in arguments)
-        keywords = {name: self._receive(value) for name, value in keywords.items()}
+        arguments, keywords = self._given(method, arguments, keywords)
         with self.tracer.range(f"{self.context.model}.{method}"):
             result = getattr(self.module, method)(*arguments, **keywords)
         base = next((value for value in (*arguments, *keywords.values()) if isinstance(value, Batch)), None)
         return _answer(result, base)
+
+    def first_part(self, method: str, parts: int, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
+        """The first of so many ``parts`` of what a call gives, by the module's `<method>_in_parts`."""
+        self._parts = self._in_parts(method, parts, arguments, keywords)
+        return self.next_part(method)
+
+    def next_part(self, method: str) -> Answer:
+        """The next one of a call that is under way; if a part has failed, so do all after it."""
+        try:
+            with self.tracer.range(f"{self.context.model}.{method}"):
+                return _answer(next(self._parts), None)
+        except BaseException as error:
+            self._parts = map(_raise, repeat(error))
+            raise
+
+    def _in_parts(
+        self, method: str, parts: int, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Iterator[Any]:
+        in_parts = getattr(self.module, f"{method}_in_parts", None)
+        if in_parts is None:
+            raise ValueError(
+                f"models.{self.context.model}.parts_per_call: `{self.module.config.module}` hands over everything at "
+                "once; set it to 1"
+            )
+        arguments, keywords = self._given(method, arguments, keywords)
+        yield from in_parts(parts, *arguments, **keywords)
+
+    def _given(
+        self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call that may begin."""
+        self.module.check_fit()
+        if self.arena is not None:
+            needs = self.module.needs.get(method, PARTS)
+            self.arena.require(self.context.model, needs, f"{self.context.model}.{method}")
+        received = tuple(self._receive(value) for value in arguments)
+        return received, {name: self._receive(value) for name, value in keywords.items()}
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Answer:
         """``function(module, store, *arguments)``: work on the module itself, such as moving its weights."""
@@ -193,6 +227,10 @@ def _answer(result: Any, base: Batch | None) -> Answer:
 def _failure(error: BaseException, more: str) -> Failure:
     trace = "".join(traceback.format_exception(error))
     return Failure(type(error).__name__, f"{error}{more}", trace, _portable(error))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _portable(error: BaseException) -> BaseException | None:

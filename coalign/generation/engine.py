@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -148,7 +149,22 @@ class Engine(ABC):
         on_token: OnToken | None = None,
         enough: int | None = None,
     ) -> list[list[Response]]:
-        """The responses of each request, in the order of its samples.
+        """The responses of each request, in the order of its samples; see ``in_parts``."""
+        [answers] = self.in_parts(requests, [len(requests)], sampling, progress, on_token, enough)
+        return answers
+
+    def in_parts(
+        self,
+        requests: Sequence[Request],
+        sizes: Sequence[int],
+        sampling: Sampling,
+        progress: Progress | None = None,
+        on_token: OnToken | None = None,
+        enough: int | None = None,
+    ) -> Iterator[list[list[Response]]]:
+        """The responses of the first ``sizes[0]`` requests, each in the order of its samples, as soon as all of them
+        are there; then those of the next ones. All are computed together, and only while somebody asks for the next
+        part; until the last one, nobody else can use the engine.
 
         ``enough``: as soon as all samples of so many groups are at their end, the others are handed back as they are
         (PARTIAL). ``on_token``: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or
@@ -158,22 +174,28 @@ class Engine(ABC):
         for request in requests:
             missing[request.group] += request.samples
         answers: list[list[Any]] = [[None] * request.samples for request in requests]
+        cuts = list(accumulate(sizes, initial=0))
+        waiting = [sum(request.samples for request in requests[a:b]) for a, b in pairwise(cuts)]
 
-        def note(answer: list[Any], group: int, place: int, response: Response) -> None:
+        def note(answer: list[Any], group: int, part: int, place: int, response: Response) -> None:
             answer[place] = response
             missing[group] -= response.status != Status.PARTIAL
+            waiting[part] -= 1
 
         with self.open(sampling, on_token) as run:
-            for request, answer in zip(requests, answers, strict=True):
-                run.submit(request, partial(note, answer, request.group))
-            while run.unfinished:
-                if enough is not None and sum(not left for left in missing.values()) >= enough:
-                    run.cut_all()
-                self.advance(run)
-                if progress is not None:
-                    progress(run.finished, run.total, run.tokens_chosen)
-        lost = sum(response is None for answer in answers for response in answer)
-        if lost:
-            asked = sum(request.samples for request in requests)
-            raise RuntimeError(f"the engine returned {asked - lost} of {asked} responses")
-        return answers
+            for part, (start, stop) in enumerate(pairwise(cuts)):
+                for request, answer in zip(requests[start:stop], answers[start:stop], strict=True):
+                    run.submit(request, partial(note, answer, request.group, part))
+            for part, (start, stop) in enumerate(pairwise(cuts)):
+                while run.unfinished and (waiting[part] or stop == cuts[-1]):
+                    if enough is not None and sum(not left for left in missing.values()) >= enough:
+                        run.cut_all()
+                    self.advance(run)
+                    if progress is not None:
+                        progress(run.finished, run.total, run.tokens_chosen)
+                if waiting[part]:
+                    asked = sum(request.samples for request in requests)
+                    raise RuntimeError(f"the engine returned {asked - sum(waiting)} of {asked} responses")
+                if part < len(sizes) - 1:
+                    yield answers[start:stop]
+        yield answers[cuts[-2] :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,23 @@ class RolloutModule(Module):
         on_token: OnToken | None = None,
         **overrides: Any,
     ) -> Batch | tuple[Batch, Stats]:
+        """All of ``generate_in_parts`` at once."""
+        options = {"samples": samples, "round_tokens": round_tokens, "enough": enough}
+        [out] = self.generate_in_parts(1, prompts, **options, progress=progress, on_token=on_token, **overrides)
+        return out
+
+    def generate_in_parts(
+        self,
+        parts: int,
+        prompts: Batch,
+        *,
+        samples: int | None = None,
+        round_tokens: int | None = None,
+        enough: float | None = None,
+        progress: Progress | None = None,
+        on_token: OnToken | None = None,
+        **overrides: Any,
+    ) -> Iterator[Batch | tuple[Batch, Stats]]:
         """``samples`` responses (None: context.samples_per_prompt) to each prompt, ordered by prompt, then index.
 
         prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated for every response.
@@ -78,8 +95,12 @@ class RolloutModule(Module):
         SamplingConfig. progress, on_token: see coalign.generation.engine. Returns prompt + response with the columns
         of docs/design.md section 3. With an environment (context.rollout), samples are played from their beginning, and
         it returns statistics, too: `episode/…`, see docs/environments.md.
-        Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit, RuntimeError
-        while the weights are those of no version.
+
+        The groups come in so many ``parts``, neighbours of nearly equal numbers, in order and each as soon as all of
+        its samples are there; their samples are the same as those of a single part. Nothing is computed before
+        somebody asks for the next one.
+        Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit and for parts of
+        episodes, RuntimeError while the weights are those of no version.
         """
         self.check_fit()
         if self.engine.version < 0:
@@ -90,11 +111,20 @@ class RolloutModule(Module):
         sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
         if self.runner is not None:
             told = {"enough": enough, "progress": progress, "on_token": on_token}
-            return self.runner.run(self.engine, begun, sampling, **told)
-        rows, asked = _requests(begun, sampling.max_new_tokens, round_tokens, self.context.sample_tokens)
+            if parts > 1:
+                where = f"models.{self.context.model}.parts_per_call"
+                raise ValueError(f"{where}: episodes are handed over all at once; set it to 1")
+            yield self.runner.run(self.engine, begun, sampling, **told)
+            return
+        some = begun.split(parts, keep="group", by="sequences")
+        asked = [_requests(each, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for each in some]
+        requests = [request for _, own in asked for request in own]
+        sizes = [len(own) for _, own in asked]
         groups = None if enough is None else missing_groups(begun, enough)
-        answers = self.engine.generate(asked, sampling, progress, on_token, groups)
-        return extend(begun, rows, [response for some in answers for response in some])
+        ready = self.engine.in_parts(requests, sizes, sampling, progress, on_token, groups)
+        for each, (rows, _), answers in zip(some, asked, ready, strict=True):
+            with torch.inference_mode(False):  # the run is open, in its own mode, and others learn from what it gives
+                yield extend(each, rows, [response for responses in answers for response in responses])
 
     @property
     def weights_dtype(self) -> torch.dtype | None:

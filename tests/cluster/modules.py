@@ -137,6 +137,24 @@ class SleepyModule(Module):
         time.sleep(seconds)
 
 
+class PartsModule(EchoModule):
+    """Hands over what it repeats in parts; those after the first only when somebody has begun to score (``begun``)."""
+
+    begun = threading.Event()
+
+    def generate_in_parts(self, parts: int, prompts: Batch, *, samples: int = 2, fails: bool = False):
+        for number, some in enumerate(self.generate(prompts, samples=samples).split(parts, keep="group")):
+            if number and not self.begun.wait(timeout=30.0):
+                raise TimeoutError("nobody has begun to score")
+            if number and fails:
+                raise ValueError("as asked")
+            yield some
+
+    def forward_step(self, batch: Batch, *, into: str = "reward") -> dict[str, torch.Tensor]:
+        self.begun.set()
+        return {into: batch["tokens"][batch.offsets[:-1]].float(), "calls": Total(1)}
+
+
 class MeetModule(Module):
     """Scores only while two others of its kind do: each waits for them, and fails if they do not come."""
 

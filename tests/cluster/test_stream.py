@@ -7,8 +7,10 @@ import time
 import pytest
 import torch
 
+from coalign.cluster.future import WorkerError
 from coalign.data.batch import Batch
 from coalign.types import Total
+from tests.cluster.modules import PartsModule
 from tests.cluster.threads import thread_cluster
 
 
@@ -59,6 +61,56 @@ def test_small_shares_of_one_replica_stream_too():
         assert scored.result().fetch()["reward"].tolist() == [100.0, 200.0, 400.0]
         assert len(scored.spans) == 3
         assert sorted(span.start for span in scored.spans)[1] < max(span.start for span in out.spans) + 0.4
+
+
+@pytest.fixture
+def in_parts():
+    """A policy that hands over its groups in three parts, the last two when the first one is being scored."""
+    PartsModule.begun.clear()
+    models = {"policy": {"module": "PartsModule", "parts_per_call": 3}, "one": {"module": "PartsModule"}}
+    with thread_cluster(models) as cluster:
+        yield cluster
+
+
+def test_parts_of_one_call_are_scored_while_it_goes_on(in_parts):
+    prompts = sleepy([0.001 * i for i in range(5)])
+    out = in_parts.models["policy"].generate(prompts)
+    scored = in_parts.models["one"].forward_step(out)
+    assert scored.result().fetch()["reward"].tolist() == [i + 1.0 for i in range(5) for _ in range(2)]
+    assert scored.stats == {"calls": Total(3)} and len(out.spans) == 3
+    whole = out.result().fetch()
+    assert whole["group"].tolist() == [i for i in range(5) for _ in range(2)]
+    assert whole["index"].tolist() == [0, 1] * 5
+
+
+def test_there_are_no_more_parts_than_prompts(in_parts):
+    PartsModule.begun.set()
+    out = in_parts.models["policy"].generate(sleepy([0.0, 0.0]), samples=1)
+    assert len(out.result()) == 2 and len(out.spans) == 2
+    assert len(in_parts.models["policy"].generate(sleepy([0.0])).result()) == 2
+
+
+def test_a_part_that_fails_ends_the_call_and_who_waits_for_it(in_parts):
+    out = in_parts.models["policy"].generate(sleepy([0.0] * 5), fails=True)
+    scored = in_parts.models["one"].forward_step(out)
+    with pytest.raises(WorkerError, match=r"policy.generate failed in policy, replica 0: ValueError: as asked"):
+        scored.result()
+
+
+def test_parts_are_the_same_on_every_cluster(make, prompts):
+    rows = {"PartsModule": 3, "EchoModule": 1}
+    models = {name: {"module": name, "parts_per_call": parts} for name, parts in rows.items()}
+    cluster = make(models)
+    cluster.models["PartsModule"].forward_step(prompts).result()  # in its own process somebody has scored
+    parts, whole = (cluster.models[name].generate(prompts, samples=3).result().fetch() for name in rows)
+    assert torch.equal(parts["tokens"], whole["tokens"]) and torch.equal(parts["index"], whole["index"])
+    assert parts["rows"] == whole["rows"]
+
+
+def test_a_module_that_hands_over_everything_at_once_says_so():
+    said = pytest.raises(WorkerError, match=r"models.policy.parts_per_call: .*EchoModule` hands over everything")
+    with thread_cluster({"policy": {"module": "EchoModule", "parts_per_call": 2}}) as cluster, said:
+        cluster.models["policy"].generate(sleepy([0.0, 0.0])).result()
 
 
 def test_order_and_columns_are_those_of_a_whole_batch(flow):

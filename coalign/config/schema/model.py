@@ -116,6 +116,9 @@ class ModelConfig(Section):
     """Of a model with several replicas: a batch is cut into this many shares for each, which are handed out as replicas
     become free. More than 1 evens out replicas that are not equally fast; a roll-out engine runs empty at the end of
     each share."""
+    parts_per_call: PositiveInt = 1
+    """Of a policy: each replica hands over its groups in so many parts, each as soon as it is complete, so that rewards
+    and models with devices of their own score them while the rest is generated. They get smaller batches."""
     spread_samples: bool = False
     """Of a policy with several replicas: deal out single samples, not prompts with all of their samples. The load is
     more even; but every replica that has some of a prompt's samples computes the prompt."""
@@ -163,6 +166,12 @@ class ModelConfig(Section):
         if self.num_gpu % (self.tensor_parallel * self.pipeline_parallel):
             product = f"{self.pipeline_parallel}, which with tensor_parallel={self.tensor_parallel}"
             raise Conflict(("pipeline_parallel",), f"is {product} does not divide num_gpu ({self.num_gpu})")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_those_of_whole_calls(self) -> Self:
+        if self.parts_per_call > 1 and (self.shares_per_replica > 1 or self.spread_samples):
+            raise Conflict(("parts_per_call",), "cannot be combined with `shares_per_replica` or `spread_samples`")
         return self
 
     @model_validator(mode="after")
