@@ -213,3 +213,17 @@ def test_workers_in_other_processes_compute_the_same(tmp_path):
         assert mismatch(load(path), out) < 1e-5
         assert torch.equal(out["tokens"], expected["tokens"]) and torch.equal(out["versions"], expected["versions"])
     shared.close()
+
+
+@VLLM
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_adapters_reach_workers_in_other_processes(tmp_path):
+    path = model_dir(tmp_path, heads=4, kv_heads=2, hidden=128, tied=False)
+    told = Context(model="policy", samples_per_prompt=3, seed=5, adapter_rank=4)
+    learner, policy = trainer(path, told), build("vllm", path, told, tensor_parallel=2)
+    for version in range(2):
+        move(learner, version)
+        policy.load_weights(learner.export_weights(changing=version > 0), version=version)
+        assert mismatch(merged(learner, path), policy.generate(prompts())) < 1e-5
+    policy.close()
