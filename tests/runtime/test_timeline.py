@@ -128,6 +128,7 @@ def test_a_run_writes_idle_shares_timelines_and_their_picture(tmp_path):
     assert run(config) == 0
     for line in metrics(config):
         assert {"idle/policy", "idle/trainer", "idle/reward_functions"} <= line.keys()
+        assert {"time/policy.generate", "time/trainer.train_step", "memory/policy", "memory/trainer"} <= line.keys()
         assert all(0.0 <= value <= 1.0 for name, value in line.items() if name.startswith("idle/"))
     assert sorted(file.name for file in (tmp_path / "run" / "timeline").iterdir()) == ["step_2.json", "step_4.json"]
     assert (tmp_path / "run" / "plots" / "timeline.png").exists()
