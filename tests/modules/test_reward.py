@@ -5,9 +5,11 @@ import logging
 import pytest
 import torch
 
+from coalign.algorithms.combining import Term
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.modules.reward import RewardModule
+from coalign.runtime.rewarding import combine_rewards
 from coalign.types import Context, Stat, Status, Total
 from tests.tiny import tiny_tokenizer
 
@@ -142,6 +144,20 @@ def test_what_went_wrong_stands_at_its_row(build, caplog):
     assert "'as_number' failed on 1 of 1 samples (at most 2 attempts each)" in caplog.text
     assert "in as_number" in caplog.text  # the traceback
     assert module.forward_step(given[1])["reward/as_number/failure"] == ["", ""]
+
+
+def test_a_part_of_a_roll_out_that_fails_altogether_costs_its_rows_alone(build):
+    module, parts = build({"fn": HERE + "as_number"}), [batch("a", "b"), batch("1", "2")]
+    told = [module.forward_step(part) for part in parts]
+    scored = Batch.concat(
+        [
+            Batch(part.lengths, {}, {name: columns[name] for name in module.columns(module.config, module.context)})
+            for part, columns in zip(parts, told, strict=True)
+        ]
+    )
+    out, stats = combine_rewards(Batch.concat(parts), scored, terms=[Term("as_number")], into="reward")
+    assert out["status"].tolist() == [Status.ERROR, Status.ERROR, Status.OK, Status.OK]
+    assert out["reward"][2:].tolist() == [1.0, 2.0] and stats["reward/as_number/failed"] == Total(2.0)
 
 
 def test_a_function_of_weight_zero_may_fail(build, caplog):
