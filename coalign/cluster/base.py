@@ -69,7 +69,7 @@ class Cluster(ABC):
         if name not in self.slots:
             self._make_room(name, footprint(name, config))
         slot = self.slots[name]
-        spmd = _one_group(config)
+        spmd = module_class(config).one_group(config)
         exclusive = module_class(config).exclusive
         actors = self._start(name, slot, context.threads, spmd, exclusive)
         hold = partial(self._turn, name) if exclusive else _at_once
@@ -251,9 +251,4 @@ def footprint(name: str, config: ModelConfig) -> Footprint:
             inherited = f" (`like: {config.like}` takes it over)" if config.like else ""
             message = f"is {ways}, and the module `{config.module}` is not cut that way; set it to 1{inherited}"
             raise ConfigError([Problem(("models", name, key), message)])
-    return Footprint.of(name, config, _one_group(config))
-
-
-def _one_group(config: ModelConfig) -> bool:
-    """Whether the processes of a model form one group. Frozen models are independent replicas: nothing to agree on."""
-    return module_class(config).spmd and not config.frozen
+    return Footprint.of(name, config, module_class(config).one_group(config))

@@ -60,6 +60,12 @@ class Module:
         """The columns that ``forward_step`` adds, told without loading it (`coalign check` runs flows on them)."""
         return (HEADS[config.head][1],)
 
+    @classmethod
+    def one_group(cls, config: ModelConfig) -> bool:
+        """Whether the processes of a model are one group. Frozen models are independent replicas, if each has them
+        whole: nothing to agree on."""
+        return cls.spmd and not config.frozen
+
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config
         self.context = context

@@ -67,11 +67,30 @@ class EmaConfig(Section):
     decay: Probability = 0.999
 
 
+class DeepSpeedConfig(Section):
+    """ZeRO, for the module `deepspeed`."""
+
+    stage: Literal[1, 2, 3] = 2
+    """What the processes of a model share out: the optimizer's state (1), gradients too (2), weights too (3)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory, and step there."""
+    offload_parameters: bool = False
+    """Of stage 3: keep the shards of the weights in the host's memory."""
+    zero: dict[str, Any] = {}
+    """Further keys of DeepSpeed's section `zero_optimization` (bucket sizes, thresholds), by its names."""
+
+    @model_validator(mode="after")
+    def _shards_are_there_to_offload(self) -> Self:
+        if self.offload_parameters and self.stage != 3:
+            raise Conflict(("offload_parameters",), f"needs `stage: 3`; at stage {self.stage} there are no shards")
+        return self
+
+
 class ModelConfig(Section):
     """One model of the run: what it is, where it comes from, how it computes, where it runs."""
 
     module: str = "fsdp"
-    """Backend: `fsdp`, `native`, `reward`, … or a dotted path to a Module subclass."""
+    """Backend: `fsdp`, `deepspeed`, `native`, `reward`, … or a dotted path to a Module subclass."""
     like: str | None = None
     """Take every key that is not given here from this model."""
     load: Annotated[str, Input("directory")] | None = None
@@ -150,6 +169,7 @@ class ModelConfig(Section):
     """This model's own loss; None: the run's."""
     sampling: SamplingConfig = SamplingConfig()
     native: NativeConfig = NativeConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     vllm: dict[str, Any] = {}
     """Passed through to the engine."""
 
