@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from coalign.cli import indexed, inference, models, serving, training
+from coalign.cli import converting, indexed, inference, models, serving, training
 
 app = typer.Typer(
     name="coalign",
@@ -23,6 +23,7 @@ COMMANDS = {
     "train": training.train,
     "check": training.check,
     "check-sync": models.check_sync,
+    "convert": converting.convert,
     "pipeline": training.pipeline,
     "eval": training.evaluate,
     "generate": inference.generate,

@@ -41,7 +41,7 @@ ALLOWED = {
     "runtime": {"types", "cluster", "data", "algorithms", "rewards", "rollout", "config", "weights", "modules"},
     "recipes": {"types", "runtime", "algorithms", "config", "data"},
     "vocab": set(),
-    "cli": {"types", "config", "data", "runtime", "modules", "cluster", "vocab"},
+    "cli": {"types", "config", "data", "runtime", "modules", "cluster", "vocab", "weights"},
 }
 HEAVY = {
     "ray": "cluster/ray.py",

@@ -1,0 +1,10 @@
+"""Conversion of model checkpoints between Hugging Face directories and Megatron's formats, tensor by tensor.
+
+Both sides are boxes of Hugging Face tensors (coalign.weights.shards): a side lists what its files hold, and whatever is
+written is planned from that. No megatron is imported here.
+"""
+
+from coalign.weights.convert.convert import Report, convert
+from coalign.weights.convert.request import Request
+
+__all__ = ["Report", "Request", "convert"]

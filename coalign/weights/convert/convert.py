@@ -1,0 +1,181 @@
+"""A conversion from beginning to end: planned and checked whole, written aside file by file, renamed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from coalign.weights.convert import verify
+from coalign.weights.convert.files import digest
+from coalign.weights.convert.journal import JOURNAL, Journal
+from coalign.weights.convert.opening import Opened, open_source
+from coalign.weights.convert.plan import Advance, Output, Record, ToHuggingFace, ToMegatron
+from coalign.weights.convert.request import Request
+from coalign.weights.convert.workers import run
+
+MANIFEST = "coalign_convert.json"
+Progress = Callable[[str, int], AbstractContextManager[Advance]]  # a title and a total → the function that advances
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """``reused``: files that an interrupted run had finished. ``verified``: tensors compared (None: not asked)."""
+
+    family: str
+    source: str
+    tensors: int
+    bytes: int
+    files: int
+    reused: int
+    verified: int | None
+
+
+def convert(request: Request, progress: Progress = lambda title, total: nullcontext(lambda n: None)) -> Report:
+    """Write ``request.output``.
+
+    The output appears whole or not at all. What an interrupted conversion has finished stands in `OUTPUT.writing`, and
+    ``request.resume`` goes on from there. Raises ValueError for models that cannot be converted and requests that do
+    not fit them, FileExistsError for an output that holds something, OSError for a disk that is full, WeightError if
+    verifying finds a difference.
+    """
+    output = request.output
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"--output: {output} exists and is not empty")
+    opened, plan = prepared(request)
+    aside = output.with_name(output.name + ".writing")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(output, plan.total - used(aside))
+    journal = Journal(aside, _what(request, opened))
+    records = _begun(request, journal)
+    reused = len(records)
+    left = [number for number in range(len(plan.names)) if number not in records]
+    with progress("converting", plan.total) as advance:
+        advance(sum(records[number]["size"] for number in records))
+        try:
+            for number, record in run(_writer, (request, aside), left, request.processes, advance):
+                journal.add(number, record)
+                records[number] = record
+        except OSError as problem:
+            if not records:
+                shutil.rmtree(aside)
+                raise
+            raise OSError(
+                problem.errno,
+                f"{problem.strerror}: {len(records)} of {len(plan.names)} files are finished in {aside}; "
+                "--resume goes on, or delete it",
+            ) from problem
+    ordered = [records[number] for number in range(len(plan.names))]
+    plan.finish(aside, ordered)
+    compared = None
+    if request.verify:
+        with progress("comparing", plan.total) as advance:
+            compared = verify.back(plan, opened, aside, advance)
+    with progress("hashing the source", sum(file.stat().st_size for file in opened.files)) as advance:
+        hashes = dict(run(_hasher, (opened.files,), list(range(len(opened.files))), request.processes, advance))
+    manifest = _manifest(aside, request, opened, plan, ordered, hashes, compared)
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    (aside / JOURNAL).unlink()
+    if output.exists():
+        output.rmdir()
+    os.replace(aside, output)
+    return Report(opened.family.name, opened.format, len(plan.sources), plan.total, len(ordered), reused, compared)
+
+
+def prepared(request: Request) -> tuple[Opened, Output]:
+    """The source, and what will be written. Everything that can be refused is refused here."""
+    opened = open_source(request)
+    if request.to == "hf" and opened.format == "hf" and request.dtype is None:
+        raise ValueError(f"{request.source} is a Hugging Face directory already: --to megatron, or --dtype")
+    return opened, (ToHuggingFace if request.to == "hf" else ToMegatron)(request, opened)
+
+
+def _writer(request: Request, folder: Path) -> Callable[[int, Advance], Record]:
+    _, plan = prepared(request)
+    return lambda number, advance: plan.write(number, folder, advance)
+
+
+def _hasher(files: list[Path]) -> Callable[[int, Advance], Record]:
+    def work(number: int, advance: Advance) -> Record:
+        found = digest(files[number])
+        advance(found["size"])
+        return found
+
+    return work
+
+
+def _begun(request: Request, journal: Journal) -> dict[int, Record]:
+    """Files that are finished already."""
+    folder = journal.path.parent
+    if not folder.exists():
+        journal.begin()
+        return {}
+    if not request.resume:
+        raise FileExistsError(f"{folder} was left by an interrupted conversion: --resume goes on, or delete it")
+    return journal.finished()
+
+
+def _check_room(output: Path, needed: int) -> None:
+    free = shutil.disk_usage(output.parent).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"{output.parent} has {free / 2**30:.2f} GiB free, {needed / 2**30:.2f} more are needed"
+        )
+
+
+def used(folder: Path) -> int:
+    """Bytes of a folder's files."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _what(request: Request, opened: Opened) -> dict[str, Any]:
+    """What a conversion is: the same words mean the same files."""
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(request).items()}
+    for key in ("processes", "resume", "verify"):
+        del settings[key]
+    stats = {file: file.stat() for file in opened.files}
+    files = {str(file): [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+    return {"tool": _tool(), **settings, "files": files}
+
+
+def _names(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def _tool() -> str:
+    return f"coalign {version('coalign')}"
+
+
+def _manifest(
+    folder: Path,
+    request: Request,
+    opened: Opened,
+    plan: Output,
+    records: list[Record],
+    hashes: dict[int, Record],
+    compared: int | None,
+) -> dict[str, Any]:
+    names = [str(file.relative_to(request.source)) for file in opened.files]
+    known = {record["name"]: {key: record[key] for key in ("size", "xxh3_128")} for record in records}
+    return {
+        "tool": _tool(),
+        "source": {
+            "path": str(request.source.resolve()),
+            "format": opened.format,
+            **opened.details,
+            "files": {name: hashes[i] for i, name in enumerate(names)},
+        },
+        "family": opened.family.name,
+        "vocab_size": opened.config.vocab_size,
+        "tensors": len(plan.sources),
+        **plan.details,
+        "verified": None if compared is None else f"{compared} tensors, bit for bit",
+        "files": known | {name: digest(folder / name) for name in sorted(_names(folder) - known.keys() - {JOURNAL})},
+    }

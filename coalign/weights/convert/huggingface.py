@@ -1,0 +1,190 @@
+"""Hugging Face directories: safetensors (on request also `.bin` pickles), read lazily, written streamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from coalign.weights.checksum import tensor_bytes
+from coalign.weights.convert import pickles
+from coalign.weights.convert.files import Hashed
+from coalign.weights.families.sources import Source
+from coalign.weights.shards import Piece, Shape, Shard
+
+SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".distcp")
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Of config.json. ValueError if there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"'{folder}' is not a Hugging Face model directory (no config.json there)")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def copy_others(source: Path, target: Path, dtype: str | None) -> None:
+    """Everything in a model directory that is no weights: configurations, tokenizer, code, licence.
+
+    ``dtype``: what config.json says of the weights, if they are converted.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
+            shutil.copyfile(file, target / file.name)
+    if dtype is not None:
+        config = read_config(target)
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        text = json.dumps(config | dict.fromkeys(keys, dtype), indent=2, ensure_ascii=False)
+        (target / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+class Reader:
+    """The tensors of a directory, mapped into memory. ValueError naming a file that is missing, cut off, or a pickle
+    without ``pickled`` (allowed)."""
+
+    def __init__(self, folder: Path, *, pickled: bool) -> None:
+        self.folder = folder
+        self.files = self._files(pickled)
+        self._open: dict[Path, Any] = {}
+        self.where = {name: file for file in self.files for name in self._names(file)}
+
+    def _files(self, pickled: bool) -> list[Path]:
+        for single in (SAFETENSORS, *((BIN,) if pickled else ())):
+            index = self.folder / f"{single}.index.json"
+            if index.is_file():
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                if missing := [name for name in names if not (self.folder / name).is_file()]:
+                    raise ValueError(f"{index} names files that are not there: {missing}")
+                return [self.folder / name for name in names]
+            if (self.folder / single).is_file():
+                return [self.folder / single]
+        bins = sorted(file.name for file in self.folder.glob("*.bin"))
+        hint = f"; there are pickles ({bins[0]} …): --pickles reads them" if bins else ""
+        raise ValueError(f"'{self.folder}' has no {SAFETENSORS} and no index of several{hint}")
+
+    def _opened(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = (
+                    pickles.load(file, mmap=True) if file.suffix == ".bin" else safe_open(file, "pt").__enter__()
+                )
+            except SafetensorError as problem:
+                raise ValueError(f"{file} cannot be read, is it cut off? ({problem})") from problem
+        return self._open[file]
+
+    def _names(self, file: Path) -> list[str]:
+        return list(self._opened(file).keys())
+
+    def tensor(self, name: str) -> Tensor:
+        file = self.where[name]
+        opened = self._opened(file)
+        return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)
+
+
+class Directory:
+    """The weights as a side. ``sources``: all tensors that the model has. ``stored``: their names in the files."""
+
+    def __init__(self, reader: Reader, sources: Mapping[str, Source], stored: Mapping[str, str]) -> None:
+        self.reader, self.sources, self.stored = reader, sources, stored
+        self.ranks = [[whole(source) for source in sources.values()]]
+        self.dtypes = {}
+        wrong = []
+        for name, source in sources.items():
+            tensor = reader.tensor(stored[name])
+            self.dtypes[name] = tensor.dtype
+            if tuple(tensor.shape) != source.stored:
+                wrong.append(f"'{stored[name]}' {list(tensor.shape)} (config.json: {list(source.stored)})")
+        if wrong:
+            raise ValueError(f"{reader.folder}: shapes that are not those of config.json: {', '.join(wrong)}")
+
+    def fetch(self, rank: int, name: str) -> Tensor:
+        return self.sources[name].read(self.reader.tensor(self.stored[name]))
+
+
+def whole(source: Source) -> Shard:
+    """A view, as it is."""
+    box = tuple((0, size) for size in source.shape)
+    return Shard(source.name, source.shape, source.name, (Piece(source.name, box, box),))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file. ``shape``: as it is stored."""
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def split(entries: Iterable[Entry], size: int) -> list[list[Entry]]:
+    """Entries of each file, of up to ``size`` bytes (or one tensor)."""
+    files: list[list[Entry]] = []
+    room = 0
+    for entry in entries:
+        if not files or entry.size > room:
+            files.append([])
+            room = size
+        files[-1].append(entry)
+        room -= entry.size
+    # Wide types first, so that every tensor is aligned.
+    return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
+
+
+def file_names(count: int) -> list[str]:
+    """Of the files of a model."""
+    if count == 1:
+        return [SAFETENSORS]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write(file: Hashed, entries: list[Entry], tensors: Iterator[Tensor]) -> None:
+    """One safetensors file; ``tensors``: parts of the entries, one after the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.size],
+        }
+        at += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors:
+        file.write(tensor_bytes(tensor).data)
+    if file.size != (expected := 8 + len(text) + at):
+        raise AssertionError(f"{expected} bytes were announced, {file.size} written")
+
+
+def write_index(folder: Path, files: Mapping[str, list[Entry]]) -> None:
+    """Which file has which tensor, if there are several."""
+    if len(files) > 1:
+        names = {entry.name: file for file, entries in files.items() for entry in entries}
+        total = sum(entry.size for entries in files.values() for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+        (folder / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,206 @@
+"""Megatron's older checkpoints, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`: one pickle a rank. They are only read.
+
+Layers (and experts) count from 0 in each stage (and rank); with virtual stages a rank has `model0`, `model1` …
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.weights.convert import pickles
+from coalign.weights.families import MegatronConfig, Parameter
+from coalign.weights.families.layout import MegatronLayout, Stages
+from coalign.weights.families.names import TIED_HEAD, Spec
+from coalign.weights.layout import Coordinates, Mesh
+from coalign.weights.shards import Shard
+
+FILES = ("model_optim_rng.pt", "model_rng.pt")
+RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
+EMBEDDING, LAST = "embedding.word_embeddings.weight", "final_layernorm.weight"
+SPECS: tuple[Spec, ...] = ("local", "te", "legacy")
+RENAMED = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^(module\.)+", ""),
+        (r"\.input_norm\.", ".input_layernorm."),  # Megatron-LM of the second half of 2023
+        (r"\.post_attention_norm\.", ".post_attention_layernorm."),
+        (r"\.final_norm\.", ".final_layernorm."),
+    )
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Of a file: its place, and the tensors of each chunk (virtual stage) by name."""
+
+    path: Path
+    tensor: int
+    stage: int
+    expert: int
+    chunks: list[dict[str, Tensor]]
+
+
+class Checkpoint:
+    """The weights as a side. ValueError for ranks, names or shapes that do not fit together."""
+
+    def __init__(self, ranks: list[Rank], parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
+        self.files = ranks
+        sizes = [1 + max(place) for place in zip(*((r.tensor, r.stage, r.expert) for r in ranks), strict=True)]
+        places = {(r.tensor, r.stage, r.expert) for r in ranks}
+        if len(places) != sizes[0] * sizes[1] * sizes[2]:
+            raise ValueError(
+                f"{ranks[0].path.parent.parent} has {len(places)} ranks, which are no {sizes[0]} tensor × {sizes[1]} "
+                f"pipeline × {sizes[2]} expert parallel ones: files are missing"
+            )
+        mesh = Mesh(sizes[0], sizes[1], sizes[2], sizes[2], sizes[0])
+        stages = _stages(ranks, config)
+        held = [self._held(MegatronLayout(config, mesh, stages, spec), ranks, parameters) for spec in SPECS]
+        chosen = min((each for each in held if each is not None), key=lambda each: _missing(ranks, each))
+        self.ranks: list[list[Shard]] = []
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._tensors: list[dict[str, Tensor]] = []
+        for rank, chunks in zip(ranks, chosen, strict=True):
+            self._take(rank, chunks, config)
+
+    @staticmethod
+    def _held(
+        layout: MegatronLayout, ranks: list[Rank], parameters: Mapping[str, Parameter]
+    ) -> list[list[dict[str, Shard]]] | None:
+        """What each chunk of each rank should hold; None for a model that has no names in this spec."""
+        sizes = layout.mesh.tensor, layout.mesh.pipeline, layout.mesh.expert
+        held = []
+        for rank in ranks:
+            tensor, stage, expert = zip((rank.tensor, rank.stage, rank.expert), sizes, strict=True)
+            at = Coordinates(tensor, stage, expert, tensor)
+            try:
+                chunks = [layout.shards(parameters, at, chunk) for chunk in range(len(rank.chunks))]
+            except ValueError:
+                if layout.spec == "local":
+                    raise
+                return None
+            held.append([{shard.name: shard for shard in shards} for shards in chunks])
+        return held
+
+    def _take(self, rank: Rank, chunks: list[dict[str, Shard]], config: MegatronConfig) -> None:
+        held: list[Shard] = []
+        found: dict[str, Tensor] = {}
+        for chunk, (shards, tensors) in enumerate(zip(chunks, rank.chunks, strict=True)):
+            missing = [name for name in shards if name not in tensors]
+            tied = tuple(TIED_HEAD.values()) if config.share_embeddings_and_output_weights else ()
+            extra = [name for name in tensors if name not in shards and name not in tied]
+            if missing or extra:
+                raise ValueError(f"{rank.path} is not the model of config.json: missing {missing}, extra {extra}")
+            for name, shard in shards.items():
+                if tuple(tensors[name].shape) != shard.shape:
+                    raise ValueError(
+                        f"{rank.path}: '{name}' has the shape {list(tensors[name].shape)}, config.json and the number "
+                        f"of ranks mean {list(shard.shape)}"
+                    )
+                held.append(replace(shard, name=f"{chunk}:{name}"))
+                found[f"{chunk}:{name}"] = tensors[name]
+                self.dtypes |= {piece.name: tensors[name].dtype for piece in shard.pieces}
+        self.ranks.append(held)
+        self._tensors.append(found)
+
+    def fetch(self, rank: int, name: str) -> Tensor:
+        return self._tensors[rank][name]
+
+
+def _missing(ranks: list[Rank], held: list[list[dict[str, Shard]]]) -> int:
+    pairs = (
+        (shards, tensors)
+        for rank, chunks in zip(ranks, held, strict=True)
+        for shards, tensors in zip(chunks, rank.chunks, strict=True)
+    )
+    return sum(len(shards.keys() - tensors.keys()) for shards, tensors in pairs)
+
+
+def is_legacy(folder: Path) -> bool:
+    """Whether an iteration's folder is of this format."""
+    return next(_folders(folder), None) is not None
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    return (each for each in sorted(folder.glob("mp_rank_*")) if RANK.match(each.name))
+
+
+def read(folder: Path) -> list[Rank]:
+    """All ranks of an iteration's folder, mapped into memory. ValueError for a file that is missing, cut off, or from
+    before checkpoint version 2 (whose queries, keys and values are in another order)."""
+    found = []
+    for each in _folders(folder):
+        path = next((each / name for name in FILES if (each / name).is_file()), None)
+        if path is None:
+            raise ValueError(f"{each} has none of the files {', '.join(FILES)}")
+        match = RANK.match(each.name)
+        assert match is not None
+        state = pickles.load(path, mmap=True)
+        if (version := state.get("checkpoint_version", 0)) < 2:
+            raise ValueError(f"{path} has checkpoint_version {version}; 2.0 and later can be read")
+        keys = [key for key in state if re.fullmatch(r"model\d*", key)]
+        chunks = [_named(state[key]) for key in sorted(keys, key=lambda key: int(key[5:] or 0))]
+        found.append((path, tuple(int(number) for number in match.groups() if number is not None), chunks))
+    # A single number after the tensor-parallel one is the stage, unless there is one stage: it has the last norm too.
+    experts = any(
+        len(at) == 2 and at[1] == 0 and any(name.endswith(LAST) for name in chunks[-1]) for _, at, chunks in found
+    )
+    ranks = []
+    for path, at, chunks in found:
+        tensor, stage, expert = (at[0], 0, at[1]) if len(at) == 2 and experts else (*at, 0, 0)[:3]
+        ranks.append(Rank(path, tensor, stage, expert, chunks))
+    return ranks
+
+
+def _named(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors by name; what is no tensor (`_extra_state`) is left out."""
+    found = {}
+    for name, value in _flat(state, ""):
+        if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+            for pattern, new in RENAMED:
+                name = pattern.sub(new, name)
+            found[name] = value
+    return found
+
+
+def _flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _stages(ranks: list[Rank], config: MegatronConfig) -> Stages:
+    """The layers of each stage and chunk, as the files have them: chunk 0 of all stages, then chunk 1 …"""
+    first = {rank.stage: rank for rank in ranks}
+    chunks = {len(rank.chunks) for rank in ranks}
+    if len(chunks) != 1:
+        raise ValueError(f"{ranks[0].path.parent.parent}: ranks have {sorted(chunks)} models")
+    stages: list[list[tuple[int, ...]]] = [[] for _ in first]
+    at = 0
+    for chunk in range(chunks.pop()):
+        for stage in range(len(first)):
+            pattern = (re.search(r"coder\.layers\.(\d+)\.", name) for name in first[stage].chunks[chunk])
+            count = 1 + max((int(match[1]) for match in pattern if match), default=-1)
+            stages[stage].append(tuple(range(at, at + count)))
+            at += count
+    if at != config.num_layers:
+        raise ValueError(f"{ranks[0].path.parent.parent} has {at} layers, config.json says {config.num_layers}")
+    return tuple(map(tuple, stages))
+
+
+def vocabulary(ranks: list[Rank]) -> int:
+    """Rows of the word embedding over all ranks, padding included."""
+    tensors = 1 + max(rank.tensor for rank in ranks)
+    for rank in ranks:
+        for name, tensor in rank.chunks[0].items():
+            if name.endswith(EMBEDDING):
+                return len(tensor) * tensors
+    raise ValueError(f"{ranks[0].path} has no {EMBEDDING}")

@@ -1,0 +1,95 @@
+"""What a source directory is, and its weights as a side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coalign.weights import families
+from coalign.weights.convert import huggingface, legacy, torch_dist
+from coalign.weights.convert.request import Request
+from coalign.weights.convert.side import Side
+from coalign.weights.families import Family, MegatronConfig, Parameter
+
+ITERATION = "latest_checkpointed_iteration.txt"
+HF = "hf"  # in a Megatron directory: what else the Hugging Face directory had
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """``format``: `hf`, `torch_dist` or `legacy`. ``hf``: where config.json and the tokenizer are. ``files``: with the
+    weights. ``parameters``: of the Megatron model, its vocabulary padded as ``source`` has it (HF: not)."""
+
+    format: str
+    hf: Path
+    family: Family
+    config: MegatronConfig
+    files: list[Path]
+    side: Side
+    details: Mapping[str, Any]
+
+
+def open_source(request: Request) -> Opened:
+    """ValueError for what is no model that can be read, and for whatever does not fit its config.json."""
+    if not request.source.is_dir():
+        raise FileNotFoundError(f"{request.source} is no directory")
+    folder = iteration(request.source)
+    if folder is None:
+        return _huggingface(request)
+    return _megatron(request, folder)
+
+
+def iteration(source: Path) -> Path | None:
+    """The folder of a Megatron checkpoint's newest iteration, or the one given; None: it is no such checkpoint."""
+    if (source / torch_dist.METADATA).is_file() or legacy.is_legacy(source):
+        return source
+    tracker = source / ITERATION
+    if not tracker.is_file():
+        return None
+    newest = tracker.read_text().strip()
+    folder = source / (newest if newest == "release" else f"iter_{int(newest):07d}")
+    if not folder.is_dir():
+        raise ValueError(f"{tracker} says {newest!r}, and {folder} is not there")
+    return folder
+
+
+def _huggingface(request: Request) -> Opened:
+    hf = huggingface.read_config(request.source)
+    family = families.of(hf)
+    config = family.config(hf)
+    reader = huggingface.Reader(request.source, pickled=request.pickles)
+    stored = family.stored_names(config, reader.where)
+    side = huggingface.Directory(reader, family.sources(config), stored)
+    return Opened("hf", request.source, family, config, reader.files, side, {})
+
+
+def _megatron(request: Request, folder: Path) -> Opened:
+    places = [request.hf] if request.hf else [request.source / HF, request.source.parent / HF]
+    place = next((each for each in places if (each / "config.json").is_file()), None)
+    if place is None:
+        raise ValueError(
+            f"{request.source} does not say what model it is: --hf names a Hugging Face directory of the same model "
+            "(config.json, tokenizer)"
+        )
+    hf = huggingface.read_config(place)
+    family = families.of(hf)
+    config = family.config(hf)
+    side: Side
+    if legacy.is_legacy(folder):
+        ranks = legacy.read(folder)
+        side = legacy.Checkpoint(ranks, padded(family, config, legacy.vocabulary(ranks)), config)
+        return Opened("legacy", place, family, config, [rank.path for rank in ranks], side, {})
+    if not (folder / torch_dist.METADATA).is_file():
+        raise ValueError(f"{folder} has neither mp_rank_* nor {torch_dist.METADATA}: no format that can be read")
+    side = torch_dist.Directory(folder, padded(family, config, torch_dist.vocabulary(folder)), config)
+    files = sorted({stored.file for stored in side.chunks.values()})
+    return Opened("torch_dist", place, family, config, files, side, {"flavour": side.naming.flavour})
+
+
+def padded(family: Family, config: MegatronConfig, rows: int) -> dict[str, Parameter]:
+    """The parameters, with a vocabulary of so many rows. ValueError for fewer than the real ones."""
+    if rows < config.vocab_size:
+        raise ValueError(f"the word embedding has {rows} rows, config.json says vocab_size {config.vocab_size}")
+    return family.parameters(config, vocab_divisor=rows)

@@ -1,0 +1,282 @@
+"""Megatron's `torch_dist` directories (torch.distributed.checkpoint), read lazily and written streamed.
+
+Written is the layout of megatron-core 0.16 (`common.pt` beside the tensors), which later versions read too; theirs,
+with the object `common_state` instead, is read as well. Chunks are `torch.save` archives, one after the other.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from coalign.weights.convert import pickles
+from coalign.weights.convert.files import Hashed, writing
+from coalign.weights.convert.naming import Naming, Place
+from coalign.weights.convert.side import placed
+from coalign.weights.families import MegatronConfig, Parameter
+from coalign.weights.families.names import stacks
+from coalign.weights.shards import Box, Piece, Shape, Shard, overlap
+
+METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# Of training, and no weights: optimizers, random numbers, schedules, what is not cut.
+OTHERS = ("optimizer", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine", "common_state")
+
+
+# ---- reading
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A chunk of a tensor: where it lies in a file."""
+
+    file: Path
+    offset: int
+    length: int
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Directory:
+    """The weights as a side. ValueError for keys that are missing or unknown, and for files that are cut off."""
+
+    def __init__(self, folder: Path, parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
+        self.folder = folder
+        self._maps: dict[Path, np.ndarray] = {}
+        found = read_metadata(folder)
+        tensors = {
+            key: each
+            for key, each in found.state_dict_metadata.items()
+            if isinstance(each, TensorStorageMetadata) and not key.startswith(OTHERS)
+        }
+        self.naming = _naming(tensors, parameters, config)
+        self.chunks: dict[str, Stored] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        shards = []
+        for key, held in self._by_key(tensors, parameters, config).items():
+            stored = tensors[key]
+            for chunk in stored.chunks:
+                shard = _shard(key, chunk, held)
+                shards.append(shard)
+                self.chunks[shard.name] = self._stored(found, key, chunk, stored.properties.dtype)
+            for _, parameter in held:
+                self.dtypes |= dict.fromkeys(parameter.sources, stored.properties.dtype)
+        self._check_files()
+        self.ranks = [shards]
+
+    def _by_key(
+        self, tensors: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, Parameter], config: MegatronConfig
+    ) -> dict[str, list[tuple[Place, Parameter]]]:
+        keys: dict[str, list[tuple[Place, Parameter]]] = {}
+        for parameter in parameters.values():
+            place = self.naming.place(parameter, config)
+            keys.setdefault(place.key, []).append((place, parameter))
+        missing, extra = [key for key in keys if key not in tensors], [key for key in tensors if key not in keys]
+        if missing or extra:
+            raise ValueError(f"{self.folder} is not the model of config.json: missing {missing}, extra {extra}")
+        wrong = [
+            f"'{key}' {list(tensors[key].size)} (config.json: {list((*place.stacked, *parameter.shape))})"
+            for key, [(place, parameter), *_] in keys.items()
+            if tuple(tensors[key].size) != (*place.stacked, *parameter.shape)
+        ]
+        if wrong:
+            raise ValueError(f"{self.folder}: shapes that are not those of config.json: {', '.join(wrong)}")
+        return keys
+
+    def _stored(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Stored:
+        where = found.storage_data[MetadataIndex(key, chunk.offsets)]
+        return Stored(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
+
+    def _check_files(self) -> None:
+        ends: dict[Path, int] = {}
+        for each in self.chunks.values():
+            ends[each.file] = max(ends.get(each.file, 0), each.offset + each.length)
+        for file, end in ends.items():
+            if not file.is_file():
+                raise ValueError(f"{file} is missing")
+            if (size := file.stat().st_size) < end:
+                raise ValueError(f"{file} is cut off: {size} bytes, {end} are needed")
+
+    def fetch(self, rank: int, name: str) -> Tensor:
+        stored = self.chunks[name]
+        if stored.file not in self._maps:
+            self._maps[stored.file] = np.memmap(
+                stored.file, np.uint8, "c"
+            )  # copy on write: torch wants to be allowed to
+        return mapped(stored, self._maps[stored.file])
+
+
+def vocabulary(folder: Path) -> int:
+    """Rows of the word embedding, padding included. ValueError if there is none."""
+    found = read_metadata(folder).state_dict_metadata.get("embedding.word_embeddings.weight")
+    if found is None:
+        raise ValueError(f"{folder} has no embedding.word_embeddings.weight")
+    return found.size[0]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    path = folder / METADATA
+    with open(path, "rb") as file:
+        found = pickles.metadata(file, path)
+    if not isinstance(found, Metadata):
+        raise ValueError(f"{path} is no Metadata of torch.distributed.checkpoint")
+    return found
+
+
+def _naming(keys: Mapping[str, Any], parameters: Mapping[str, Parameter], config: MegatronConfig) -> Naming:
+    """The one whose keys are there, or most of them."""
+    candidates = [Naming(flavour, stacked) for stacked in (True, False) for flavour in ("te", "local")]
+    return min(candidates, key=lambda each: len({each.place(p, config).key for p in parameters.values()} - keys.keys()))
+
+
+def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[Place, Parameter]]) -> Shard:
+    """A chunk, in boxes of Hugging Face tensors; it may have parts of several layers or experts."""
+    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    box: Box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    pieces: list[Piece] = []
+    for place, parameter in held:
+        lead = tuple((i, i + 1) for i in place.index)
+        own = (*lead, *((0, size) for size in parameter.shape))
+        if (both := overlap(box, own)) is not None:
+            here = tuple((start - at, stop - at) for (start, stop), at in zip(both, offsets, strict=True))
+            pieces += placed(parameter, both[len(lead) :], here)
+    name = f"{key}@{','.join(map(str, offsets))}"
+    # A chunk of nothing but padding is like the tensor it pads.
+    like = pieces[0].name if pieces else held[0][1].pieces[0].name
+    return Shard(name, sizes, like, tuple(pieces))
+
+
+def mapped(stored: Stored, file_map: np.ndarray) -> Tensor:
+    """A chunk, as a view of its mapped file. The archive says where its one record is and how it is laid out."""
+    with open(stored.file, "rb") as file:
+        view = _Slice(file, stored.offset, stored.length)
+        try:
+            with torch.serialization.skip_data():
+                like = torch.load(view, weights_only=True)
+            record = next(i for i in zipfile.ZipFile(view).infolist() if i.filename.endswith("/data/0"))
+        except (RuntimeError, zipfile.BadZipFile, StopIteration) as problem:
+            raise ValueError(f"{stored.file} is damaged at byte {stored.offset}: {problem}") from problem
+        view.seek(record.header_offset)
+        head = view.read(30)
+    if tuple(like.shape) != stored.shape or like.dtype != stored.dtype:
+        raise ValueError(
+            f"{stored.file} is damaged at byte {stored.offset}: {list(like.shape)} {like.dtype} is stored, "
+            f"{METADATA} says {list(stored.shape)} {stored.dtype}"
+        )
+    start = stored.offset + record.header_offset + 30 + sum(int.from_bytes(head[i : i + 2], "little") for i in (26, 28))
+    data = torch.from_numpy(file_map[start : start + record.file_size])
+    flat = data.view(like.dtype) if data.data_ptr() % like.dtype.itemsize == 0 else data.clone().view(like.dtype)
+    return flat.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self.file, self.offset, self.length, self.at = file, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + (0, self.at, self.length)[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self.file.seek(self.offset + self.at)
+        count = self.file.readinto(view[: max(0, self.length - self.at)])
+        self.at += count
+        return count
+
+
+# ---- writing
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is written: ``shard`` without the dimensions of the stack."""
+
+    place: Place
+    offsets: Shape
+    shard: Shard
+    size: Shape  # of the whole tensor
+    dtype: torch.dtype
+
+    @property
+    def sizes(self) -> Shape:
+        return (*(1 for _ in self.place.index), *self.shard.shape)
+
+
+def save(file: Hashed, value: Any) -> tuple[int, int]:
+    """Append an archive; returns where it starts and how long it is."""
+    start = file.size
+    torch.save(value, file)
+    return start, file.size - start
+
+
+def write_metadata(
+    folder: Path,
+    chunks: Sequence[Sequence[Chunk]],
+    objects: Sequence[str],
+    stored: Sequence[Mapping[str, Any]],
+) -> None:
+    """Everything beside the tensors; ``stored``: of each file with tensors its name and where each chunk lies."""
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    data: dict[MetadataIndex, _StorageInfo] = {}
+    for record, held in zip(stored, chunks, strict=True):
+        for chunk, (start, length) in zip(held, record["places"], strict=True):
+            key = chunk.place.key
+            if key not in entries:
+                entries[key] = TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(chunk.size), [])
+            whole = entries[key]
+            index = MetadataIndex(key, chunk.offsets, len(whole.chunks))
+            whole.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
+            data[index] = _StorageInfo(Path(record["name"]).name, start, length)
+    name = f"__{len(chunks)}_0.distcp"
+    with writing(folder / name) as file:
+        for each in objects:
+            entries[each] = BytesStorageMetadata()
+            data[MetadataIndex(each)] = _StorageInfo(name, *save(file, [None]))
+    with writing(folder / COMMON) as file:
+        torch.save({"checkpoint_version": 3.0, "iteration": 0}, file)
+    with writing(folder / METADATA) as file:
+        record = Metadata(entries, storage_data=data, storage_meta=StorageMeta(), version="1.0.0")
+        file.write(pickle.dumps(record))
+    (folder / BACKEND).write_text(json.dumps(FORMAT))
+
+
+def naming(flavour: Any, config: MegatronConfig) -> Naming:
+    """As megatron-core writes it."""
+    return Naming(flavour, stacks(config))

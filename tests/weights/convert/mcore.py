@@ -1,0 +1,113 @@
+"""megatron-core reads and writes checkpoints: `python -m tests.weights.convert.mcore load|save DIR HF MESH STORE`.
+
+One process a rank, on CPUs. The model holds, bit for bit, what coalign.weights.families says that each rank holds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coalign.weights import families
+from coalign.weights.convert.huggingface import Reader, read_config
+from coalign.weights.families.layout import MegatronLayout, stages
+from coalign.weights.layout import Mesh
+from coalign.weights.shards import cut
+
+
+def run(rank: int, action: str, folder: str, hf: str, sizes: tuple[int, ...], store: str) -> None:
+    # What megatron-core 0.16 asks of CUDA when it saves.
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_: None
+    mesh = Mesh(*sizes)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=mesh.size)
+    from megatron.core import dist_checkpointing, parallel_state
+
+    parallel_state.initialize_model_parallel(
+        mesh.tensor,
+        mesh.pipeline,
+        expert_model_parallel_size=mesh.expert,
+        expert_tensor_parallel_size=mesh.expert_tensor,
+    )
+    wanted = held(Path(hf), mesh, rank)
+    model = built(families.of(read_config(Path(hf))).config(read_config(Path(hf))), mesh, rank)
+    if action == "load":
+        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder))
+        found = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+        assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(found[name], tensor), f"rank {rank}: {name}"
+    else:
+        model.load_state_dict(wanted, strict=False)
+        dist_checkpointing.save(model.sharded_state_dict(), folder)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def held(hf: Path, mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
+    """What the rank's model has, from the Hugging Face tensors."""
+    family = families.of(read_config(hf))
+    config = family.config(read_config(hf))
+    reader, sources = Reader(hf, pickled=False), family.sources(config)
+    parameters = family.parameters(config, vocab_divisor=128 * mesh.tensor)
+    layout = MegatronLayout(config, mesh, stages(config.num_layers, mesh.pipeline))
+    return dict(cut(lambda name: sources[name].read(reader.tensor(name)), layout.shards(parameters, mesh.at(rank))))
+
+
+def built(config: Any, mesh: Mesh, rank: int) -> torch.nn.Module:
+    """megatron-core's model with the local spec, of families that it has as they are."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    experts = {"num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"} if config.num_moe_experts else set()
+    same = {
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "normalization",
+        "gated_linear_unit",
+        "add_bias_linear",
+        "add_qkv_bias",
+        *experts,
+    }
+    settings = TransformerConfig(
+        **{name: getattr(config, name) for name in same},
+        tensor_model_parallel_size=mesh.tensor,
+        pipeline_model_parallel_size=mesh.pipeline,
+        expert_model_parallel_size=mesh.expert,
+        expert_tensor_parallel_size=mesh.expert_tensor,
+        sequence_parallel=bool(experts) and mesh.tensor > 1,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
+    stage = mesh.at(rank).pipeline[0]
+    padded = -(-config.vocab_size // (128 * mesh.tensor)) * 128 * mesh.tensor
+    return GPTModel(
+        settings,
+        get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization),
+        vocab_size=padded,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=stage == 0,
+        post_process=stage == mesh.pipeline - 1,
+        share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+        position_embedding_type="rope",
+    )
+
+
+if __name__ == "__main__":
+    action, folder, hf, sizes, store = sys.argv[1:]
+    mesh = tuple(map(int, sizes.split(",")))
+    arguments = (action, folder, hf, mesh, store)
+    torch.multiprocessing.spawn(run, arguments, nprocs=Mesh(*mesh).size)
