@@ -1,9 +1,14 @@
 """GRPO whose models share one device: what it learns, who moves how often, and what it takes at most."""
 
+import os
+import signal
+
 import pytest
 
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig
+from coalign.memory import arena
+from coalign.modules.fsdp import FSDPModule
 from coalign.modules.pretrained import skeleton
 from tests import runs
 
@@ -120,3 +125,31 @@ def test_on_ray_on_a_device_little_larger_than_the_largest_phase(tmp_path, max_s
     for line in runs.metrics(config):
         assert 4 * size <= line["memory/device"] * 2**20 <= 1.1 * 4 * size
         assert line["swaps/trainer/out"] >= 1.0 and line["swaps/trainer/in"] >= 1.0
+
+
+class DiesLeaving(FSDPModule):
+    """Is killed after its second step, with some of what it moves on the host and the rest not yet."""
+
+    def move(self, to, parts):
+        if (self.version, to) == (2, "host") and "optimizer" in parts:
+            left = iter(range(5))
+            whole = arena.raw
+
+            def raw(storage):
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return whole(storage)
+
+            arena.raw = raw
+        super().move(to, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_process_killed_in_the_middle_of_a_swap(tmp_path):
+    """The run ends and says who was lost; what was saved before is there."""
+    config = settings(tmp_path, "killed", offload=PARTS, steps=3, save_every=1, cluster="ray")
+    config["models"]["trainer"]["module"] = f"{__name__}:DiesLeaving"
+    with pytest.raises(WorkerError, match=r"failed in trainer, rank 0: worker lost"):
+        runs.run(config)
+    assert [line["step"] for line in runs.metrics(config)] == [1]
