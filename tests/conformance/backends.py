@@ -25,6 +25,14 @@ class Backend:
     ranks: int = 1
     config: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-6  # relative, of gradient norms; weights and log-probs follow
+    slow: bool = False
+
+
+def zero(stage: int, low: bool = False) -> dict[str, Any]:
+    """Of DeepSpeed; at stage 3 no weight is too small to be sharded."""
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    low_precision = {"compute_dtype": "bfloat16"} if low else {}
+    return {"max_tokens_per_micro": 40, "deepspeed": {"stage": stage, "zero": zero}, **low_precision}
 
 
 BACKENDS = [
@@ -35,6 +43,12 @@ BACKENDS = [
     Backend("fsdp-bf16", "fsdp", config={"compute_dtype": "bfloat16"}, tolerance=3e-2),
     Backend("fsdp-2ranks", "fsdp", ranks=2, config={"max_tokens_per_micro": 40}),
     Backend("fsdp-2ranks-bf16", "fsdp", ranks=2, config={"compute_dtype": "bfloat16"}, tolerance=3e-2),
+    *(Backend(f"deepspeed-{stage}", "deepspeed", config=zero(stage)) for stage in (1, 2, 3)),
+    *(Backend(f"deepspeed-{stage}-2ranks", "deepspeed", 2, zero(stage), slow=True) for stage in (1, 2, 3)),
+    *(
+        Backend(f"deepspeed-{stage}-2ranks-bf16", "deepspeed", 2, zero(stage, True), 3e-2, slow=True)
+        for stage in (1, 2, 3)
+    ),
 ]
 
 

@@ -16,7 +16,8 @@ def runs():
     """Each backend with tied and untied embeddings. Processes take seconds to start: one such run is enough daily."""
     for backend in BACKENDS:
         for tied in (True, False):
-            daily = backend.ranks == 1 or (tied and backend.config.get("compute_dtype") is None)
+            few = backend.ranks == 1 or (tied and backend.config.get("compute_dtype") is None)
+            daily = few and not backend.slow
             name = f"{backend.name}-{'tied' if tied else 'untied'}"
             yield pytest.param((backend, tied), id=name, marks=() if daily else pytest.mark.slow)
 
