@@ -32,8 +32,10 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``full``, a box of the full tensor ``name``, lies at ``own``, a box of the same sizes in a rank's own tensor
-    (which may have further dimensions, of size 1, in front)."""
+    """``full``, a box of the full tensor ``name``, lies at ``own``, a box of the same sizes in a rank's own tensor.
+
+    One of the two may have further dimensions, of size 1, in front.
+    """
 
     name: str
     full: Box
@@ -41,9 +43,9 @@ class Piece:
 
     def within(self, box: Box) -> Box:
         """Where a box of the full tensor, inside of this piece, lies in the rank's own."""
-        lead = len(self.own) - len(self.full)
-        shifts = [own[0] - full[0] for own, full in zip(self.own[lead:], self.full, strict=True)]
-        return self.own[:lead] + tuple((a + by, b + by) for (a, b), by in zip(box, shifts, strict=True))
+        lead, drop = max(0, len(self.own) - len(self.full)), max(0, len(self.full) - len(self.own))
+        shifts = [own[0] - full[0] for own, full in zip(self.own[lead:], self.full[drop:], strict=True)]
+        return self.own[:lead] + tuple((a + by, b + by) for (a, b), by in zip(box[drop:], shifts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
-from coalign.weights.families.experts import DENSE_FIRST, EXPERT_FFN, EXPERTS, ROUTER, TOP_K, shared
+from coalign.weights.families.experts import DENSE_FIRST, EXPERT_FFN, EXPERTS, ROUTER, STACKED, TOP_K, shared
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
 from coalign.weights.families.settings import (
@@ -100,6 +100,7 @@ DEEPSEEK_V2 = Family(
     tensors=TENSORS,
     layer=LAYER,
     prefix=PREFIX,
+    memory=STACKED,
 )
 
 DEEPSEEK_V3 = Family(
@@ -119,4 +120,5 @@ DEEPSEEK_V3 = Family(
     tensors=TENSORS,
     layer=LAYER | {"mlp.router.expert_bias": Same("mlp.gate.e_score_correction_bias")},
     prefix=PREFIX,
+    memory=STACKED,
 )

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
+from coalign.weights.families.model import EXPERT
 from coalign.weights.families.settings import Either, Field, Hf
-from coalign.weights.families.sources import Joined, Same
+from coalign.weights.families.sources import Joined, Same, Stacked
 
-EXPERT = "mlp.experts.local_experts.{expert}."
 ROUTER = {"mlp.router": Same("mlp.gate")}
 EXPERTS = {
     EXPERT + "linear_fc1": Joined(("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")),
     EXPERT + "linear_fc2": Same("mlp.experts.{expert}.down_proj"),
+}
+# In memory transformers 5 has them in two tensors, [gate | up] and down.
+STACKED = {
+    EXPERT + "linear_fc1": Stacked("mlp.experts.gate_up_proj"),
+    EXPERT + "linear_fc2": Stacked("mlp.experts.down_proj"),
 }
 
 

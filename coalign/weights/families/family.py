@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -52,8 +52,11 @@ class Parameter:
         return next(tensor for _, tensor in cut(views.__getitem__, [self.whole])).to(self.dtype)
 
     def to_hf(self, full: Tensor) -> dict[str, Tensor]:
-        """The file's tensors, from the full parameter: the inverse of ``from_hf``."""
+        """The file's tensors, from the full parameter: the inverse of ``from_hf``. ValueError for an expert of stacked
+        ones: those are joined over all of them (coalign.weights.shards.join)."""
         self._check(full, self.shape)
+        if any(source.experts for source in self.sources.values()):
+            raise ValueError(f"'{self.name}' is only a part of {list(self.sources)}")
         found = {}
         for name, source in self.sources.items():
             back = tuple(Piece(self.name, piece.own, piece.full) for piece in self.pieces if piece.name == name)
@@ -87,7 +90,8 @@ class Parameter:
 class Family:
     """``settings``: how config.json is read and written. ``tensors``: Megatron's names, without `.weight` and `.bias`
     where the line holds for both, → lines; ``layer``: the same within a layer, whose Hugging Face names begin with
-    ``prefix``. ``computed``: the ends of names of buffers that old checkpoints have and no model needs."""
+    ``prefix``; ``memory``: lines of a layer that are others where transformers has the model in memory. ``computed``:
+    the ends of names of buffers that old checkpoints have and no model needs."""
 
     name: str
     architectures: tuple[str, ...]  # of config.json; the first is written
@@ -96,6 +100,7 @@ class Family:
     tensors: Mapping[str, Line]
     layer: Mapping[str, Line]
     prefix: str  # with {layer}
+    memory: Mapping[str, Line] = field(default_factory=dict)
     base: str = "model."  # of names in files that hold the model without its head
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     when: Callable[[Mapping[str, Any]], bool] = lambda hf: True  # where several families share an architecture
@@ -126,24 +131,30 @@ class Family:
             found |= setting.write(config)
         return found
 
-    def parameters(self, config: MegatronConfig, *, vocab_divisor: int = 1) -> dict[str, Parameter]:
+    def parameters(
+        self, config: MegatronConfig, *, vocab_divisor: int = 1, in_memory: bool = False
+    ) -> dict[str, Parameter]:
         """All parameters of the Megatron model by canonical names (the local spec's, with the whole model's numbers of
-        layers and experts), in its order. ``vocab_divisor``: what the padded vocabulary is a multiple of (Megatron's
-        default is 128 × tensor parallel)."""
+        layers and experts), in its order.
+
+        ``vocab_divisor``: what the padded vocabulary is a multiple of (Megatron's default is 128 × tensor parallel).
+        ``in_memory``: they are made of a transformers model's tensors, not a file's (5.x stacks experts).
+        """
         padded = -(-config.vocab_size // vocab_divisor) * vocab_divisor
-        made = (self._parameter(config, held) for held in holds(config, padded))
+        layer = {**self.layer, **(self.memory if in_memory else {})}
+        made = (self._parameter(config, held, layer) for held in holds(config, padded))
         return {parameter.name: parameter for parameter in made}
 
-    def sources(self, config: MegatronConfig) -> dict[str, Source]:
+    def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, Source]:
         """All Hugging Face tensors by name."""
         found: dict[str, Source] = {}
-        for parameter in self.parameters(config).values():
+        for parameter in self.parameters(config, in_memory=in_memory).values():
             found |= parameter.sources
         return found
 
-    def _parameter(self, config: MegatronConfig, held: Held) -> Parameter:
+    def _parameter(self, config: MegatronConfig, held: Held, layer: Mapping[str, Line]) -> Parameter:
         layered = held.layer is not None
-        table, prefix = (self.layer, self.prefix) if layered else (self.tensors, "")
+        table, prefix = (layer, self.prefix) if layered else (self.tensors, "")
         relative = held.template.removeprefix(LAYER)
         line, suffix = table.get(relative), ""
         if line is None:
@@ -156,7 +167,7 @@ class Family:
             for source, *rows in line.parts(config, suffix, real)
         ]
         known = {field.name: getattr(held, field.name) for field in fields(held)}
-        return Parameter(**known, sources={part[0].name: part[0] for part in parts}, pieces=pieces(parts))
+        return Parameter(**known, sources={part[0].name: part[0] for part in parts}, pieces=pieces(parts, held.expert))
 
     def stored_names(self, config: MegatronConfig, names: Iterable[str]) -> dict[str, str]:
         """Of each Hugging Face tensor, its name among ``names``, those of a checkpoint.

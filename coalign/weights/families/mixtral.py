@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from coalign.weights.families.experts import ALL_LAYERS, EXPERT, TOP_K
+from coalign.weights.families.experts import ALL_LAYERS, ROUTER, STACKED, TOP_K
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, PREFIX, TENSORS
+from coalign.weights.families.model import EXPERT
 from coalign.weights.families.settings import (
     FFN,
     GROUPS,
@@ -48,4 +49,5 @@ MIXTRAL = Family(
         EXPERT + "linear_fc2": Same(W + "w2"),
     },
     prefix=PREFIX,
+    memory=ROUTER | STACKED,
 )

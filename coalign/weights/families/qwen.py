@@ -3,7 +3,16 @@ without; and the first Qwen, which only its own code loads."""
 
 from __future__ import annotations
 
-from coalign.weights.families.experts import EXPERT_FFN, EXPERTS, NORMALISED, QWEN_LAYERS, ROUTER, TOP_K, shared
+from coalign.weights.families.experts import (
+    EXPERT_FFN,
+    EXPERTS,
+    NORMALISED,
+    QWEN_LAYERS,
+    ROUTER,
+    STACKED,
+    TOP_K,
+    shared,
+)
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
 from coalign.weights.families.settings import (
@@ -66,6 +75,7 @@ QWEN2_MOE = Family(
     | shared("shared_expert")
     | {"mlp.shared_experts.gate_weight": Same("mlp.shared_expert_gate.weight")},
     prefix=PREFIX,
+    memory=STACKED,
 )
 
 QWEN3 = Family(
@@ -98,6 +108,7 @@ QWEN3_MOE = Family(
     tensors=TENSORS,
     layer=ATTENTION | NORMS | MLP | ROUTER | EXPERTS,
     prefix=PREFIX,
+    memory=STACKED,
 )
 
 # Beyond `seq_length` its own code also rescales queries (log n) and the rotary base: a model here ends there.

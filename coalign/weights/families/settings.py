@@ -49,15 +49,13 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """``key`` has to be ``value``, since Megatron has nothing else here; ``default``: without the key (NEEDED: the same
-    value)."""
+    """``key`` has to be ``value``, or not be there: Megatron has nothing else here."""
 
     key: str
     value: Any
-    default: Any = NEEDED
 
     def read(self, hf: Hf) -> dict[str, Any]:
-        found = hf.get(self.key, self.value if self.default is NEEDED else self.default)
+        found = self.value if (value := hf.get(self.key)) is None else value
         if found != self.value:
             raise ValueError(
                 f"config.json: '{self.key}' is {found!r}; Megatron's side of this family has {self.value!r}"
@@ -108,7 +106,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Of the MLP. The first name of a function is the one that is written."""
+    """Of the MLP. Of several names of a function the default or else the first is written."""
 
     key: str = "hidden_act"
     default: str = "silu"
@@ -120,7 +118,8 @@ class Activation:
         return {"activation_func": ACTIVATIONS[found]}
 
     def write(self, config: MegatronConfig) -> dict[str, Any]:
-        return {self.key: next(name for name, ours in ACTIVATIONS.items() if ours == config.activation_func)}
+        found = (name for name, ours in ACTIVATIONS.items() if ours == config.activation_func)
+        return {self.key: self.default if ACTIVATIONS[self.default] == config.activation_func else next(found)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ class Source:
     """A Hugging Face tensor. Boxes are of its view: [out, in], and without rows that mean nothing.
 
     ``shape``: of the view. ``transposed``: the file has [in, out] (GPT-2's Conv1D). ``skip``: rows in front of the view
-    that the model never reads (OPT's positions); they come back as zeros.
+    that the model never reads (OPT's positions); they come back as zeros. ``experts``: its first dimension counts them.
     """
 
     name: str
     shape: Shape
     transposed: bool = False
     skip: int = 0
+    experts: bool = False
 
     @property
     def stored(self) -> Shape:
@@ -115,6 +116,17 @@ class Blocks:
             yield source, starts[which] + start, starts[which] + stop, at
 
 
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """One expert's weight out of a tensor that has those of all experts. Its name has no `.weight`."""
+
+    name: str
+
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+        assert config.num_moe_experts is not None
+        yield Source(self.name, (config.num_moe_experts, *shape), experts=True), 0, shape[0], 0
+
+
 def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
     """Of queries (0), keys (1), values (2), rows from … to …, and where they lie when groups follow each other."""
     head, per = config.kv_channels, config.num_attention_heads // config.num_query_groups
@@ -125,10 +137,11 @@ def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
             at += count * head
 
 
-def pieces(parts: list[Part]) -> tuple[Piece, ...]:
-    """Parts as boxes: rows, whole in the other dimensions."""
+def pieces(parts: list[Part], expert: int | None) -> tuple[Piece, ...]:
+    """Parts as boxes: rows, whole in the other dimensions; of stacked experts, this one."""
     made = []
     for source, start, stop, at in parts:
-        others: Box = tuple((0, size) for size in source.shape[1:])
-        made.append(Piece(source.name, ((start, stop), *others), ((at, at + stop - start), *others)))
+        front = ((expert, expert + 1),) if source.experts and expert is not None else ()
+        others: Box = tuple((0, size) for size in source.shape[len(front) + 1 :])
+        made.append(Piece(source.name, (*front, (start, stop), *others), ((at, at + stop - start), *others)))
     return tuple(made)

@@ -1,0 +1,162 @@
+"""Every family: its tensors are visited once and its parameters filled once, and the way back is the way there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coalign.weights import families
+from coalign.weights.families.layout import MegatronLayout, stages
+from coalign.weights.families.names import torch_dist
+from coalign.weights.layout import Mesh
+from coalign.weights.shards import Spec, cut, join
+from tests.weights.families.checkpoints import CASES, FAMILY, NATIVE, checkpoint, native
+
+PADDING = 8 * 4  # divides by every tensor-parallel size here, and not by the 131 tokens
+
+
+def setup(case):
+    hf, tensors = checkpoint(case)
+    family = families.of(hf)
+    config = family.config(hf)
+    return family, config, tensors, family.parameters(config, vocab_divisor=PADDING)
+
+
+def views(family, config, tensors):
+    return {name: source.read(tensors[name]) for name, source in family.sources(config).items()}
+
+
+def files(family, config, views):
+    """What ``views`` are in the files."""
+    sources = family.sources(config)
+    return {name: sources[name].write(view) for name, view in views.items()}
+
+
+def same(family, config, back, tensors):
+    """Bit for bit, but for rows that the model never reads, which come back as zeros."""
+    assert back.keys() == tensors.keys()
+    for name, source in family.sources(config).items():
+        expected = tensors[name].clone()
+        expected[: source.skip] = 0
+        assert torch.equal(back[name], expected), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_family_is_found(case):
+    assert families.of(checkpoint(case)[0]).name == FAMILY[case]
+    assert families.named(FAMILY[case]).name == FAMILY[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_is_visited_once_and_every_parameter_filled_once(case):
+    family, config, tensors, parameters = setup(case)
+    visited = {name: torch.zeros(view.shape) for name, view in views(family, config, tensors).items()}
+    for parameter in parameters.values():
+        filled = torch.zeros(parameter.shape)
+        for piece in parameter.pieces:
+            filled[tuple(slice(*ends) for ends in piece.own)] += 1
+            visited[piece.name][tuple(slice(*ends) for ends in piece.full)] += 1
+        real = config.vocab_size if parameter.kind == "vocabulary" else parameter.shape[0]
+        assert (filled[:real] == 1).all() and (filled[real:] == 0).all(), parameter.name
+    assert visited.keys() == tensors.keys()
+    assert all((count == 1).all() for count in visited.values())
+    assert family.stored_names(config, tensors) == {name: name for name in tensors}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_and_back(case):
+    family, config, tensors, parameters = setup(case)
+    back = {}
+    for parameter in parameters.values():
+        full = parameter.from_hf(tensors)
+        assert torch.equal(parameter.join([parameter.shard(full, i, 2) for i in range(2)]), full)
+        back |= parameter.to_hf(full)
+    same(family, config, back, tensors)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configuration_there_and_back(case):
+    family, config, _, _ = setup(case)
+    back = family.to_hf(config)
+    assert families.of(back) is family
+    assert family.config(back) == config
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_the_configuration_that_is_written_makes_the_same_model(case):
+    """With the same tensors transformers computes the same logits, to the bit."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, config, *_ = setup(case)
+    hf = family.to_hf(config)
+    again = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf, pad_token_id=None), dtype=torch.float32).eval()
+    assert family.config(again.config.to_dict() | {"architectures": None}) == config
+    again.load_state_dict(native(case).state_dict())
+    tokens = torch.arange(12)[None] * 7 % 131
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, native(case)(tokens).logits)
+
+
+def round_trip(case, tensor, pipeline, expert, spec="local", expert_tensor=1):
+    family, config, tensors, parameters = setup(case)
+    mesh = Mesh(tensor, pipeline, expert * expert_tensor, expert, expert_tensor)
+    layout = MegatronLayout(config, mesh, stages(config.num_layers, pipeline), spec)
+    ranks = [layout.shards(parameters, mesh.at(rank)) for rank in range(mesh.size)]
+    full = views(family, config, tensors)
+    held = [dict(cut(full.__getitem__, shards)) for shards in ranks]
+    specs = {name: Spec(tuple(view.shape), view.dtype) for name, view in full.items()}
+    back = dict(join(specs, ranks, lambda rank, name: held[rank][name]))
+    same(family, config, files(family, config, back), tensors)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_over_four_ranks_and_back(case):
+    round_trip(case, 2, 2, 1)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3"])
+def test_experts_over_ranks_and_back(case):
+    round_trip(case, 2, 1, 2, "te", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_over_all_ranks_and_back(case, tensor, pipeline):
+    _, config, _, _ = setup(case)
+    for spec in ("local", "te") if config.num_moe_experts or tensor == 1 else ("local", "te", "legacy"):
+        for expert, expert_tensor in ((1, 1), (2, 1), (2, 2)) if config.num_moe_experts else ((1, 1),):
+            if not (spec == "legacy" and config.qk_layernorm):
+                round_trip(case, tensor, pipeline, expert, spec, expert_tensor)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stacked_as_files_have_them_and_back(case):
+    family, config, tensors, parameters = setup(case)
+    full = views(family, config, tensors)
+    shards = torch_dist(config, parameters)
+    held = dict(cut(full.__getitem__, shards))
+    specs = {name: Spec(tuple(view.shape), view.dtype) for name, view in full.items()}
+    same(family, config, files(family, config, dict(join(specs, [shards], lambda _, name: held[name]))), tensors)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_experts_that_a_model_has_stacked_in_memory(case):
+    family, config, tensors, parameters = setup(case)
+    memory = {name: tensor for name, tensor in native(case).state_dict().items() if "rotary" not in name}
+    live = family.parameters(config, vocab_divisor=PADDING, in_memory=True)
+    assert family.sources(config, in_memory=True).keys() == memory.keys()
+    for name, parameter in live.items():
+        assert torch.equal(parameter.from_hf(memory), parameters[name].from_hf(tensors)), name
+    mesh = Mesh(data=2, expert=2)
+    layout = MegatronLayout(config, mesh, stages(2))
+    ranks = [layout.shards(live, mesh.at(rank)) for rank in range(2)]
+    held = [dict(cut(memory.__getitem__, shards)) for shards in ranks]
+    specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in memory.items()}
+    back = dict(join(specs, ranks, lambda rank, name: held[rank][name]))
+    assert all(torch.equal(back[name], memory[name]) for name in memory)
+    with pytest.raises(
+        ValueError, match=r"local_experts.0.linear_fc2.weight' is only a part of \['model.layers.1.mlp.exp"
+    ):
+        live[name := "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"].to_hf(live[name].from_hf(memory))
