@@ -23,9 +23,9 @@ LORA = {"rank": 16, "alpha": 32}
 SHAPE = {"hidden": 640, "layers": 12, "heads": 10, "kv_heads": 2, "intermediate": 2560}
 SETTINGS = {
     "full": {},
-    "full, checkpointing": {"gradient_checkpointing": True},
+    "full, checkpointing": {"activation_checkpointing": "full"},
     "lora": {"lora": LORA},
-    "lora, checkpointing": {"lora": LORA, "gradient_checkpointing": True},
+    "lora, checkpointing": {"lora": LORA, "activation_checkpointing": "full"},
     "lora, q and v": {"lora": LORA | {"target": ["*.q_proj", "*.v_proj"]}},
     "dora": {"lora": LORA | {"dora": True}},
     "qlora": {"lora": LORA | {"base_bits": 4}},

@@ -44,7 +44,7 @@ def main() -> None:
             compute_dtype=options.dtype,
             share_prefix=not options.unshared,
             max_tokens_per_micro=options.micro,
-            gradient_checkpointing=options.checkpointing,
+            activation_checkpointing="full" if options.checkpointing else None,
         )
         trainer = FSDPModule(config, Context(loss={"fn": "policy_gradient", "kl_coef": 0.04}))
         trainer.setup()

@@ -23,7 +23,7 @@ from coalign.cluster.residency import Residency
 from coalign.cluster.slot import Footprint, Slot, distinct, plan
 from coalign.cluster.worker import module_class
 from coalign.config.errors import ConfigError, Problem
-from coalign.config.schema import ModelConfig, RunConfig
+from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.types import Context
 
@@ -246,8 +246,8 @@ def planned(models: Mapping[str, ModelConfig], colocation: Sequence[Sequence[str
 
 def footprint(name: str, config: ModelConfig) -> Footprint:
     """Processes and devices of a model. ConfigError for a module that cannot be cut as its settings say."""
-    for key in ("tensor_parallel", "pipeline_parallel"):
-        if (ways := getattr(config, key)) > 1 and not module_class(config).parallel:
+    for key in PARALLEL:
+        if (ways := getattr(config, key)) > 1 and key not in module_class(config).parallel:
             inherited = f" (`like: {config.like}` takes it over)" if config.like else ""
             message = f"is {ways}, and the module `{config.module}` is not cut that way; set it to 1{inherited}"
             raise ConfigError([Problem(("models", name, key), message)])

@@ -47,7 +47,7 @@ class DistModel:
 
     A batch is dealt out in shares that take equally long (coalign.cluster.dealing), prompts by the work they promise;
     the result has the order of the batch. Other methods get neighbours. SPMD models are called on every rank, even with
-    an empty share, since their ranks meet in collectives; neighbouring ranks of one tensor-parallel group receive the
+    an empty share, since their ranks meet in collectives; neighbouring ranks that compute rows together receive the
     same share. An attribute that is not here is a method of the module: ``model.my_method(batch, key=1)``.
     """
 
@@ -71,7 +71,7 @@ class DistModel:
         self._turn = turn  # (future, method, needs): has the model's devices for the time of one call
         self._parts = module_class(config).needs
         self._spmd = spmd
-        self._copies = config.tensor_parallel if spmd else 1
+        self._copies = config.ranks_per_share if spmd else 1
         self._whole_groups = True
         self._shares_each = 1 if spmd else config.shares_per_replica
         self._lane = cluster.lane(name)

@@ -18,9 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 
 from coalign.config.errors import ConfigError, Problem
 from coalign.config.schema import ModelConfig
+
+# The ways of cutting that share the ranks of a trained model out, for rows and for experts.
+ROWS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "dp_replicate")
+EXPERTS = ("expert_parallel", "dp_replicate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +33,20 @@ class Footprint:
     """Processes of one model, and devices of each process (0: it computes on CPU).
 
     ``together``: neighbouring ranks that share a node and a share of the data: a tensor-parallel group whose ranks are
-    processes. ``spread``: over many nodes rather than few (None: either).
+    processes. ``spread``: over many nodes rather than few (None: either). ``alike``: groups of ``together`` that have
+    one share of the data, on any nodes.
     """
 
     processes: int
     devices: int
     together: int = 1
     spread: bool | None = None
+    alike: int = 1
 
     @property
     def parts(self) -> int:
         """Shares that a batch is cut into: the data-parallel size."""
-        return self.processes // self.together
+        return self.processes // (self.together * self.alike)
 
     @property
     def places(self) -> int:
@@ -59,18 +66,20 @@ class Footprint:
         with all devices of its tensor and pipeline parallel parts: num_gpu / (tensor_parallel × pipeline_parallel) of
         them. ``num_process`` overrides both. Raises ConfigError where the numbers do not divide.
         """
-        ways = config.tensor_parallel * config.pipeline_parallel
-        per_process = 1 if spmd else ways
+        per_process = 1 if spmd else config.tensor_parallel * config.pipeline_parallel
         processes = config.num_process or max(config.num_gpu // per_process, 1)
         key = ("models", name, "num_process")
-        if spmd and processes % ways:
-            needed = f"tensor_parallel × pipeline_parallel = {config.tensor_parallel} × {config.pipeline_parallel}"
-            raise ConfigError([Problem(key, f"is {processes}; expected a multiple of {needed}")])
+        for needed in (ROWS, EXPERTS) if spmd else ():
+            ways = {way: getattr(config, way) for way in needed if getattr(config, way) > 1}
+            if processes % prod(ways.values()):
+                product = f"{' × '.join(ways)} = {' × '.join(map(str, ways.values()))}"
+                raise ConfigError([Problem(key, f"is {processes}; expected a multiple of {product}")])
         if config.num_gpu % (processes * (per_process if config.num_gpu else 1)):
             each = f", {per_process} for each" if per_process > 1 else ""
             raise ConfigError([Problem(key, f"is {processes}; num_gpu={config.num_gpu} does not divide by it{each}")])
         spread = None if config.placement is None else config.placement == "spread"
-        return Footprint(processes, config.num_gpu // processes, config.tensor_parallel if spmd else 1, spread)
+        together, alike = (config.tensor_parallel, config.context_parallel) if spmd else (1, 1)
+        return Footprint(processes, config.num_gpu // processes, together, spread, alike)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coalign.modules.layout import Block
+from coalign.modules.parallel.rows import Heads
 
 NAME = "coalign_packed"
 
@@ -32,6 +33,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     blocks: tuple[Block, ...],
+    heads: Heads | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -40,6 +42,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, heads, P, D], key and value [1, kv_heads, P, D] -> [1, P, heads, D].
 
+    ``heads``: over ranks that have a part of the row each; ``blocks`` are those of all of it.
+
     Raises NotImplementedError for a dense mask, for attention that is not causal, and for further settings that would
     change the result (attention sinks, position biases).
     """
@@ -47,6 +51,8 @@ def packed_attention(
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
         what = unknown or (["attention_mask"] if attention_mask is not None else ["is_causal=False"])
         raise NotImplementedError(f"packed attention does not know {what} of {type(module).__name__}")
+    if heads is not None:
+        query, key, value = (heads.taken(x) for x in (query, key, value))
     # Rotary embeddings may have left query and key wider than value. On a CPU, torch's bf16 kernel needs twice the time
     # of the float32 one for its backward.
     dtype = value.dtype
@@ -56,7 +62,8 @@ def packed_attention(
     attend = partial(attend, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
     with torch.autocast(value.device.type, enabled=False):
         out = _attend(attend, query, key, value, blocks, sliding_window)
-    return out[None].to(dtype), None
+    out = out[None].to(dtype)
+    return (out if heads is None else heads.given_back(out)), None
 
 
 def _attend(

@@ -42,14 +42,14 @@ class Module:
     that mostly wait for something else (rewards). ``adopts``: ``load_weights(…, adopt=True)`` computes with the tensors
     it is given, where they lie on its device. ``needs``: the parts of the model (coalign.memory.arena.PARTS) that a
     method computes with; one that is not listed has all of them on the device. ``constant``: those that never change.
-    ``parallel``: it can be cut over devices (tensor_parallel, pipeline_parallel). ``adapters``: those of low rank can
-    travel beside its weights (Context.adapter_rank), to it or from it.
+    ``parallel``: the ways in which it can be cut over devices (coalign.config.schema.PARALLEL). ``adapters``: those of
+    low rank can travel beside its weights (Context.adapter_rank), to it or from it.
     """
 
     spmd: ClassVar[bool] = False
     exclusive: ClassVar[bool] = True
     adopts: ClassVar[bool] = False
-    parallel: ClassVar[bool] = False
+    parallel: ClassVar[Sequence[str]] = ()
     adapters: ClassVar[bool] = False
     needs: ClassVar[Mapping[str, Sequence[str]]] = {}
     weights_dtype: torch.dtype | None = None  # of all its weights, if one: to that it casts what load_weights is given
@@ -65,6 +65,11 @@ class Module:
         """Whether the processes of a model are one group. Frozen models are independent replicas, if each has them
         whole: nothing to agree on."""
         return cls.spmd and not config.frozen
+
+    @classmethod
+    def check_parallel(cls, model: Any, config: ModelConfig, name: str) -> None:
+        """Raises ValueError, naming a key of ``models.<name>``, if ``model``, an architecture of transformers without
+        storage, cannot be cut as ``config`` says."""
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config
@@ -324,14 +329,15 @@ class TrainableModule(Module):
     def _prepare(self, batch: Batch, objective: Objective, totals: Totals) -> tuple[list[Batch], Measure, list[Stats]]:
         """The micro-batches, the function from (micro-batch, outputs) to a loss, and where it notes statistics."""
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
+        shares = self.context.world_size // self.config.ranks_per_share
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:
             if micro is IDLE:
                 return sum(out.sum() for out in outputs.values()) * 0.0
             value, stats = objective(micro, outputs, totals)
             seen.append({f"loss/{name}": stat for name, stat in stats.items()})
-            # Ranks are averaged by whoever merges their statistics; the loss is a sum over ranks.
-            seen.append({"loss/value": Stat(value.item() * self.context.world_size, 0.0)})
+            # Shares are averaged by whoever merges their statistics; the loss is a sum over them.
+            seen.append({"loss/value": Stat(value.item() * shares, 0.0)})
             return value
 
         if objective.per == "token":  # a row that was masked whole adds nothing and would cost as much as any

@@ -46,6 +46,7 @@ OWNED = {
 class DeepSpeedModule(FSDPModule):
     """A causal LM, value model or reward model under ZeRO; a frozen one is sharded at stage 3 and whole below it."""
 
+    parallel = ()
     engine: Any = None  # None for a frozen model that each process has whole
     engines: ClassVar[int] = 0  # open in this process
     met: ClassVar[bool] = False  # whether their process group is ours to end
@@ -178,6 +179,10 @@ class DeepSpeedModule(FSDPModule):
             raise ValueError(
                 f"{where}.optimizer.name is `{config.optimizer.name}`: ZeRO hands the optimizer flat pieces of several "
                 "parameters, and this one looks at whole ones; use `adamw`, or `module: fsdp`"
+            )
+        if config.cpu_offload:
+            raise ValueError(
+                f"{where}.cpu_offload: ZeRO has its own: `deepspeed.offload_optimizer`, `offload_parameters`"
             )
         if config.ema:
             raise ValueError(f"{where}.ema: no average is kept beside ZeRO's pieces; use `module: fsdp`")

@@ -1,4 +1,5 @@
-"""Hugging Face models in torch: one process is the plain case, several ranks shard everything with FSDP2.
+"""Hugging Face models in torch: one process is the plain case; several ranks shard everything with FSDP2, and share
+rows, layers and experts as coalign.modules.parallel says.
 
 It knows no loss and no family of models: log-probs come from coalign.modules.heads, attention over packed sequences
 from coalign.modules.attention, the order of events from coalign.modules.base.
@@ -6,30 +7,36 @@ from coalign.modules.attention, the order of events from coalign.modules.base.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory.copying import storage_of
-from coalign.modules import checkpoint, lora, optim, pretrained
-from coalign.modules.base import Measure, Outputs, TrainableModule
+from coalign.modules import checkpoint, lora, optim, pretrained, recompute
+from coalign.modules.base import HEADS, Measure, Outputs, TrainableModule
 from coalign.modules.ema import Average
 from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
-from coalign.modules.layout import pack
+from coalign.modules.layout import Layout, pack
+from coalign.modules.parallel import blocks, checks, experts
+from coalign.modules.parallel.ranks import Ranks
+from coalign.modules.parallel.rows import Rows
 from coalign.modules.schedule import learning_rate
 from coalign.types import Context
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# A row that every model can read.
+PROBE = Batch(torch.tensor([16]), {"tokens": torch.arange(16, dtype=torch.int32)})
 # glibc maps a larger block afresh each time, page by page: activations beyond it made a step 13 % slower.
 CPU_BLOCK = 32 * 2**20
 
@@ -38,15 +45,28 @@ class FSDPModule(TrainableModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     adapters = True
+    parallel = ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")
     model: PackedModel
     optimizer: optim.Optimizer | optim.SideBySide | None = None
     average: Average | None = None
+    rows: Rows | None = None  # over several ranks
+
+    @classmethod
+    def one_group(cls, config: ModelConfig) -> bool:
+        return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
+
+    @classmethod
+    def check_parallel(cls, model: pretrained.PreTrainedModel, config: ModelConfig, name: str) -> None:
+        checks.check(model, decoder_layers(model), config, name)
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
         self.device = torch.device(context.device)
         compute = getattr(torch, config.compute_dtype or config.dtype)
         self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
+        if config.deterministic:  # in all of this process
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
 
     def setup(self) -> None:
         """Load the model; with several ranks join the others first. Raises what coalign.modules.pretrained raises."""
@@ -54,11 +74,14 @@ class FSDPModule(TrainableModule):
             self.model = self._wrap(self._read()).to(self.device)
             self.model.check()
         else:
-            self.model = self._load_sharded(join(self.context))
+            join(self.context, host=self.config.cpu_offload)
+            ranks = Ranks(self.config, self.device)
+            self.rows = Rows(ranks.rows)
+            self._load_sharded(ranks)
         if self.config.frozen:
             self.model.requires_grad_(False)
         else:
-            layers = decoder_layers(self.model)
+            layers = decoder_layers(self.model.model)
             self.optimizer = optim.build(self.model.parameters(), self.config.optimizer, layers=layers)
             if self.config.ema:
                 self.average = Average(self.model, self.config.ema.decay)
@@ -75,16 +98,22 @@ class FSDPModule(TrainableModule):
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)
         results = []
         for micro in micros:
-            layout = pack(micro, share_prefix=self.config.share_prefix).to(self.device)
+            layout = pack(micro, share_prefix=self.config.share_prefix)
             with torch.set_grad_enabled(loss is not None):
-                with self._autocast():
-                    outputs = self.model(layout, needs=needs)
+                outputs = self._outputs(layout, needs)
                 if loss is not None:
                     loss(micro, outputs).backward()
             results.append({name: out.detach() for name, out in outputs.items()})
         if loss is None and self.context.world_size > 1:
             self.model.reshard()  # a backward would have done it; whoever reads the weights next expects shards
         return results
+
+    def _outputs(self, layout: Layout, needs: Sequence[str]) -> Outputs:
+        if self.rows is None or self.rows.parts == 1:
+            with self._autocast():
+                return self.model(layout.to(self.device), needs=needs)
+        part = self.rows.part(layout)
+        return self.rows.whole(self.model(part.layout.to(self.device), needs=needs), part)
 
     def optimizer_step(self) -> float:
         norm = optim.clip(self.model.parameters(), self.config.optimizer.clip_grad_norm)
@@ -118,9 +147,10 @@ class FSDPModule(TrainableModule):
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         if self.context.world_size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op])
-        return tensor.tolist()
+        all_of = torch.tensor(values, dtype=torch.float64, device=self.device)
+        others = self.rows.data if self.rows else None
+        dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=others)
+        return all_of.tolist()
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         given = lora.merged if self.context.adapter_rank is None else lora.apart
@@ -175,8 +205,9 @@ class FSDPModule(TrainableModule):
 
     @property
     def _gradient_size(self) -> int:
-        """Bytes, on this rank."""
-        return sum(storage_of(p).nbytes() for p in self.model.parameters() if p.requires_grad)
+        """Bytes, on this rank's device."""
+        here = (p for p in self.model.parameters() if p.requires_grad and p.device.type == self.device.type)
+        return sum(storage_of(p).nbytes() for p in here)
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if self.context.world_size > 1 else tensor
@@ -187,8 +218,8 @@ class FSDPModule(TrainableModule):
         return pretrained.load(self.config, seed=self.context.seed, name=self.context.model)
 
     def _wrap(self, model: pretrained.PreTrainedModel) -> PackedModel:
-        if self.config.gradient_checkpointing and not self.config.frozen:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.config.activation_checkpointing and not self.config.frozen:
+            recompute.enable(model, self.config.activation_checkpointing)
         if self.config.head == "lm":
             # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
             temperature = self.config.sampling.temperature or 1.0
@@ -201,51 +232,87 @@ class FSDPModule(TrainableModule):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
-    def _load_sharded(self, mesh: DeviceMesh) -> PackedModel:
+    def _load_sharded(self, ranks: Ranks) -> None:
         """Rank 0 reads the weights and hands every rank its shards; no other rank ever holds the whole model."""
-        state, buffers = {}, {}
+        state, buffers, known = {}, {}, torch.zeros(1 if self.config.head == "reward" else len(PROBE["tokens"]) - 1)
         if self.context.rank == 0:
             full = self._wrap(self._read())
             full.check()
             state, buffers = full.state_dict(), dict(full.named_buffers())
+            with torch.no_grad():
+                known = full.eval()(pack(PROBE))[HEADS[self.config.head][0]].float()
         model = self._wrap(pretrained.skeleton(self.config, name=self.context.model))
-        shard(model, mesh, self.compute_dtype)
-        model.to_empty(device=self.device)
+        self.check_parallel(model.model, self.config, self.context.model)
+        model.heads = self.rows.heads
+        cut(model, ranks)
+        shard(model, ranks, self.compute_dtype, host=self.config.cpu_offload)
+        model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
+        model.apply(partial(_buffers_to, self.device))
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         # Buffers outside of the state dict (rotary frequencies) hold whatever the memory held.
         for name, buffer in model.named_buffers():
             if self.context.rank == 0:
                 buffer.copy_(buffers[name])
             dist.broadcast(buffer, 0)
-        return model
+        self.model = model
+        self._check_cut(known.to(self.device))
+
+    def _check_cut(self, known: Tensor) -> None:
+        """Compare with what rank 0 found, in one process, for PROBE: a plan that does not fit its model would go
+        unnoticed."""
+        dist.broadcast(known, 0)
+        [own] = self.run([PROBE])
+        difference = float((own[HEADS[self.config.head][0]].float() - known).abs().max())
+        if not difference < (0.01 if (self.config.compute_dtype or self.config.dtype) == "float32" else 0.5):
+            raise NotImplementedError(
+                f"model '{self.context.model}': {type(self.model.model).__name__}, cut over {self.context.world_size} "
+                f"processes, does not compute what it does in one: outputs differ by {difference:.3g}"
+            )
 
 
-def join(context: Context) -> DeviceMesh:
-    """The mesh of this model's ranks, which meet at ``context.rendezvous``."""
+def join(context: Context, *, host: bool = False) -> None:
+    """Make the process group of this model's ranks, which meet at ``context.rendezvous``. ``host``: they exchange what
+    lies in the host's memory, too."""
     if context.rendezvous is None:
         raise ValueError(f"model '{context.model}' has {context.world_size} ranks and no rendezvous address")
     device = torch.device(context.device)
     dist.init_process_group(
-        {"cpu": "gloo", "cuda": "nccl"}[device.type],
+        "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else {"cpu": "gloo", "cuda": "nccl"}[device.type],
         init_method=f"tcp://{context.rendezvous}",
         rank=context.rank,
         world_size=context.world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    return init_device_mesh(device.type, (context.world_size,))
 
 
-def shard(model: PackedModel, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> None:
-    """FSDP2 on every decoder layer and on the rest; gradients are summed over ranks, never averaged: the loss already
-    carries global denominators."""
+def cut(model: PackedModel, ranks: Ranks) -> None:
+    """Deal the experts of a skeleton out, and cut its layers, over ranks that compute together."""
+    if ranks.experts is not ranks.whole:
+        experts.apply(model.model, ranks.experts["expert"])
+    if ranks.layers is not ranks.whole:
+        blocks.apply(model.model, decoder_layers(model.model), ranks.layers["tensor"])
+
+
+def shard(model: PackedModel, ranks: Ranks, compute_dtype: torch.dtype | None, *, host: bool) -> None:
+    """FSDP2 on every decoder layer, its experts apart, and on the rest; gradients are summed over ranks, never
+    averaged: the loss already carries global denominators. ``host``: shards stay in the host's memory."""
+    offload = CPUOffloadPolicy(pin_memory=ranks.whole.device_type == "cuda") if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for module in [*decoder_layers(model), model]:
-        fully_shard(module, mesh=mesh, mp_policy=precision)
+    dealt_out = experts.experts_of(model.model) if ranks.experts is not ranks.whole else []
+    groups = [(dealt_out, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
+    for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
+        fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-def decoder_layers(model: PackedModel) -> list[nn.Module]:
+def _buffers_to(device: torch.device, module: nn.Module) -> None:
+    """Buffers are not sharded, so they are where their module computes."""
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = buffer.to(device)
+
+
+def decoder_layers(model: pretrained.PreTrainedModel) -> list[nn.Module]:
     """The blocks that transformers calls indivisible. Sharding makes them instances of a subclass of another name."""
-    blocks = set(model.model._no_split_modules or ())
+    blocks = set(model._no_split_modules or ())
     return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]

@@ -17,10 +17,14 @@ from coalign.algorithms.candidates import candidate_logprobs, log_collision, top
 from coalign.algorithms.logprobs import linear_logprobs
 from coalign.data.batch import Batch
 from coalign.modules.layout import Layout, pack
+from coalign.modules.parallel.rows import Heads
 
 
 class PackedModel(nn.Module):
-    """``model`` is a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``."""
+    """``model`` is a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``.
+    ``heads``: it computes a part of each row, and meets the others in attention."""
+
+    heads: Heads | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -33,6 +37,7 @@ class PackedModel(nn.Module):
             position_ids=layout.positions[None],
             use_cache=False,
             blocks=layout.blocks,
+            heads=self.heads,
         ).last_hidden_state[0]
 
     def check(self) -> None:

@@ -134,19 +134,26 @@ class SideBySide:
 
 def clip(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
     """The global L2 norm of the gradients, which are scaled down to ``limit`` where they exceed it. A collective."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = _number(nn.utils.get_total_norm(gradients))
+    alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
+    total = math.hypot(*(_number(nn.utils.get_total_norm(gradients)) for gradients in alike))
     if limit is not None and limit < total < math.inf:
-        torch._foreach_mul_(gradients, limit / total)
+        for gradients in alike:
+            torch._foreach_mul_(gradients, limit / total)
     return total
 
 
 def _groups(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    decayed, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+    groups = [{"params": alike, "weight_decay": config.weight_decay} for alike in _by_mesh(decayed)]
+    return groups + [{"params": alike, "weight_decay": 0.0} for alike in _by_mesh(rest)]
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those sharded over the same ranks together: an operation on a list of tensors takes no others."""
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(found.values())
 
 
 def _rms(tensor: Tensor) -> float:

@@ -29,7 +29,7 @@ PREFERRED = {
 class VLLMModule(RolloutModule):
     """Generates with vLLM, in this process; with tensor or pipeline parallelism, in processes that belong to it."""
 
-    parallel = True
+    parallel = ("tensor_parallel", "pipeline_parallel")
     adapters = True
     away: frozenset[str] = frozenset()  # of weights and kv, the parts that have left the device
 

@@ -15,8 +15,9 @@ from coalign.cluster.dry import DryCluster
 from coalign.cluster.graph import Call, Graph, draw
 from coalign.cluster.residency import movable
 from coalign.cluster.slot import distinct
+from coalign.cluster.worker import module_class
 from coalign.config import located
-from coalign.config.schema import ModelConfig, RunConfig
+from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.standins import STANDINS
 from coalign.runtime.build import context, prepare, roles_of, spawn
 from coalign.runtime.display import Display
@@ -26,7 +27,7 @@ from coalign.runtime.memory import Estimate, estimate, largest_phase
 from coalign.runtime.placing import asked, started
 from coalign.runtime.refusing import loss_of
 from coalign.runtime.rewarding import composition
-from coalign.types import LossInput, Trainable
+from coalign.types import LossInput
 
 # What a model with this head hands to its loss.
 OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
@@ -40,7 +41,7 @@ def check(config: RunConfig, display: Display) -> None:
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw(graph) + "\n")
     with located(config):
-        _try_adapters(models)
+        _try_architectures(models)
     if rewards := composition(models, config):
         display.show(rewards + "\n")
     with located(config):
@@ -99,13 +100,15 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> l
     return [f"loss/{stat}" for stat in stats]
 
 
-def _try_adapters(models: Mapping[str, ModelConfig]) -> None:
-    """Put every model's adapters into its architecture, without weights."""
+def _try_architectures(models: Mapping[str, ModelConfig]) -> None:
+    """Put every model's adapters into its architecture, without weights, and see whether it can be cut as asked."""
     from coalign.modules import pretrained
 
     for name, model in models.items():
-        if model.load and pretrained.has_adapters(model):
-            pretrained.skeleton(model, name=name)
+        module = module_class(model)
+        cut = module.spmd and any(getattr(model, key) > 1 for key in PARALLEL)
+        if model.load and (cut or pretrained.has_adapters(model)):
+            module.check_parallel(pretrained.skeleton(model, name=name), model, name)
 
 
 def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Any:
@@ -139,7 +142,8 @@ def _sharing(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunCo
 
 def _per_place(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
     """The share of a model that one device has: of a group of processes a part, of a replica all of it."""
-    shards = model.processes if role is Trainable and not model.frozen else model.tensor_parallel
+    shared = module_class(model).one_group(model)
+    shards = model.processes // model.dp_replicate if shared else model.tensor_parallel
     whole = asdict(estimate(model, role, config))
     return Estimate(**{name: number // shards for name, number in whole.items()})
 

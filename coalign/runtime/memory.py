@@ -86,7 +86,10 @@ def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
     if role is not Trainable or model.frozen:
         return Estimate(parameters, parameters * stored, activations=4 * tokens * hidden * computed)
     intermediate = shape.get("intermediate_size", 4 * hidden)
-    kept = hidden if model.gradient_checkpointing else 17 * hidden + 2 * intermediate
+    # Of each token in a layer: its input, the results of the products, or everything.
+    kept = {"full": hidden, "selective": 6 * hidden + 2 * intermediate}.get(
+        model.activation_checkpointing, 17 * hidden + 2 * intermediate
+    )
     weights, trained, width = parameters * stored, shapes, stored
     if model.lora:  # adapters are float32, beside the weights
         trained, width = adapter_shapes(shapes, model.lora), 4

@@ -18,7 +18,7 @@ from coalign.types import Max, Stat, Total
 class EchoModule(Module):
     """Repeats each prompt n times, adding one to every token."""
 
-    parallel = True
+    parallel = ("tensor_parallel", "pipeline_parallel")
 
     def generate(self, prompts: Batch, *, samples: int = 2) -> Batch:
         rows = torch.arange(len(prompts)).repeat_interleave(samples)
@@ -75,7 +75,8 @@ class RewardLikeModule(SumModule):
 class GroupModule(Module):
     """A process group: every rank is called each time, and says what it got."""
 
-    spmd = parallel = True
+    spmd = True
+    parallel = ("tensor_parallel",)
 
     def setup(self) -> None:
         self.weight = torch.full((4,), 1.0 + self.context.seed)

@@ -39,7 +39,7 @@ BACKENDS = [
     Backend("fsdp", "fsdp"),
     Backend("fsdp-unshared", "fsdp", config={"share_prefix": False}),
     Backend("fsdp-micro", "fsdp", config={"max_tokens_per_micro": 40}),
-    Backend("fsdp-checkpointing", "fsdp", config={"gradient_checkpointing": True}),
+    Backend("fsdp-checkpointing", "fsdp", config={"activation_checkpointing": "full"}),
     Backend("fsdp-bf16", "fsdp", config={"compute_dtype": "bfloat16"}, tolerance=3e-2),
     Backend("fsdp-2ranks", "fsdp", ranks=2, config={"max_tokens_per_micro": 40}),
     Backend("fsdp-2ranks-bf16", "fsdp", ranks=2, config={"compute_dtype": "bfloat16"}, tolerance=3e-2),

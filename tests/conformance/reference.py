@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,6 +21,7 @@ class Report:
     losses: list[float]
     norms: list[float]
     after: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # of the first step, before clipping
 
 
 def logprobs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -50,6 +51,7 @@ def train(path: str, batch: Batch, old: torch.Tensor | None = None) -> Report:
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - LOW, 1 + HIGH) * advantages)
         loss = -surrogate.mean()
         loss.backward()
+        report.gradients = report.gradients or {n: p.grad.detach().clone() for n, p in model.named_parameters()}
         report.losses.append(loss.item())
         report.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()

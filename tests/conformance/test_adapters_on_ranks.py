@@ -12,7 +12,7 @@ from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow
-CONFIG = {"max_tokens_per_micro": 40, "gradient_checkpointing": True, "lora": {"rank": 4, "dora": True}}
+CONFIG = {"max_tokens_per_micro": 40, "activation_checkpointing": "full", "lora": {"rank": 4, "dora": True}}
 
 
 def train(rank: int, port: int, backend: Backend, path: str, folder: Path, batches: list[Batch]) -> dict:

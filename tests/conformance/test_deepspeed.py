@@ -119,7 +119,7 @@ def test_adapters_train_as_they_do_without_deepspeed(start, path, tmp_path, stag
 def test_activations_computed_again_give_the_same_gradient(start):
     batch = rollout((5, 9, 7), 3)
     for stage in (2, 3):
-        plain, again = start(stage), start(stage, gradient_checkpointing=True)
+        plain, again = start(stage), start(stage, activation_checkpointing="full")
         norms = [each.train_step(batch)["loss/grad_norm"].value for each in (plain, again)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 

@@ -227,6 +227,16 @@ def test_dropout_is_off_when_scoring_and_repeats_when_training(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_deterministic_runs_refuse_operations_that_are_not(path):
+    try:
+        trainer = module(path, deterministic=True)
+        assert math.isfinite(trainer.train_step(rollout())["loss/grad_norm"].value)
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_an_empty_batch_scores_to_nothing(path):
     empty = rollout().select([])
     assert module(path).forward_step(empty)["ref_logprobs"].shape == (0,)

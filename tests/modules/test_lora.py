@@ -135,7 +135,7 @@ def test_the_gradient_of_the_factors(path):
     assert not layer.lora_A["default"].weight.grad.any()
 
 
-@pytest.mark.parametrize("config", [{"max_tokens_per_micro": 21}, {"gradient_checkpointing": True}], ids=ids)
+@pytest.mark.parametrize("config", [{"max_tokens_per_micro": 21}, {"activation_checkpointing": "full"}], ids=ids)
 def test_gradients_do_not_depend_on_cuts_or_checkpointing(path, config):
     gradients = []
     for more in ({"max_tokens_per_micro": None, "share_prefix": False}, config):

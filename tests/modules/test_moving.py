@@ -49,7 +49,7 @@ def same(a: dict, b: dict) -> bool:
         {"ema": {"decay": 0.9}},
         {"lora": {"rank": 2}},
         {"optimizer": {"name": "muon", "lr": 1e-2}},
-        {"optimizer": {"name": "adafactor", "lr": 1e-2}, "gradient_checkpointing": True},
+        {"optimizer": {"name": "adafactor", "lr": 1e-2}, "activation_checkpointing": "full"},
         {"dtype": "bfloat16"},
     ],
     ids=lambda config: next(iter(config), "adamw"),

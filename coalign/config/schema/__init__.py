@@ -7,7 +7,7 @@ function's keyword-only arguments are the schema, checked by coalign.config.func
 from coalign.config.schema.base import Function, Input, Section
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig
-from coalign.config.schema.model import EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
+from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
 from coalign.config.schema.observing import ProfileConfig
 from coalign.config.schema.pipeline import (
     STAGES,
@@ -27,6 +27,7 @@ from coalign.config.schema.sync import SyncConfig
 
 __all__ = [
     "FUNCTIONS",
+    "PARALLEL",
     "STAGES",
     "CurriculumConfig",
     "DataConfig",

@@ -11,6 +11,9 @@ from coalign.config.schema.base import Function, Input, Probability, Section, Se
 from coalign.config.schema.functions import LossConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 
+# The ways in which a model is cut over devices. Which of them there are is up to its module.
+PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "dp_replicate")
+
 
 class OptimizerConfig(Section):
     """An optimizer and its learning-rate schedule."""
@@ -125,6 +128,13 @@ class ModelConfig(Section):
     """Devices that share each layer; they are on one node."""
     pipeline_parallel: PositiveInt = 1
     """Devices, or tensor-parallel groups, that share the layers out."""
+    context_parallel: PositiveInt = 1
+    """Of a trainer: processes, or tensor-parallel groups, that share each row of tokens out (Ulysses)."""
+    expert_parallel: PositiveInt = 1
+    """Of a trainer: neighbouring processes that share the experts of each layer out; tokens travel to theirs."""
+    dp_replicate: PositiveInt = 1
+    """Of a trainer: copies of the sharded model (HSDP). The processes of one copy gather weights from each other alone;
+    gradients are summed over all."""
     placement: Literal["pack", "spread"] | None = None
     """`pack` the model on few nodes, or `spread` it over many (never a tensor-parallel group); None: pack devices,
     spread CPU processes."""
@@ -145,7 +155,14 @@ class ModelConfig(Section):
     """CPU threads of each process; None: `runtime.threads`."""
     max_tokens_per_micro: PositiveInt | None = 16384
     """Token budget of one forward / backward: bounds activation memory."""
-    gradient_checkpointing: bool = False
+    activation_checkpointing: Literal["full", "selective"] | None = None
+    """What backward computes again, not to keep it: the layers in `full`, or `selective`: all but matrix products and
+    attention."""
+    deterministic: bool = False
+    """Use operations alone whose result does not depend on the order of threads, and end the run at one that does."""
+    cpu_offload: bool = False
+    """Keep the shards of weights, gradients and optimizer in the host's memory, and step there; layers come to the
+    device one by one for their computation (several processes; to leave between calls only: `offload`)."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights."""
     ema: EmaConfig | None = None
@@ -174,13 +191,18 @@ class ModelConfig(Section):
     """Passed through to the engine."""
 
     @property
+    def ranks_per_share(self) -> int:
+        """Of a trainer: neighbouring ranks that compute the same share of a batch together."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
     def processes(self) -> int:
         """Of the whole model: as many as it names, else one per GPU, or one on CPU."""
         return self.num_process or max(1, self.num_gpu)
 
     @model_validator(mode="after")
     def _devices_divide(self) -> Self:
-        for key in ("tensor_parallel", "pipeline_parallel"):
+        for key in PARALLEL:
             if self.num_gpu % (parts := getattr(self, key)):
                 raise Conflict((key,), f"is {parts}, which does not divide num_gpu ({self.num_gpu})")
         if self.num_gpu % (self.tensor_parallel * self.pipeline_parallel):
@@ -203,6 +225,12 @@ class ModelConfig(Section):
             raise Conflict(key, "needs weights to quantise: `init: load`")
         if self.processes > 1:
             raise Conflict(key, f"needs the whole model in one process (num_process: 1), not in {self.processes}")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_models_stay_on_their_device(self) -> Self:
+        if self.cpu_offload and self.processes == 1:
+            raise Conflict(("cpu_offload",), "needs a model that several processes share (num_process)")
         return self
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from coalign.modules.fsdp import FSDPModule, decoder_layers
 from tests.modules.batches import rollout
@@ -31,22 +32,33 @@ class Frozen(Watched):
 def gradient(path: str, kind: type, **config) -> tuple[torch.Tensor, int]:
     """(the gradient of one step, how often the first layer came to its MLP)"""
     trainer, calls = module(path, kind=kind, **config), []
-    decoder_layers(trainer.model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    decoder_layers(trainer.model.model)[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     trainer.train_step(rollout())
     return trainer.gradient, len(calls)
 
 
 @pytest.mark.parametrize("kind", [Watched, Frozen])
 @pytest.mark.parametrize("micro", [None, 40])
-def test_the_gradient_is_the_same_and_layers_are_computed_twice(path, kind, micro):
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_the_gradient_is_the_same_and_layers_are_computed_twice(path, kind, micro, how):
     plain, once = gradient(path, kind, max_tokens_per_micro=micro)
-    checkpointed, twice = gradient(path, kind, max_tokens_per_micro=micro, gradient_checkpointing=True)
+    checkpointed, twice = gradient(path, kind, max_tokens_per_micro=micro, activation_checkpointing=how)
     torch.testing.assert_close(checkpointed, plain, rtol=1e-6, atol=1e-9)
     assert float(plain.norm()) > 0 and twice == 2 * once
 
 
+def test_selective_keeps_the_results_of_products_and_attention(path):
+    done = {}
+    for how in (None, "selective", "full"):
+        trainer = module(path, activation_checkpointing=how)
+        with FlopCounterMode(display=False) as counter:
+            trainer.train_step(rollout())
+        done[how] = counter.get_total_flops()
+    assert done["selective"] == done[None] < done["full"]
+
+
 def test_only_what_requires_a_gradient_gets_one(path):
-    trainer = module(path, kind=Frozen, gradient_checkpointing=True)
+    trainer = module(path, kind=Frozen, activation_checkpointing="full")
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.train_step(rollout())
     assert trainer.learned and all("o_proj" in name or "up_proj" in name for name in trainer.learned)
@@ -57,7 +69,7 @@ def test_only_what_requires_a_gradient_gets_one(path):
 def test_dropout_is_drawn_alike_the_second_time(tmp_path):
     path = str(tiny_model_dir(tmp_path, family="opt", dropout=0.3, word_embed_proj_dim=32, ffn_dim=64))
     plain, checkpointed = (
-        module(path, kind=Watched, gradient_checkpointing=c, optimizer={"lr": 1e-2}) for c in (False, True)
+        module(path, kind=Watched, activation_checkpointing=c, optimizer={"lr": 1e-2}) for c in (None, "full")
     )
     for trainer in (plain, checkpointed):
         trainer.train_step(rollout())
@@ -67,8 +79,8 @@ def test_dropout_is_drawn_alike_the_second_time(tmp_path):
 def test_adapters(path):
     pytest.importorskip("peft")
     gradients = []
-    for checkpointing in (False, True):
-        trainer = module(path, kind=Frozen, lora={"rank": 2}, gradient_checkpointing=checkpointing)
+    for checkpointing in (None, "full"):
+        trainer = module(path, kind=Frozen, lora={"rank": 2}, activation_checkpointing=checkpointing)
         for name, p in trainer.model.named_parameters():
             p.requires_grad_("lora_" in name)
         trainer.train_step(rollout())

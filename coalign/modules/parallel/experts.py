@@ -1,0 +1,36 @@
+"""Expert parallelism: each rank has some of the experts, and tokens travel to theirs and back.
+
+The exchange is transformers': a model says in its plan which modules hold experts, and their forward is surrounded by
+two all-to-alls. As no two ranks have the same token (coalign.modules.parallel.ranks), any ranks can share experts.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_expert_parallelism
+
+from coalign.modules.parallel.plans import style_of
+
+DISPATCH, SLICED = "ep_dispatch_experts", "moe_tp_experts"
+
+
+def experts_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that hold the experts of a layer, stacked, as the model's plans call them."""
+    modules = model.named_modules()
+    return [m for n, m in modules if style_of(n, model.ep_plan) == DISPATCH or style_of(n, model.tp_plan) == SLICED]
+
+
+def unfit(model: PreTrainedModel, ways: int) -> str | None:
+    """Why the experts of a model cannot be dealt out over so many ranks."""
+    dealt = [module for name, module in model.named_modules() if style_of(name, model.ep_plan) == DISPATCH]
+    if not dealt:
+        return f"{type(model).__name__} has no experts that could be dealt out"
+    counts = {module.num_experts for module in dealt}
+    return None if not any(count % ways for count in counts) else f"it does not divide the {max(counts)} experts"
+
+
+def apply(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Deal the experts (without storage yet) of all layers out over ``mesh``, of one dimension."""
+    apply_expert_parallelism(model, mesh, None, model.ep_plan)

@@ -1,0 +1,86 @@
+"""A packed row cut over the ranks that compute it together.
+
+Between two layers each rank has an equal part of the row. Attention needs all of it: with context_parallel ranks change
+over, for its time, to all of the row and a part of the heads (Ulysses, 2309.14509), so blocks, shared prompts and
+windows are what they are on one rank. Log-probs are computed where the hidden states are, then put together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from coalign.modules.layout import Block, Layout
+from coalign.modules.parallel.collectives import Exchange, Group, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part of a row as a ``layout`` of its own: tokens, predictors and last tokens that lie in the part, but
+    the blocks of all of the row. ``where``: the places i64[n] of its values among those of all of the row, by kind, and
+    how many these are."""
+
+    layout: Layout
+    where: dict[str, tuple[Tensor, int]]
+
+
+class Heads:
+    """Attention's change from a part of the row with all heads to all of the row with a part of the heads, and back."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def taken(self, x: Tensor) -> Tensor:
+        """[1, heads, P / k, D] -> [1, heads / k, P, D]. Heads of keys and values fewer than ranks are repeated."""
+        ranks, heads = self.group.size(), x.shape[1]
+        if heads < ranks:
+            x = x.repeat_interleave(ranks // heads, 1)
+        return Exchange.apply(x, self.group, 1, 2)
+
+    def given_back(self, x: Tensor) -> Tensor:
+        """[1, P, heads / k, D] -> [1, P / k, heads, D]."""
+        return Exchange.apply(x, self.group, 1, 2)
+
+
+class Rows:
+    """How rows are cut over the ranks of ``mesh`` (data, context, tensor) that have the same ones."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.context, self.tensor = mesh["context"], mesh["tensor"]
+        self.data = mesh.get_group("data")
+        self.parts = self.context.size() * self.tensor.size()
+        self.heads = Heads(mesh.get_group("context")) if self.context.size() > 1 else None
+
+    def part(self, layout: Layout) -> Part:
+        """This rank's part. The row is filled up, by a block that nobody reads, to a length that divides."""
+        size = -(-len(layout.tokens) // self.parts)
+        more = size * self.parts - len(layout.tokens)
+        before = self.context.get_local_rank() * self.tensor.size()
+        start = (before + self.tensor.get_local_rank()) * size
+        own, rows = ((at >= start) & (at < start + size) for at in (layout.predictors, layout.last))
+        part = replace(
+            layout,
+            tokens=F.pad(layout.tokens, (0, more))[start : start + size],
+            # Attention gathers the parts of the tensor-parallel ranks, and turns all of them.
+            positions=F.pad(layout.positions, (0, more))[before * size : (before + self.tensor.size()) * size],
+            blocks=layout.blocks + ((Block(len(layout.tokens), (more,)),) if more else ()),
+            predictors=layout.predictors[own] - start,
+            targets=layout.targets[own],
+            segment=layout.segment[own],
+            last=layout.last[rows] - start,
+            candidates=None if layout.candidates is None else layout.candidates[own],
+        )
+        where = {"token": (own.nonzero().flatten(), len(own)), "sequence": (rows.nonzero().flatten(), len(rows))}
+        return Part(part, where)
+
+    def whole(self, outputs: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """The outputs for all of the row, on every rank, from those that each rank computed of its part."""
+        groups = [mesh.get_group() for mesh in (self.context, self.tensor) if mesh.size() > 1]
+        result = {}
+        for name, own in outputs.items():
+            at, size = part.where["sequence" if name == "scores" else "token"]
+            result[name] = Place.apply(own, at.to(own.device), size, *groups)
+        return result

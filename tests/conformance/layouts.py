@@ -1,0 +1,152 @@
+"""Layouts of ranks under test: each does what one process does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from coalign.data.batch import Batch
+from coalign.modules.base import TrainableModule
+from coalign.types import Stats, merge_stats
+from tests.conformance import reference
+from tests.conformance.backends import Backend, build, on_ranks
+from tests.modules.batches import rollout
+from tests.tiny import tiny_model_dir
+
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {"family": "qwen2", "tied": True},
+    "untied": {"family": "llama", "tied": False},
+    "moe": {
+        "family": "qwen3_moe",
+        "tied": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
+    "shared": {
+        "family": "qwen2_moe",
+        "tied": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``config`` cuts one of MODELS over the ranks."""
+
+    model: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        short = {"tensor_parallel": "tp", "context_parallel": "cp", "expert_parallel": "ep", "dp_replicate": "copies"}
+        return "-".join([self.model, *(f"{short.get(key, key)}{value}" for key, value in self.config.items())])
+
+
+@dataclass
+class Result:
+    """What the ranks of a layout did, or what the reference did. Gradients are those of the first step, unclipped."""
+
+    before: dict[str, torch.Tensor]
+    logprobs: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    losses: list[float]
+    norms: list[float]
+    after: dict[str, torch.Tensor]
+
+
+def models(folder: Path) -> dict[str, str]:
+    return {name: str(tiny_model_dir(folder / name, **shape)) for name, shape in MODELS.items()}
+
+
+def batch(path: str) -> Batch:
+    """Prompts in groups, with anchors near the model's own log-probs."""
+    rows = rollout((5, 9, 12, 7), 3)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    old = 0.1 * torch.randn(rows.tokens_total, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        old[rows["loss_mask"]] += reference.logprobs(model, rows)
+    return rows.with_(old_logprobs=old)
+
+
+def expected(path: str, rows: Batch) -> Result:
+    done = reference.train(path, rows)
+    return Result(done.before, done.logprobs, done.gradients, done.losses, done.norms, done.after)
+
+
+def train(
+    ranks: int, layouts: list[Layout], paths: dict[str, str], batches: dict[str, Batch], folder: Path
+) -> dict[str, Result]:
+    """Three steps of each layout, by its name, all in one start of the processes."""
+    told = on_ranks(ranks, _train, folder, ranks, layouts, paths, batches)
+    results = {}
+    for i, layout in enumerate(layouts):
+        shares = [each[i] for each in told][:: told[0][i]["copies"]]
+        stats = [merge_stats(share["stats"][step] for share in shares) for step in range(3)]
+        results[str(layout)] = Result(
+            shares[0]["before"],
+            torch.cat([share["logprobs"] for share in shares]),
+            shares[0]["gradients"],
+            [s["loss/value"].value for s in stats],
+            [s["loss/grad_norm"].value for s in stats],
+            shares[0]["after"],
+        )
+    return results
+
+
+def _train(
+    rank: int, port: int, ranks: int, layouts: list[Layout], paths: dict[str, str], batches: dict[str, Batch]
+) -> list[dict[str, Any]]:
+    results = []
+    for i, layout in enumerate(layouts):
+        backend = Backend(str(layout), "fsdp", ranks=ranks, config={"max_tokens_per_micro": 60, **layout.config})
+        module = build(backend, paths[layout.model], rank=rank, port=port + i)
+        part = share(batches[layout.model], module)
+        before = exported(module)
+        logprobs = module.forward_step(part)["ref_logprobs"][part["loss_mask"]]
+        gradients: dict[str, torch.Tensor] = {}
+        stats = [_first_step(module, part, gradients), module.train_step(part), module.train_step(part)]
+        results.append(
+            {
+                "copies": module.config.ranks_per_share,
+                "before": before,
+                "logprobs": logprobs,
+                "gradients": gradients,
+                "stats": stats,
+                "after": exported(module),
+            }
+        )
+        module.close()
+    return results
+
+
+def share(rows: Batch, module: TrainableModule) -> Batch:
+    """Of a batch, what this rank is given."""
+    copies = module.config.ranks_per_share
+    return rows.split(module.context.world_size // copies, keep="group")[module.context.rank // copies]
+
+
+def exported(module: TrainableModule) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.export_weights()}
+
+
+def _first_step(module: TrainableModule, part: Batch, gradients: dict[str, torch.Tensor]) -> Stats:
+    step = module.optimizer_step
+
+    def noting() -> float:
+        for name, p in module.model.model.named_parameters():
+            gradients[name] = p.grad.full_tensor().clone()  # what one rank has whole is not copied before it is clipped
+        return step()
+
+    module.optimizer_step = noting
+    stats = module.train_step(part)
+    module.optimizer_step = step
+    return stats

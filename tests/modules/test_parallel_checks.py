@@ -1,0 +1,79 @@
+"""What cannot be cut is refused from the architecture alone, by `coalign check` and before anything loads."""
+
+import pytest
+
+from coalign.cluster.base import footprint
+from coalign.config.errors import ConfigError
+from coalign.config.schema import ModelConfig
+from coalign.modules import pretrained
+from coalign.modules.fsdp import FSDPModule
+from tests.tiny import tiny_model_dir
+
+MOE = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def try_out(path, **config) -> None:
+    config = ModelConfig(load=str(path), **config)
+    FSDPModule.check_parallel(pretrained.skeleton(config, name="trainer"), config, "trainer")
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        ({}, {"tensor_parallel": 4}, "tensor_parallel is 4: it does not divide the 2 heads of keys and values"),
+        (
+            {"family": "opt", "word_embed_proj_dim": 32, "ffn_dim": 64},
+            {"tensor_parallel": 2},
+            "tensor_parallel is 2: OPTForCausalLM brings no plan for it",
+        ),
+        (
+            {"family": "phi3", "pad_token_id": 0},
+            {"tensor_parallel": 2},
+            "tensor_parallel is 2: the model's plan cuts '.*o_proj' as `rowwise_split_input`",
+        ),
+        ({}, {"tensor_parallel": 2, "lora": {"dora": True}}, r"tensor_parallel is 2: DoRA \(lora.dora\) needs"),
+        ({}, {"tensor_parallel": 2, "optimizer": {"name": "muon"}}, r"tensor_parallel is 2: Muon \(optimizer.name\)"),
+        ({}, {"context_parallel": 3}, "context_parallel is 3: it does not divide the 4 heads of queries"),
+        (
+            {"heads": 6, "kv_heads": 3, "hidden": 48},
+            {"context_parallel": 2},
+            "context_parallel is 2: the 3 heads of keys and values of a process do not divide over it",
+        ),
+        ({}, {"expert_parallel": 2}, "expert_parallel is 2: Qwen2ForCausalLM has no experts that could be dealt out"),
+        (MOE, {"expert_parallel": 3}, "expert_parallel is 3: it does not divide the 4 experts"),
+    ],
+)
+def test_what_an_architecture_refuses(tmp_path, model, config, message):
+    with pytest.raises(ValueError, match=rf"models\.trainer\.{message}"):
+        try_out(tiny_model_dir(tmp_path, **model), **config)
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ({}, {"tensor_parallel": 2, "context_parallel": 2}),
+        ({}, {"context_parallel": 4}),
+        ({"family": "gemma2"}, {"tensor_parallel": 2}),
+        (MOE, {"tensor_parallel": 2, "expert_parallel": 4}),
+        ({}, {"tensor_parallel": 2, "lora": {"rank": 2}}),
+    ],
+)
+def test_what_can_be_cut(tmp_path, model, config):
+    try_out(tiny_model_dir(tmp_path, **model), **config)
+
+
+def test_a_module_says_in_which_ways_it_can_be_cut():
+    config = ModelConfig(module="native", context_parallel=2)
+    with pytest.raises(ConfigError, match=r"policy\.context_parallel: is 2, and the module `native` is not cut"):
+        footprint("policy", config)
+
+
+def test_the_processes_of_a_frozen_model_are_one_group_only_if_they_share_it():
+    whole = ModelConfig(frozen=True, num_process=4)
+    assert not FSDPModule.one_group(whole)
+    assert FSDPModule.one_group(whole.model_copy(update={"tensor_parallel": 2}))
+
+
+def test_offload_needs_shards():
+    with pytest.raises(ValueError, match="needs a model that several processes share"):
+        ModelConfig(cpu_offload=True)
