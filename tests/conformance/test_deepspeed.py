@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
+from coalign.memory.arena import PARTS
 from tests.conformance.backends import Backend, build, on_ranks, zero
 from tests.golden.curves import configuration
 from tests.modules.batches import rollout
@@ -135,6 +136,20 @@ def test_offloading_changes_no_number(start, offload):
         each.train_step(batch)
     for (name, a), (_, b) in zip(whole.export_weights(), away.export_weights(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_leaves_the_device_between_two_calls_comes_back_as_it_was(start, stage):
+    batch = rollout((5, 9, 7), 3)
+    stays, moves = start(stage), start(stage)
+    for _ in range(3):
+        assert stays.train_step(batch).keys() == moves.train_step(batch).keys()
+        held = moves.held()
+        moves.move("host", PARTS)
+        assert not any(moves.held().values())
+        moves.move("device", PARTS)
+        assert moves.held() == held and held["optimizer"] >= 3 * held["weights"]  # moments, and weights to step on
+    assert same(exported(stays), exported(moves))
 
 
 @pytest.mark.parametrize(
