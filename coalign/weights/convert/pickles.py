@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +31,9 @@ class Unread:
 
 
 def load(path: Path, *, mmap: bool = False) -> Any:
-    """A file of torch.save, with `weights_only`. ValueError for one that is damaged."""
+    """A file of torch.save (1.6 or later), with `weights_only`. ValueError for one that is damaged."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} cannot be read, is it cut off? (it is no archive of torch.save)")
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(_stand_in(name), name) for name in unknown]):

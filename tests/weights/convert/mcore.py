@@ -35,14 +35,14 @@ def run(rank: int, action: str, folder: str, hf: str, sizes: tuple[int, ...], st
     wanted = held(Path(hf), mesh, rank)
     model = built(families.of(read_config(Path(hf))).config(read_config(Path(hf))), mesh, rank)
     if action == "load":
-        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), folder))
+        model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)["model"])
         found = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
         assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
         for name, tensor in wanted.items():
             assert torch.equal(found[name], tensor), f"rank {rank}: {name}"
     else:
         model.load_state_dict(wanted, strict=False)
-        dist_checkpointing.save(model.sharded_state_dict(), folder)
+        dist_checkpointing.save({"model": model.sharded_state_dict()}, folder)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -83,7 +83,6 @@ def built(config: Any, mesh: Mesh, rank: int) -> torch.nn.Module:
         pipeline_model_parallel_size=mesh.pipeline,
         expert_model_parallel_size=mesh.expert,
         expert_tensor_parallel_size=mesh.expert_tensor,
-        sequence_parallel=bool(experts) and mesh.tensor > 1,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
