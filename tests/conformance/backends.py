@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 
@@ -16,6 +18,8 @@ from coalign.data.batch import Batch
 from coalign.modules.base import TrainableModule
 from coalign.types import Context, merge_stats
 from tests.conformance.reference import CLIP, HIGH, LOW, LR, Report
+
+DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="coalign[deepspeed] is not installed")
 
 
 @dataclass(frozen=True)

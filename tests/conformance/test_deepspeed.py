@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS
-from tests.conformance.backends import Backend, build, on_ranks, zero
+from tests.conformance.backends import DEEPSPEED, Backend, build, on_ranks, zero
 from tests.golden.curves import configuration
 from tests.modules.batches import rollout
 from tests.runs import metrics, run
 from tests.tiny import tiny_model_dir
 
-pytest.importorskip("deepspeed")
+pytestmark = DEEPSPEED
 STAGES = (1, 2, 3)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.conformance import reference
-from tests.conformance.backends import BACKENDS, train
+from tests.conformance.backends import BACKENDS, DEEPSPEED, train
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
@@ -17,9 +17,10 @@ def runs():
     for backend in BACKENDS:
         for tied in (True, False):
             few = backend.ranks == 1 or (tied and backend.config.get("compute_dtype") is None)
-            daily = few and not backend.slow
+            marks = [] if few and not backend.slow else [pytest.mark.slow]
+            marks += [DEEPSPEED] if backend.module == "deepspeed" else []
             name = f"{backend.name}-{'tied' if tied else 'untied'}"
-            yield pytest.param((backend, tied), id=name, marks=() if daily else pytest.mark.slow)
+            yield pytest.param((backend, tied), id=name, marks=marks)
 
 
 @cache
