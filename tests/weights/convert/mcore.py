@@ -19,7 +19,8 @@ from coalign.weights.shards import cut
 
 
 def run(rank: int, action: str, folder: str, hf: str, sizes: tuple[int, ...], store: str) -> None:
-    # What megatron-core 0.16 asks of CUDA when it saves.
+    # What megatron-core 0.16 asks of CUDA when it saves, and when it ties weights over stages.
+    torch.Tensor.cuda = lambda self, *_: self
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     mesh = Mesh(*sizes)
