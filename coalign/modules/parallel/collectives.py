@@ -72,13 +72,13 @@ class Place(torch.autograd.Function):
 
 def _gathered(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
-    dist.all_gather_single(out, x.contiguous(), group=group)
+    dist.all_gather(list(out.chunk(group.size())), x.contiguous(), group=group)
     return out
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
-    dist.reduce_scatter_single(out, x.contiguous(), group=group)
+    dist.reduce_scatter(out, list(x.contiguous().chunk(group.size())), group=group)
     return out
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_expert_parallelism
+from transformers import PreTrainedModel, __version__
 
 from coalign.modules.parallel.plans import style_of
 
@@ -25,6 +24,8 @@ def experts_of(model: PreTrainedModel) -> list[nn.Module]:
 def unfit(model: PreTrainedModel, ways: int) -> str | None:
     """Why the experts of a model cannot be dealt out over so many ranks."""
     dealt = [module for name, module in model.named_modules() if style_of(name, model.ep_plan) == DISPATCH]
+    if not dealt and experts_of(model):
+        return f"the plans of transformers {__version__} cut experts, and deal none out; 5.19 does"
     if not dealt:
         return f"{type(model).__name__} has no experts that could be dealt out"
     counts = {module.num_experts for module in dealt}
@@ -33,4 +34,6 @@ def unfit(model: PreTrainedModel, ways: int) -> str | None:
 
 def apply(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Deal the experts (without storage yet) of all layers out over ``mesh``, of one dimension."""
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism  # not in every version
+
     apply_expert_parallelism(model, mesh, None, model.ep_plan)
