@@ -40,7 +40,7 @@ FOUR_SLOW = [
     Layout("moe", {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2}),
     Layout("shared", {"tensor_parallel": 2, "expert_parallel": 2}),
 ]
-slow = pytest.mark.slow
+slow = (pytest.mark.slow, pytest.mark.timeout(1800))
 RUNS = [(2, TWO, ()), (2, TWO_SLOW, slow), (4, FOUR_SLOW, slow)]
 CASES = [pytest.param((n, layout), id=f"{n}x-{layout}", marks=marks) for n, all_, marks in RUNS for layout in all_]
 

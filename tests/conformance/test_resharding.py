@@ -13,7 +13,7 @@ from tests.conformance.backends import Backend, build, on_ranks
 from tests.conformance.layouts import exported, models, share
 from tests.modules.batches import rollout
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # (model, the layout that writes, those that read) on four ranks
 RUNS = [
     ("tied", {"tensor_parallel": 2}, [{}, {"context_parallel": 2}, {"dp_replicate": 2, "tensor_parallel": 2}]),
