@@ -31,7 +31,7 @@ class Watched(FSDPModule):
         return super().optimizer_step()
 
     def run(self, micros, loss=None, *, needs=()):
-        self.rows = sum(len(micro) for micro in micros)
+        self.row_counts = sum(len(micro) for micro in micros)
         return super().run(micros, loss, needs=needs)
 
 
@@ -79,7 +79,7 @@ def test_truncated_rows_that_are_masked_are_as_good_as_gone(path, batch, name):
     a, b = module(path, LOSSES[name]), module(path, LOSSES[name])
     expected, got = a.train_step(batch.select(status == int(Status.OK))), b.train_step(masked)
     assert apart(b.gradient, a.gradient) < 1e-6
-    assert a.rows == b.rows == 5  # nor do they cost anything
+    assert a.row_counts == b.row_counts == 5  # nor do they cost anything
     assert {k: v.value for k, v in got.items()} == pytest.approx({k: v.value for k, v in expected.items()}, rel=1e-4)
 
 
