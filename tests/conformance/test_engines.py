@@ -13,6 +13,7 @@ from coalign.data.batch import Batch
 from coalign.generation.request import Request
 from coalign.generation.sampling import Sampling
 from coalign.modules.episodes import EpisodeRunner
+from coalign.modules.rollout import begin
 from coalign.rollout.episode import Episode
 from coalign.rollout.naming import environment
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
@@ -196,6 +197,28 @@ def test_rounds_give_the_response_at_once(policy):
         rounds += 1
     assert rounds == 4
     same(samples, whole)
+
+
+def test_groups_are_handed_over_as_they_are_complete(policy):
+    whole = policy.generate(prompts())
+    for begun in (prompts(), begin(prompts(), 3)):
+        parts = []
+        for part in policy.generate_in_parts(2, begun, samples=3):
+            parts.append(part)
+            assert not torch.is_inference_mode_enabled() and not part["tokens"].is_inference()
+        assert [sorted(set(part["group"].tolist())) for part in parts] == [[10, 11], [12, 13]]
+        same(Batch.concat(parts), whole)
+
+
+def test_the_first_part_does_not_wait_for_the_last(policy):
+    seen, limits = [], prompts().with_(max_new_tokens=torch.tensor([1, 16, 16, 16]))
+    parts = policy.generate_in_parts(4, limits, samples=1, on_token=lambda *token: seen.append(token))
+    first = next(parts)
+    begun = len(seen)
+    rest = list(parts)
+    assert first["group"].tolist() == [10] and begun < len(seen)
+    assert [part["group"].tolist() for part in rest] == [[11], [12], [13]]
+    same(Batch.concat([first, *rest]), policy.generate(limits, samples=1))
 
 
 def test_once_enough_groups_are_complete_the_others_are_cut_and_go_on(policy):

@@ -56,32 +56,6 @@ def test_the_columns_of_a_generated_batch(directory):
         assert (row["rollout_logprobs"][:length] == 0).all() and (row["rollout_logprobs"][length:] < 0).all()
 
 
-def test_groups_are_handed_over_as_they_are_complete(directory):
-    made = module(directory, samples=2)
-    whole = made.generate(prompts())
-    for begun in (prompts(), begin(prompts(), 2)):
-        parts = []
-        for part in made.generate_in_parts(2, begun, samples=2):
-            parts.append(part)
-            assert not torch.is_inference_mode_enabled() and not part["tokens"].is_inference()
-        assert [sorted(set(part["group"].tolist())) for part in parts] == [[11, 12], [13]]
-        together = Batch.concat(parts)
-        for name in (*whole.token, "group", "index", "status", "prompt_length"):
-            assert torch.equal(together[name], whole[name]), name
-
-
-def test_the_first_part_does_not_wait_for_the_last(directory):
-    made, seen = module(directory), []
-    short = prompts().with_(max_new_tokens=torch.tensor([1, 8, 8]))
-    parts = made.generate_in_parts(3, short, on_token=lambda *token: seen.append(token))
-    first = next(parts)
-    begun = len(seen)
-    rest = list(parts)
-    assert first["group"].tolist() == [11] and begun < len(seen)
-    assert [part["group"].tolist() for part in rest] == [[12], [13]]
-    assert torch.equal(Batch.concat([first, *rest])["tokens"], made.generate(short)["tokens"])
-
-
 def test_log_probs_are_those_of_the_checkpoint(directory):
     model = AutoModelForCausalLM.from_pretrained(directory)
     for row in module(directory).generate(prompts()).rows():
