@@ -61,8 +61,7 @@ def build(plan: Plan, prefix: Path, *, processes: int, advance: Callable[[int], 
     Raises FileExistsError if the output is there, ValueError for a row that may not be dropped (data.on_missing_key,
     data.on_empty), for PREFIX.parts of other inputs or settings, and if no document is left.
     """
-    if there := [file for file in files(prefix) if file.exists()]:
-        raise FileExistsError(f"{there[0]} exists already; remove it or choose another output")
+    _check_absent(prefix)
     parts = prefix.with_name(f"{prefix.name}.parts")
     _claim(parts, plan)
     total: Counter[str] = Counter()
@@ -83,11 +82,15 @@ def build(plan: Plan, prefix: Path, *, processes: int, advance: Callable[[int], 
 def join(datasets: Sequence[Indexed], prefix: Path) -> None:
     """All documents of ``datasets``, in turn, as one dataset. ValueError unless their tokens are of one type,
     FileExistsError if it is there."""
-    if there := [file for file in files(prefix) if file.exists()]:
-        raise FileExistsError(f"{there[0]} exists already; remove it or choose another output")
+    _check_absent(prefix)
     with Writer(prefix, datasets[0].dtype) as out:
         for each in datasets:
             out.extend(each)
+
+
+def _check_absent(prefix: Path) -> None:
+    if there := [file for file in files(prefix) if file.exists()]:
+        raise FileExistsError(f"{there[0]} exists already; remove it or choose another output")
 
 
 def _workers(processes: int) -> Executor:
