@@ -53,17 +53,37 @@ def packed_attention(
         raise NotImplementedError(f"packed attention does not know {what} of {type(module).__name__}")
     if heads is not None:
         query, key, value = (heads.taken(x) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = attend(
+        query, key, value, blocks=blocks, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap
+    )[None]
+    return (out if heads is None else heads.given_back(out)), None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    blocks: tuple[Block, ...],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """query [P, heads, D], key [P, kv_heads, D] and value [P, kv_heads, E] -> [P, heads, E], in the dtype of value.
+
+    ``scaling`` of the scores; None: 1 / sqrt(D). ``window``: how many tokens a token sees, itself among them.
+    """
     # Rotary embeddings may have left query and key wider than value. On a CPU, torch's bf16 kernel needs twice the time
     # of the float32 one for its backward.
     dtype = value.dtype
     kernel = torch.promote_types(dtype, torch.float32) if value.device.type == "cpu" else dtype
-    query, key, value = (x[0].transpose(0, 1).to(kernel) for x in (query, key, value))
-    attend = partial(_softcapped, softcap=softcap) if softcap else F.scaled_dot_product_attention
-    attend = partial(attend, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
+    query, key, value = (x.to(kernel) for x in (query, key, value))
+    function = partial(_softcapped, softcap=softcap) if softcap else F.scaled_dot_product_attention
+    function = partial(function, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
     with torch.autocast(value.device.type, enabled=False):
-        out = _attend(attend, query, key, value, blocks, sliding_window)
-    out = out[None].to(dtype)
-    return (out if heads is None else heads.given_back(out)), None
+        return _attend(function, query, key, value, blocks, window).to(dtype)
 
 
 def _attend(
@@ -74,7 +94,6 @@ def _attend(
     blocks: tuple[Block, ...],
     window: int | None,
 ) -> Tensor:
-    """[P, heads, D] from query [P, heads, D], key and value [P, kv_heads, D]."""
     # Split once: the backward of one split is one concatenation, that of many slices as many zero-filled copies.
     sizes = [sum(block.lengths) for block in blocks]
     queries, keys, values = (x.split(sizes) for x in (query, key, value))

@@ -8,6 +8,7 @@ windows are what they are on one rank. Log-probs are computed where the hidden s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from coalign.modules.layout import Block, Layout
 from coalign.modules.parallel.collectives import Exchange, Group, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of the ways in which a row is cut: this rank's place among the ``size`` ranks of ``group``."""
+
+    rank: int = 0
+    size: int = 1
+    group: Group | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Self:
+        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +60,26 @@ class Heads:
 
 
 class Rows:
-    """How rows are cut over the ranks of ``mesh`` (data, context, tensor) that have the same ones."""
+    """How rows are cut over the ranks that have the same ones: first over ``context``, each part over ``tensor``; into
+    lengths that are a multiple of ``multiple``."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.context, self.tensor = mesh["context"], mesh["tensor"]
-        self.data = mesh.get_group("data")
-        self.parts = self.context.size() * self.tensor.size()
-        self.heads = Heads(mesh.get_group("context")) if self.context.size() > 1 else None
+    def __init__(self, context: Way, tensor: Way, *, multiple: int = 1) -> None:
+        self.context, self.tensor, self.multiple = context, tensor, multiple
+        self.parts = context.size * tensor.size
+        self.heads = Heads(context.group) if context.size > 1 else None
 
     def part(self, layout: Layout) -> Part:
         """This rank's part. The row is filled up, by a block that nobody reads, to a length that divides."""
-        size = -(-len(layout.tokens) // self.parts)
+        size = -(-len(layout.tokens) // (self.parts * self.multiple)) * self.multiple
         more = size * self.parts - len(layout.tokens)
-        before = self.context.get_local_rank() * self.tensor.size()
-        start = (before + self.tensor.get_local_rank()) * size
+        before = self.context.rank * self.tensor.size
+        start = (before + self.tensor.rank) * size
         own, rows = ((at >= start) & (at < start + size) for at in (layout.predictors, layout.last))
         part = replace(
             layout,
             tokens=F.pad(layout.tokens, (0, more))[start : start + size],
             # Attention gathers the parts of the tensor-parallel ranks, and turns all of them.
-            positions=F.pad(layout.positions, (0, more))[before * size : (before + self.tensor.size()) * size],
+            positions=F.pad(layout.positions, (0, more))[before * size : (before + self.tensor.size) * size],
             blocks=layout.blocks + ((Block(len(layout.tokens), (more,)),) if more else ()),
             predictors=layout.predictors[own] - start,
             targets=layout.targets[own],
@@ -78,7 +92,7 @@ class Rows:
 
     def whole(self, outputs: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
         """The outputs for all of the row, on every rank, from those that each rank computed of its part."""
-        groups = [mesh.get_group() for mesh in (self.context, self.tensor) if mesh.size() > 1]
+        groups = [way.group for way in (self.context, self.tensor) if way.size > 1]
         result = {}
         for name, own in outputs.items():
             at, size = part.where["sequence" if name == "scores" else "token"]
