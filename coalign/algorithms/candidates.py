@@ -7,8 +7,11 @@ logits of a block of positions exist only while it is computed, forward and once
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from coalign.algorithms.vocabulary import Share
 
 BLOCK = {"cpu": 2**22, "cuda": 2**26}  # logits held at once
 
@@ -22,20 +25,28 @@ def candidate_logprobs(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
+    share: Share | None = None,
 ) -> Tensor:
     """f32[M, K]: log-probs of ``candidates`` i64[M, K] after hidden [M, H]; logits as in `linear_logprobs`.
 
-    Differentiable in hidden, weight and bias. Raises ValueError for a candidate outside of the vocabulary.
+    Differentiable in hidden, weight and bias; ``share`` as there. Raises ValueError for a candidate outside of the
+    vocabulary.
     """
-    if candidates.numel() and int(candidates.max()) >= len(weight):
+    size = len(weight) if share is None else share.size
+    if candidates.numel() and int(candidates.max()) >= size:
         raise ValueError(
-            f"candidate token {int(candidates.max())} is outside of this model's vocabulary of {len(weight)}: "
+            f"candidate token {int(candidates.max())} is outside of this model's vocabulary of {size}: "
             "teacher and student must share a tokenizer"
         )
 
     def block(hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logits = _logits(hidden, weight, bias, temperature, scale, softcap)
-        return logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
+        if share is None:
+            return logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
+        own = ids - share.first
+        here = (own >= 0) & (own < len(weight))
+        chosen = share.sum(logits.gather(1, own.clamp(0, len(weight) - 1)) * here)
+        return chosen - share.logsumexp(logits.logsumexp(1))[:, None]
 
     size = _rows(hidden, weight)
     parts = zip(hidden.split(size), candidates.split(size), strict=True)
@@ -52,16 +63,23 @@ def top_logprobs(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
+    share: Share | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` likeliest tokens after hidden [M, H], best first: i64[M, K], and their log-probs f32[M, K]. K is the
     smaller of k and the vocabulary."""
-    k = min(k, len(weight))
     ids, logprobs = [], []
     for part in hidden.split(_rows(hidden, weight)):
         logits = _logits(part, weight, bias, temperature, scale, softcap)
-        top = logits.topk(k, dim=1)
-        ids.append(top.indices)
-        logprobs.append(top.values - logits.logsumexp(1, keepdim=True))
+        normaliser = logits.logsumexp(1)
+        values, indices = logits.topk(min(k, len(weight)), dim=1)
+        if share is not None:
+            more = min(k, share.size) - values.shape[1]  # ranks change over equally many
+            values, indices = F.pad(values, (0, more), value=-torch.inf), F.pad(indices + share.first, (0, more))
+            values, indices, normaliser = share.all(values), share.all(indices), share.logsumexp(normaliser)
+            values, best = values.topk(min(k, share.size), dim=1)
+            indices = indices.gather(1, best)
+        ids.append(indices)
+        logprobs.append(values - normaliser[:, None])
     return torch.cat(ids), torch.cat(logprobs)
 
 
@@ -74,13 +92,17 @@ def log_collision(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
+    share: Share | None = None,
 ) -> Tensor:
     """f32[M]: log Σ p² over the vocabulary after hidden [M, H], the log-prob that two draws agree."""
     parts = []
     for part in hidden.split(_rows(hidden, weight)):
         logits = _logits(part, weight, bias, temperature, scale, softcap)
         normaliser = logits.logsumexp(1)
-        parts.append(logits.mul_(2).logsumexp(1) - 2 * normaliser)
+        squares = logits.mul_(2).logsumexp(1)
+        if share is not None:
+            normaliser, squares = share.logsumexp(normaliser), share.logsumexp(squares)
+        parts.append(squares - 2 * normaliser)
     return torch.cat(parts)
 
 
@@ -92,7 +114,7 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None
 ) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = scale * torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float()
+        logits = scale * F.linear(hidden, weight.to(hidden.dtype), bias).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits / temperature

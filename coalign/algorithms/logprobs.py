@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from coalign.algorithms.vocabulary import Share
+
 # Logits held at once: what stays near a CPU's caches (measured), and what fills a GPU (not measured).
 TILE = {"cpu": 2**21, "cuda": 2**26}
 ROWS = 64  # tiles hold a multiple of so many rows of the weight: odd widths cost a matrix product 10 % and more
@@ -32,6 +34,7 @@ def linear_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    share: Share | None = None,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of ``targets`` i64[M] and, if asked for, the entropy of the whole distribution, in nats: f32[M] each.
@@ -41,6 +44,9 @@ def linear_logprobs(
     autocast says, everything else in float32 (float64 for float64). Differentiable, once, in hidden, weight and bias
     through both results. ``tile`` is how many logits exist at a time. A target outside of the vocabulary gives nan.
 
+    ``share``: weight and bias are a rank's share of the vocabulary. The gradient of hidden is then what this share adds
+    to it.
+
     Raises ValueError for a temperature that is not above 0.
     """
     if temperature <= 0:
@@ -49,7 +55,7 @@ def linear_logprobs(
     inner, outer = (scale / temperature, None) if softcap is None else (scale / softcap, softcap / temperature)
     head = _Head(inner, outer, rows=_rows(tile, len(hidden)))
     with torch.autocast(hidden.device.type, enabled=False):
-        logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, head, entropy)
+        logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, head, entropy, share)
     return logprobs, entropies
 
 
@@ -97,10 +103,18 @@ class _Head:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: _Head,
+        entropy: bool,
+        share: Share | None,
     ) -> tuple[Tensor, Tensor | None]:
+        targets = targets - share.first if share else targets
         tiles = head.tiles(hidden, weight.to(hidden.dtype), bias)
-        logprobs, normaliser, entropies = _reduce(tiles, targets, dtype=_exact(hidden), entropy=entropy)
+        logprobs, normaliser, entropies = _reduce(tiles, targets, dtype=_exact(hidden), entropy=entropy, share=share)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies)
         ctx.head = head
         return logprobs, entropies
@@ -133,7 +147,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 _add_product(grad_hidden, error, cast[rows])
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(factor[:, None]).to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 class _PackedLogprobs(torch.autograd.Function):
@@ -170,7 +184,7 @@ def _column_tiles(logits: Tensor, inner: float, columns: int) -> Iterator[tuple[
 
 
 def _reduce(
-    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool
+    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool, share: Share | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, log-sum-exps and entropies in one walk over the vocabulary. All [M], in ``dtype``."""
     top = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=targets.device)
@@ -189,6 +203,13 @@ def _reduce(
             added = logits.exp_().sum(1)
         total = shrink * total + added
         top = higher
+    if share is not None:
+        own, top = top, share.greatest(top)
+        shrink = (own - top).exp_()
+        here = ~chosen.isnan()
+        sums = shrink * total, shrink * (moment + total * (own - top)), chosen.nan_to_num_(0.0), here.to(dtype)
+        total, moment, chosen, found = share.sum(torch.stack(sums))
+        chosen = chosen.masked_fill(found == 0, float("nan"))
     log_total = total.log()
     sums = top + log_total
     return chosen - sums, sums, log_total - moment / total if entropy else None
