@@ -1,5 +1,5 @@
-"""DeepSpeed's ZeRO (1910.02054) beneath the models of coalign.modules.fsdp: the ranks share the optimizer's state
-(stage 1), gradients too (2), weights too (3). The only file that imports deepspeed.
+"""DeepSpeed's ZeRO (1910.02054) beneath models of transformers: the ranks share the optimizer's state (stage 1),
+gradients too (2), weights too (3). The only file that imports deepspeed.
 
 The optimizer is torch's, handed in, so DeepSpeed compiles nothing. What it steps on are flat pieces of the parameters
 in float32; with a ``compute_dtype`` of bfloat16 these are the weights that count, and those of the model are copies.
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from coalign.config.errors import near
 from coalign.config.schema import ModelConfig
-from coalign.data.batch import Batch
 from coalign.modules import optim
-from coalign.modules.base import Measure, Outputs
+from coalign.modules.base import Outputs
 from coalign.modules.checkpoint import weights
-from coalign.modules.fsdp import FSDPModule, join
-from coalign.modules.layout import pack
+from coalign.modules.group import join
+from coalign.modules.huggingface import HuggingFaceModule
+from coalign.modules.layout import Layout
 from coalign.types import Context
 
 SUPPORTED = "0.19"
@@ -43,10 +43,9 @@ OWNED = {
 }
 
 
-class DeepSpeedModule(FSDPModule):
+class DeepSpeedModule(HuggingFaceModule):
     """A causal LM, value model or reward model under ZeRO; a frozen one is sharded at stage 3 and whole below it."""
 
-    parallel = ()
     engine: Any = None  # None for a frozen model that each process has whole
     engines: ClassVar[int] = 0  # open in this process
     met: ClassVar[bool] = False  # whether their process group is ours to end
@@ -61,16 +60,14 @@ class DeepSpeedModule(FSDPModule):
         Raises ImportError without a DeepSpeed that Coalign knows, and ValueError for what ZeRO cannot train.
         """
         if not self.one_group(self.config):
-            return super().setup()
+            self.model = self._read(self.device)
+            return
         self._check()
         deepspeed = load(self.context.device)
         if not dist.is_initialized():  # by another model of this process
             meet(self.context)
             DeepSpeedModule.met = True
-        self.model = self._wrap(self._read())
-        self.model.check()
-        if self.config.frozen:
-            self.model.requires_grad_(False)
+        self.model = self._read(torch.device("cpu"))
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if trained:
             self.optimizer = optim.adamw(list(trained.values()), self.config.optimizer)
@@ -86,7 +83,7 @@ class DeepSpeedModule(FSDPModule):
 
     def close(self) -> None:
         if self.engine is None:
-            return super().close()
+            return
         self.engine.destroy()
         DeepSpeedModule.engines -= 1
         if DeepSpeedModule.engines == 0 and DeepSpeedModule.met:
@@ -97,33 +94,23 @@ class DeepSpeedModule(FSDPModule):
 
     # ---- verbs of TrainableModule
 
-    def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
+    def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
         if self.engine is None:
-            return super().run(micros, loss, needs=needs)
-        self.engine.train(loss is not None)
-        if loss is not None:
-            self.arena.reserve(self.context.model, "gradients", self._gradient_size)
-        results = []
-        for micro in micros:
-            layout = pack(micro, share_prefix=self.config.share_prefix).to(self.device)
-            with torch.set_grad_enabled(loss is not None):
-                outputs = self.engine(layout, needs=needs)
-                if loss is not None:  # DeepSpeed takes the mean over ranks; the loss has global denominators
-                    self.engine.backward(self.context.world_size * loss(micro, outputs))
-            results.append({name: out.detach() for name, out in outputs.items()})
-        return results
+            return super()._forward(layout, needs)
+        return self.engine(layout.to(self.device), needs=needs)
+
+    def _backward(self, loss: Tensor) -> None:
+        self.engine.backward(self.context.world_size * loss)  # DeepSpeed takes the mean over ranks
 
     def optimizer_step(self) -> float:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
+        self._set_learning_rate()
         self.engine.step()  # clears the gradient, and does nothing else with one that is not finite
         self.arena.reserve(self.context.model, "gradients", 0)
         return float(self.engine.get_global_grad_norm())
 
     def save(self, dir: str | Path) -> None:
         """In DeepSpeed's own format: the same number of ranks reads it."""
-        progress = {"version": self.version, "updates": self.updates, "tokens": self.tokens}
-        self.engine.save_checkpoint(str(dir), tag=TAG, client_state={"progress": progress}, save_latest=False)
+        self.engine.save_checkpoint(str(dir), tag=TAG, client_state={"progress": self._progress}, save_latest=False)
         if self.context.rank == 0:
             (Path(dir) / LAYOUT).write_text(json.dumps(self._layout, indent=1))
 
@@ -138,8 +125,7 @@ class DeepSpeedModule(FSDPModule):
                 "with the stage and the number of processes that wrote it; weights alone go on from its `hf` directory"
             )
         _, client = self.engine.load_checkpoint(str(dir), tag=TAG)
-        progress = client["progress"]
-        self.version, self.updates, self.tokens = (progress[name] for name in ("version", "updates", "tokens"))
+        self._go_on_from(client["progress"])
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if self.engine is None or part not in ("weights", "optimizer"):

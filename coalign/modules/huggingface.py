@@ -1,0 +1,192 @@
+"""A model of transformers, run over packed rows: what its backends have in common, whatever shares it out over ranks.
+
+It knows no loss and no family of models: log-probs come from coalign.modules.heads, attention over packed sequences
+from coalign.modules.attention, the order of events from coalign.modules.base.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.memory.copying import storage_of
+from coalign.modules import lora, pretrained, recompute
+from coalign.modules.base import Measure, Outputs, TrainableModule
+from coalign.modules.ema import Average
+from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
+from coalign.modules.layout import Layout, pack
+from coalign.modules.schedule import learning_rate
+from coalign.types import Context
+
+# glibc maps a larger block afresh each time, page by page: activations beyond it made a step 13 % slower.
+CPU_BLOCK = 32 * 2**20
+
+
+class HuggingFaceModule(TrainableModule):
+    """A causal LM, value model or reward model, frozen or trained.
+
+    A subclass sets up ``model``, and the ``optimizer`` of one that is trained; it overrides `_forward`, `_backward` and
+    `_whole` where its library has a way of its own.
+    """
+
+    adapters = True
+    model: PackedModel
+    optimizer: Any = None
+    average: Average | None = None  # of a backend that keeps one
+    data: dist.ProcessGroup | None = None  # the ranks that have other rows than this one and each other; None: all
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self.device = torch.device(context.device)
+        compute = getattr(torch, config.compute_dtype or config.dtype)
+        self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
+        if config.deterministic:  # in all of this process
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    # ---- what a library may do in its own way
+
+    def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
+        with self._autocast():
+            return self.model(layout.to(self.device), needs=needs)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Add its gradient: a sum over micro-batches and ranks, since losses have global denominators."""
+        loss.backward()
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """All of a weight of which this rank may have a part. A collective."""
+        return tensor
+
+    # ---- verbs of TrainableModule
+
+    def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
+        self.model.train(loss is not None)
+        if loss is not None:  # until the optimizer clears them
+            self.arena.reserve(self.context.model, "gradients", self._gradient_size)
+        results = []
+        for micro in micros:
+            layout = pack(micro, share_prefix=self.config.share_prefix)
+            with torch.set_grad_enabled(loss is not None):
+                outputs = self._forward(layout, needs)
+                if loss is not None:
+                    self._backward(loss(micro, outputs))
+            results.append({name: out.detach() for name, out in outputs.items()})
+        return results
+
+    @property
+    def learning_rate(self) -> float:
+        config = self.config.optimizer
+        if config.unit == "tokens":
+            return learning_rate(self.tokens - 1, config, total=self.context.tokens)
+        steps = self.context.steps - self.config.learns_after
+        total = steps * self.config.updates_per_batch * self.config.epochs_per_batch
+        return learning_rate(self.updates, config, total=total)
+
+    def _set_learning_rate(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+
+    def token_budget(self, longest: int) -> int | None:
+        budget = self.config.max_tokens_per_micro
+        if self.device.type != "cpu":
+            return budget
+        row = 4 * max(m.out_features for m in self.model.model.base_model.modules() if isinstance(m, nn.Linear))
+        fits = max(CPU_BLOCK // row, longest)
+        return fits if budget is None else min(budget, fits)
+
+    def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        if self.context.world_size == 1:
+            return list(values)
+        all_of = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=self.data)
+        return all_of.tolist()
+
+    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
+        given = lora.merged if self.context.adapter_rank is None else lora.apart
+        yield from self._on_first_rank(given(self.model.model, self._whole, changing=changing))
+
+    def _on_first_rank(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The others take part in making them whole."""
+        for name, tensor in weights:
+            if self.context.rank == 0:
+                yield name, tensor.detach()
+
+    def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
+        if average and self.average is None:
+            raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
+        with self.average.in_place() if average else nullcontext():
+            weights = dict(self._on_first_rank(lora.merged(self.model.model, self._whole)))
+            if self.context.rank == 0:
+                pretrained.save(self.model.model, weights, self.config, dir)
+
+    def save_adapter(self, dir: str | Path) -> None:
+        lora.save(self.model.model, dir, self._whole, write=self.context.rank == 0)
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        if not pretrained.has_adapters(self.config):
+            return super().base_weights()
+        return lora.off(self.model)
+
+    @property
+    def _progress(self) -> dict[str, int]:
+        """What a checkpoint notes beside the tensors."""
+        return {"version": self.version, "updates": self.updates, "tokens": self.tokens}
+
+    def _go_on_from(self, progress: dict[str, int]) -> None:
+        self.version, self.updates, self.tokens = (progress[name] for name in ("version", "updates", "tokens"))
+
+    @property
+    def constant(self) -> Sequence[str]:
+        return ("weights",) if self.config.frozen else ()
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        if part == "weights":
+            return self.model.parameters()  # buffers are small tables
+        if part == "gradients":
+            return [p.grad for p in self.model.parameters() if p.grad is not None]
+        if part == "optimizer" and self.optimizer is not None:
+            entries = (value for state in self.optimizer.state.values() for value in state.values())
+            averages = self.average.tensors.values() if self.average else ()
+            return [*(value for value in entries if isinstance(value, Tensor)), *averages]
+        return ()
+
+    @property
+    def _gradient_size(self) -> int:
+        """Bytes, on this rank's device."""
+        here = (p for p in self.model.parameters() if p.requires_grad and p.device.type == self.device.type)
+        return sum(storage_of(p).nbytes() for p in here)
+
+    # ---- building
+
+    def _read(self, device: torch.device) -> PackedModel:
+        """The model, whole. Raises what coalign.modules.pretrained raises."""
+        model = self._wrap(pretrained.load(self.config, seed=self.context.seed, name=self.context.model)).to(device)
+        model.check()
+        return model
+
+    def _wrap(self, model: pretrained.PreTrainedModel) -> PackedModel:
+        if self.config.frozen:
+            model.requires_grad_(False)
+        elif self.config.activation_checkpointing:
+            recompute.enable(model, self.config.activation_checkpointing)
+        if self.config.head == "lm":
+            # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
+            temperature = self.config.sampling.temperature or 1.0
+            return LanguageModel(model, temperature=temperature, top=self.config.candidates)
+        return ScalarModel(model, output={"value": "values", "reward": "scores"}[self.config.head])
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        # Over several ranks the library that shards the parameters also casts them.
+        if self.compute_dtype is None or self.context.world_size > 1:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute_dtype)
