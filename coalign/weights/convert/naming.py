@@ -16,6 +16,11 @@ from coalign.weights.families.names import in_torch_dist
 STACKED = "decoder.layers."
 
 
+def stacks(config: MegatronConfig) -> bool:
+    """Whether megatron-core has all layers in one tensor: it does where all layers are alike."""
+    return len(set(config.moe_layer_freq)) < 2
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """``index``: of the layer and the expert in the tensor ``key``, whose first sizes are ``stacked``."""
@@ -42,8 +47,7 @@ class Naming:
         name = in_torch_dist(config, parameter, self.flavour)
         if parameter.layer is None:
             return Place(name)
-        relative = name.removeprefix(LAYER).removeprefix(STACKED)
-        return self._place(relative, parameter, config)
+        return self._place(name.removeprefix(LAYER), parameter, config)
 
     def objects(self, parameter: Parameter, config: MegatronConfig) -> list[Place]:
         """The `_extra_state` of the module that a weight is of: empty, but Megatron asks for them. More of them than

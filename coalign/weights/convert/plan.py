@@ -15,7 +15,7 @@ from coalign.weights.convert.files import writing
 from coalign.weights.convert.huggingface import Entry
 from coalign.weights.convert.opening import HF, ITERATION, Opened
 from coalign.weights.convert.request import Request
-from coalign.weights.convert.side import blocks, placed, rows
+from coalign.weights.convert.side import blocks, rows
 from coalign.weights.convert.torch_dist import Chunk
 from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
@@ -147,7 +147,7 @@ class ToMegatron(Output):
             offsets = (*place.index, start, *(0 for _ in parameter.shape[1:]))
             shape = (stop - start, *parameter.shape[1:])
             like = parameter.pieces[0].name
-            shard = Shard(f"{parameter.name}[{start}:{stop}]", shape, like, tuple(placed(parameter, box, own)))
+            shard = Shard(f"{parameter.name}[{start}:{stop}]", shape, like, tuple(parameter.placed(box, own)))
             yield Chunk(place, offsets, shard, (*place.stacked, *parameter.shape), dtype)
 
     def write(self, number: int, folder: Path, advance: Advance) -> Record:

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coalign.weights.families import Parameter
-from coalign.weights.shards import Box, Piece, Shape, Shard, overlap
+from coalign.weights.shards import Box, Shape, Shard
 
 BLOCK = 32 * 2**20  # bytes that are made at a time
 
@@ -23,16 +22,6 @@ class Side(Protocol):
 
     def fetch(self, rank: int, name: str) -> Tensor:
         """A tensor of a file, mapped into memory rather than read."""
-
-
-def placed(parameter: Parameter, there: Box, here: Box) -> Iterator[Piece]:
-    """The box ``there`` of a parameter lies at ``here`` in an own tensor (which may have dimensions in front), in boxes
-    of what the parameter is made of."""
-    cut = Piece(parameter.name, there, here)
-    for piece in parameter.pieces:
-        if (both := overlap(there, piece.own)) is not None:
-            back = Piece(piece.name, piece.own, piece.full)
-            yield Piece(piece.name, back.within(both), cut.within(both))
 
 
 def blocks(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple[int, int]]:

@@ -31,10 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from coalign.weights.convert import pickles
 from coalign.weights.convert.files import Hashed, writing
-from coalign.weights.convert.naming import Naming, Place
-from coalign.weights.convert.side import placed
+from coalign.weights.convert.naming import Naming, Place, stacks
 from coalign.weights.families import MegatronConfig, Parameter
-from coalign.weights.families.names import stacks
 from coalign.weights.shards import Box, Piece, Shape, Shard, overlap
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
@@ -164,7 +162,7 @@ def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[Place, Pa
         own = (*lead, *((0, size) for size in parameter.shape))
         if (both := overlap(box, own)) is not None:
             here = tuple((start - at, stop - at) for (start, stop), at in zip(both, offsets, strict=True))
-            pieces += placed(parameter, both[len(lead) :], here)
+            pieces += parameter.placed(both[len(lead) :], here)
     name = f"{key}@{','.join(map(str, offsets))}"
     # A chunk of nothing but padding is like the tensor it pads.
     like = pieces[0].name if pieces else held[0][1].pieces[0].name

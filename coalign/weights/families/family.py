@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from coalign.weights.families.cuts import cut_of
 from coalign.weights.families.model import LAYER, Held, Kind, holds
 from coalign.weights.families.settings import Setting
 from coalign.weights.families.sources import Line, Source, pieces
-from coalign.weights.shards import Piece, Shape, Shard, cut
+from coalign.weights.shards import Box, Piece, Shape, Shard, cut, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,15 @@ class Parameter:
     @property
     def whole(self) -> Shard:
         return Shard(self.name, self.shape, self.pieces[0].name, self.pieces)
+
+    def placed(self, there: Box, here: Box) -> Iterator[Piece]:
+        """The box ``there`` of it lies at ``here`` in an own tensor (which may have dimensions in front), in boxes of
+        what it is made of."""
+        cut = Piece(self.name, there, here)
+        for piece in self.pieces:
+            if (both := overlap(there, piece.own)) is not None:
+                back = Piece(piece.name, piece.own, piece.full)
+                yield Piece(piece.name, back.within(both), cut.within(both))
 
     def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The full parameter, made of the file's tensors. ValueError for a tensor that is missing or misshapen."""

@@ -11,7 +11,7 @@ from coalign.weights.families.family import Parameter
 from coalign.weights.families.model import LAYER
 from coalign.weights.families.names import DUPLICATED, TIED_HEAD, Spec, in_model
 from coalign.weights.layout import Coordinates, Mesh
-from coalign.weights.shards import Piece, Shard, overlap
+from coalign.weights.shards import Shard
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]  # of each pipeline stage, of each of its chunks: the layers
 
@@ -92,14 +92,8 @@ class MegatronLayout:
         whole = self.spec == "te" and parameter.template.removeprefix(LAYER) in DUPLICATED
         place = (0, 1) if whole else at.tensor if parameter.expert is None else at.expert_tensor
         shape, boxes = cut_of(parameter, *place)
-        pieces = []
-        for there, here in boxes:
-            cut = Piece(name, there, here)
-            for piece in parameter.pieces:
-                if (both := overlap(there, piece.own)) is not None:
-                    back = Piece(piece.name, piece.own, piece.full)
-                    pieces.append(Piece(piece.name, back.within(both), cut.within(both)))
-        return Shard(name, shape, parameter.pieces[0].name, tuple(pieces))
+        pieces = tuple(piece for there, here in boxes for piece in parameter.placed(there, here))
+        return Shard(name, shape, (pieces or parameter.pieces)[0].name, pieces)
 
 
 def _experts(config: MegatronConfig, place: tuple[int, int]) -> tuple[int, int]:

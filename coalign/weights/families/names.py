@@ -11,7 +11,6 @@ from typing import Literal
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Parameter
 from coalign.weights.families.model import EXPERT, LAYER
-from coalign.weights.shards import Piece, Shard
 
 Spec = Literal["local", "te", "legacy"]  # megatron-core's own layers, Transformer Engine's, Megatron-LM before core
 
@@ -50,43 +49,11 @@ def in_model(config: MegatronConfig, parameter: Parameter, spec: Spec = "local")
     return _within(parameter.template, _fused(config, parameter.moe))
 
 
-def in_torch_dist(config: MegatronConfig, parameter: Parameter, spec: Spec = "local") -> str:
-    """A parameter's template in a torch_dist checkpoint, written with that spec: without `{layer}`, layers are stacked
-    on dimension 0; experts always are, then. ValueError for `legacy`, which has no such files."""
-    if spec == "legacy":
-        raise ValueError("Megatron-LM before core has no torch_dist checkpoints; spec has to be 'local' or 'te'")
+def in_torch_dist(config: MegatronConfig, parameter: Parameter, spec: Literal["local", "te"] = "local") -> str:
+    """A parameter's template in a torch_dist checkpoint, written with that spec. Which layers and experts are stacked
+    there: coalign.weights.convert.naming."""
     norms = QKV_NORM | MLP_NORM if spec == "local" and not config.multi_latent_attention else {}
-    found = _within(parameter.template, norms if spec == "local" else _fused(config, parameter.moe))
-    found = found.replace(EXPERT, "mlp.experts.experts.")
-    return found.replace(LAYER, "decoder.layers.") if stacks(config) else found
-
-
-def stacks(config: MegatronConfig) -> bool:
-    """Whether torch_dist files have all layers in one tensor: they do where all layers are alike."""
-    return len(set(config.moe_layer_freq)) < 2
-
-
-def torch_dist(config: MegatronConfig, parameters: Mapping[str, Parameter], spec: Spec = "local") -> list[Shard]:
-    """The tensors of a torch_dist checkpoint as boxes of views of Hugging Face tensors: [layers, experts, …]."""
-    found: dict[str, list[Parameter]] = {}
-    for parameter in parameters.values():
-        name = in_torch_dist(config, parameter, spec).format(layer=parameter.layer)
-        found.setdefault(name, []).append(parameter)
-    return [_stacked(config, name, members) for name, members in found.items()]
-
-
-def _stacked(config: MegatronConfig, name: str, members: list[Parameter]) -> Shard:
-    first, pieces, lead = members[0], [], []
-    if stacks(config) and first.layer is not None:
-        lead.append(config.num_layers)
-    if first.expert is not None:
-        lead.append(config.num_moe_experts)
-    for member in members:
-        numbers = [member.layer] * (stacks(config) and member.layer is not None)
-        numbers += [member.expert] * (member.expert is not None)
-        front = tuple((number, number + 1) for number in numbers)
-        pieces += [Piece(piece.name, piece.full, front + piece.own) for piece in member.pieces]
-    return Shard(name, (*lead, *first.shape), first.pieces[0].name, tuple(pieces))
+    return _within(parameter.template, norms if spec == "local" else _fused(config, parameter.moe))
 
 
 def _fused(config: MegatronConfig, moe: bool) -> dict[str, str]:

@@ -162,6 +162,7 @@ REMOTE: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
 }
 CASES = [*NATIVE, *REMOTE]
+MOE = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3"]
 FAMILY = {case: each[0] for table in (NATIVE, REMOTE) for case, each in table.items()}
 
 

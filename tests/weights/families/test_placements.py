@@ -7,9 +7,7 @@ import torch
 
 from coalign.weights import families
 from coalign.weights.families.layout import MegatronLayout, stages
-from coalign.weights.families.names import in_torch_dist, torch_dist
 from coalign.weights.layout import Mesh
-from coalign.weights.shards import cut
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -232,34 +230,6 @@ def test_latent_attention_is_whole_in_transformer_engine_and_cut_in_the_local_sp
         bias.from_hf({"model.layers.1.mlp.gate.e_score_correction_bias": torch.ones(2).bfloat16()}).dtype
         == torch.float32
     )
-
-
-def test_files_have_layers_and_experts_stacked():
-    _, config, parameters = made(LLAMA)
-    shapes = {shard.name: shard.shape for shard in torch_dist(config, parameters)}
-    assert shapes["decoder.layers.self_attention.linear_qkv.weight"] == (2, 8, 4)
-    assert shapes["decoder.layers.self_attention.linear_qkv.layer_norm_weight"] == (2, 4)
-    assert shapes["embedding.word_embeddings.weight"] == (5, 4)
-    _, config, parameters = made(MIXTRAL)
-    shards = {shard.name: shard for shard in torch_dist(config, parameters)}
-    experts = shards["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    assert experts.shape == (2, 4, 8, 4)
-    full = {name: torch.zeros(4, 4) for name in {piece.name for piece in experts.pieces}}
-    full["model.layers.1.block_sparse_moe.experts.2.w3.weight"] = numbers(4, 1)
-    stacked = dict(cut(full.__getitem__, [experts]))[experts.name]
-    assert rows(stacked[1, 2]) == [0, 0, 0, 0, 1, 2, 3, 4] and stacked[1, 2].sum() == stacked.sum()
-    assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in shards
-    assert "decoder.layers.pre_mlp_layernorm.weight" in {
-        in_torch_dist(config, parameter, "te") for parameter in parameters.values()
-    }
-
-
-def test_files_of_layers_that_differ_have_them_one_by_one():
-    _, config, parameters = made(V3)
-    shapes = {shard.name: shard.shape for shard in torch_dist(config, parameters)}
-    assert shapes["decoder.layers.1.mlp.experts.experts.linear_fc2.weight"] == (2, 4, 4)
-    assert shapes["decoder.layers.0.mlp.linear_fc2.weight"] == (4, 4)
-    assert "decoder.layers.0.self_attention.kv_layernorm.weight" in shapes
 
 
 def test_names_before_core():
