@@ -1,10 +1,13 @@
-"""megatron-core reads and writes checkpoints: `python -m tests.weights.convert.mcore load|save DIR HF MESH STORE`.
+"""megatron-core reads and writes checkpoints, on CPUs: `python -m tests.weights.convert.mcore JOBS.json`.
 
-One process a rank, on CPUs. The model holds, bit for bit, what coalign.weights.families says that each rank holds.
+A job is a Hugging Face directory, a mesh of RANKS ranks, a torch_dist folder to load and one to save into. The model of
+each rank has to hold, bit for bit, what coalign.weights.families says.
 """
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,35 +20,52 @@ from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
 from coalign.weights.shards import cut
 
+RANKS = 4
+SAME = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"]
+SAME += ["normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias"]
+EXPERTS = ["num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"]
 
-def run(rank: int, action: str, folder: str, hf: str, sizes: tuple[int, ...], store: str) -> None:
+
+def run(rank: int, jobs: list[dict[str, Any]], store: str) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     # What megatron-core 0.16 asks of CUDA when it saves, and when it ties weights over stages.
     torch.Tensor.cuda = lambda self, *_: self
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
-    mesh = Mesh(*sizes)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=mesh.size)
-    from megatron.core import dist_checkpointing, parallel_state
-
-    parallel_state.initialize_model_parallel(
-        mesh.tensor,
-        mesh.pipeline,
-        expert_model_parallel_size=mesh.expert,
-        expert_tensor_parallel_size=mesh.expert_tensor,
-    )
-    wanted = held(Path(hf), mesh, rank)
-    model = built(families.of(read_config(Path(hf))).config(read_config(Path(hf))), mesh, rank)
-    if action == "load":
-        model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)["model"])
-        found = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-        assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-        for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), f"rank {rank}: {name}"
-    else:
-        model.load_state_dict(wanted, strict=False)
-        dist_checkpointing.save({"model": model.sharded_state_dict()}, folder)
-    torch.distributed.barrier()
+    # Else each rank starts a fresh interpreter for a queue.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    for job in jobs:
+        mesh = Mesh(**job["mesh"])
+        parallel_state.initialize_model_parallel(
+            mesh.tensor,
+            mesh.pipeline,
+            expert_model_parallel_size=mesh.expert,
+            expert_tensor_parallel_size=mesh.expert_tensor,
+        )
+        load_and_save(job, mesh, rank)
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+def load_and_save(job: dict[str, Any], mesh: Mesh, rank: int) -> None:
+    from megatron.core import dist_checkpointing
+
+    hf = Path(job["hf"])
+    wanted = held(hf, mesh, rank)
+    model = built(families.of(read_config(hf)).config(read_config(hf)), mesh, rank)
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.fill_(torch.nan)  # what is not loaded is found
+    model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, job["load"])["model"])
+    found = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    assert found.keys() == wanted.keys(), f"{job}, rank {rank}: {found.keys() ^ wanted.keys()}"
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), f"{job}, rank {rank}: {name}"
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, job["save"])
 
 
 def held(hf: Path, mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
@@ -64,22 +84,8 @@ def built(config: Any, mesh: Mesh, rank: int) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    experts = {"num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"} if config.num_moe_experts else set()
-    same = {
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "normalization",
-        "gated_linear_unit",
-        "add_bias_linear",
-        "add_qkv_bias",
-        *experts,
-    }
     settings = TransformerConfig(
-        **{name: getattr(config, name) for name in same},
+        **{name: getattr(config, name) for name in SAME + EXPERTS * bool(config.num_moe_experts)},
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
         expert_model_parallel_size=mesh.expert,
@@ -107,7 +113,9 @@ def built(config: Any, mesh: Mesh, rank: int) -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    action, folder, hf, sizes, store = sys.argv[1:]
-    mesh = tuple(map(int, sizes.split(",")))
-    arguments = (action, folder, hf, mesh, store)
-    torch.multiprocessing.spawn(run, arguments, nprocs=Mesh(*mesh).size)
+    import megatron.core.dist_checkpointing
+    import megatron.core.models.gpt  # noqa: F401  imported once: the ranks are forked from here
+
+    listed = Path(sys.argv[1])
+    arguments = (json.loads(listed.read_text()), str(listed.with_name("store")))
+    torch.multiprocessing.start_processes(run, arguments, nprocs=RANKS, start_method="fork")

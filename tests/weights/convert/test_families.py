@@ -10,7 +10,7 @@ from coalign.weights.layout import Mesh
 from tests.weights.convert import made
 from tests.weights.families import checkpoints
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.backends
 
 
 def same_model(folder, wanted, hf):

@@ -13,7 +13,7 @@ from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
 from tests.weights.families.checkpoints import checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.backends
 
 # What megatron-core's own layers can be; ALiBi, parallel residuals and the like need others.
 STOCK = ["llama", "llama_tied", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4", "starcoder"]
