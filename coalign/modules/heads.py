@@ -7,6 +7,7 @@ all beyond the log-prob of the token that stands there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from coalign.algorithms.candidates import candidate_logprobs, log_collision, top_logprobs
 from coalign.algorithms.logprobs import linear_logprobs
+from coalign.algorithms.vocabulary import Share
 from coalign.data.batch import Batch
 from coalign.modules.layout import Layout, pack
 from coalign.modules.parallel.rows import Heads
@@ -36,7 +38,7 @@ class PackedModel(nn.Module):
             input_ids=layout.tokens[None],
             position_ids=layout.positions[None],
             use_cache=False,
-            blocks=layout.blocks,
+            layout=layout,
             heads=self.heads,
         ).last_hidden_state[0]
 
@@ -44,45 +46,64 @@ class PackedModel(nn.Module):
         """Raises NotImplementedError where this class would compute something else than ``model`` itself."""
 
 
+class Readings:
+    """What is read from the hidden states of a language model, at the sampling temperature.
+
+    ``top``: as a teacher, how many of its likeliest tokens (0: all). ``settings`` of the logits: scale, softcap
+    (coalign.algorithms.logprobs).
+    """
+
+    def __init__(self, *, temperature: float = 1.0, top: int = 0, **settings: Any) -> None:
+        self.temperature, self.top, self.settings = temperature, top, settings
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        layout: Layout,
+        needs: Sequence[str] = (),
+        *,
+        bias: Tensor | None = None,
+        share: Share | None = None,
+    ) -> dict[str, Tensor]:
+        """Of hidden [T, H], where trained tokens are predicted: logprobs f32[T], and of ``needs``: entropy f32[T], of
+        the whole next-token distribution; candidate_logprobs f32[T, K], of layout.candidates; collision f32[T],
+        log Σ p² without gradient; top: the teacher's columns candidates i64[T, K] and teacher_logprobs f32[T, K]. With
+        `plain` all of them are of temperature 1. ``share``: weight [V, H] and bias are a rank's share of the tokens.
+        """
+        temperature = 1.0 if "plain" in needs else self.temperature
+        logits = {"bias": bias, "temperature": temperature, "share": share, **self.settings}
+        if "top" in needs:
+            vocabulary = share.size if share else len(weight)
+            ids, logprobs = top_logprobs(hidden, weight, self.top or vocabulary, **logits)
+            return {"candidates": ids, "teacher_logprobs": logprobs}
+        entropy = "entropy" in needs
+        logprobs, entropies = linear_logprobs(hidden, weight, layout.targets, entropy=entropy, **logits)
+        outputs = {"logprobs": logprobs} | ({"entropy": entropies} if entropy else {})
+        if "candidate_logprobs" in needs and layout.candidates is not None:
+            outputs["candidate_logprobs"] = candidate_logprobs(hidden, weight, layout.candidates, **logits)
+        if "collision" in needs:
+            outputs["collision"] = log_collision(hidden, weight, **logits)
+        return outputs
+
+
 class LanguageModel(PackedModel):
-    """Log-probs of the trained tokens at the sampling temperature; as a teacher, of its ``top`` likeliest tokens (0: of
-    all)."""
+    """Log-probs of the trained tokens, and what else `Readings` takes."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, top: int = 0) -> None:
         super().__init__(model)
-        self.top = top
         text = model.config.get_text_config()
         # What families do to their logits: Cohere, Granite, Gemma.
-        self.logit_scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
-        self.softcap = getattr(text, "final_logit_softcapping", None)
-        self.temperature = temperature
+        scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
+        softcap = getattr(text, "final_logit_softcapping", None)
+        self.read = Readings(temperature=temperature, top=top, scale=scale, softcap=softcap)
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
-        """logprobs f32[T], and of ``needs``: entropy f32[T], of the whole next-token distribution; candidate_logprobs
-        f32[T, K], of layout.candidates; collision f32[T], log Σ p² without gradient; top: the teacher's columns
-        candidates i64[T, K] and teacher_logprobs f32[T, K]. With `plain` all of them are of temperature 1.
-        """
         hidden = self.hidden(layout)[layout.predictors]
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm left it in float32
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         head = self.model.get_output_embeddings()
-        logits = {
-            "bias": head.bias,
-            "temperature": 1.0 if "plain" in needs else self.temperature,
-            "scale": self.logit_scale,
-            "softcap": self.softcap,
-        }
-        if "top" in needs:
-            ids, logprobs = top_logprobs(hidden, head.weight, self.top or len(head.weight), **logits)
-            return {"candidates": ids, "teacher_logprobs": logprobs}
-        entropy = "entropy" in needs
-        logprobs, entropies = linear_logprobs(hidden, head.weight, layout.targets, entropy=entropy, **logits)
-        outputs = {"logprobs": logprobs} | ({"entropy": entropies} if entropy else {})
-        if "candidate_logprobs" in needs and layout.candidates is not None:
-            outputs["candidate_logprobs"] = candidate_logprobs(hidden, head.weight, layout.candidates, **logits)
-        if "collision" in needs:
-            outputs["collision"] = log_collision(hidden, head.weight, **logits)
-        return outputs
+        return self.read(hidden, head.weight, layout, needs, bias=head.bias)
 
     @torch.no_grad()
     def check(self) -> None:
@@ -91,9 +112,9 @@ class LanguageModel(PackedModel):
         tokens = torch.arange(8, device=self.model.device) % self.model.get_output_embeddings().weight.shape[0]
         layout = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
         own = self.model(
-            input_ids=tokens[None], position_ids=layout.positions[None], use_cache=False, blocks=layout.blocks
+            input_ids=tokens[None], position_ids=layout.positions[None], use_cache=False, layout=layout
         ).logits[0, :-1]
-        expected = (own.double() / self.temperature).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        expected = (own.double() / self.read.temperature).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         difference = float((self(layout)["logprobs"].double() - expected).abs().max())
         rounding = 0.01 if own.dtype == torch.float32 else 0.5
         if not difference < rounding:

@@ -1,0 +1,106 @@
+"""A model's configuration for megatron-core: what the weights are (MegatronConfig), how they are cut, how they compute."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from coalign.megatron.ranks import Sizes
+from coalign.weights.families import MegatronConfig
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+# Fields of both, by the same name and with the same meaning.
+ALWAYS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "qk_layernorm",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "rotary_interleaved",
+    "window_size",
+)
+EXPERTS = (
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+)
+LATENT = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rotary_base",
+)
+# Kernels of Apex and Transformer Engine, or of torch.compile, that the layers without Transformer Engine do not have.
+UNFUSED = dict.fromkeys(
+    (
+        "persist_layer_norm",
+        "masked_softmax_fusion",
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "apply_rope_fusion",
+        "gradient_accumulation_fusion",
+    ),
+    False,
+)
+
+
+def transformer_config(
+    model: MegatronConfig, sizes: Sizes, *, dtype: torch.dtype = torch.float32, te: bool = False, **more: Any
+) -> TransformerConfig:
+    """``te``: with Transformer Engine's layers. ``more``: further fields, by megatron-core's names."""
+    fields: dict[str, Any] = {name: getattr(model, name) for name in ALWAYS}
+    if model.num_moe_experts:
+        fields |= {name: getattr(model, name) for name in EXPERTS}
+        # A list makes checkpoints keep each layer by itself; megatron-core's own word for "all of them" is 1.
+        fields["moe_layer_freq"] = list(model.moe_layer_freq) if 0 in model.moe_layer_freq else 1
+        # The auxiliary losses of pre-training are no part of what is trained here, unless asked for.
+        fields |= {"moe_router_load_balancing_type": "none", "moe_grouped_gemm": te}
+    if model.multi_latent_attention:
+        fields |= {name: getattr(model, name) for name in LATENT} | {"rope_type": "rope"}
+    fields |= {
+        "activation_func": ACTIVATIONS[model.activation_func],
+        "hidden_dropout": 0.0,  # megatron-core's default is 0.1
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "virtual_pipeline_model_parallel_size": sizes.virtual if sizes.virtual > 1 else None,
+        "context_parallel_size": sizes.context,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+        "sequence_parallel": sizes.tensor > 1,
+        "variable_seq_lengths": True,  # rows are as long as their sequences
+        "moe_token_dispatcher_type": "alltoall",  # which that needs
+        "batch_p2p_sync": False,
+        "calculate_per_token_loss": True,  # gradients are sums: the loss has global denominators
+        "perform_initialization": False,  # weights come from Hugging Face tensors
+        "use_cpu_initialization": True,
+        **({} if te else UNFUSED),
+    }
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    return kind(**fields | more)

@@ -1,0 +1,102 @@
+"""megatron-core on a machine without a GPU: what it asks of CUDA by name is answered by the CPU while `on_cpu` lasts.
+
+Written for 0.16.1; on a GPU nothing of this is used. What is stood in for: random-number states, the current device,
+streams, and tensors that are made or looked at as CUDA's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class _MadeOnCpu(TorchFunctionMode):
+    """Tensors asked for on `cuda` are made on the CPU; their type is told as CUDA's, which optimizers look for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if torch.device(kwargs.get("device") or CPU).type == "cuda":
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)
+
+
+class _Stream:
+    """And its events: everything is done when it is asked for, so there is nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _counts(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """How many tokens go to each rank, which megatron-core turns into numbers only on their way from a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+class _Tracker(random.CudaRNGStatesTracker):
+    """Named states of the CPU's generator. There is one generator, so leaving a state restores the one before."""
+
+    def add(self, name: str, seed: int) -> None:
+        self._is_initialized = True
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+    @contextmanager
+    def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+
+TRACKER = _Tracker()
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Build, run, step, save and load megatron-core's models here."""
+    stand_ins = [
+        (torch.cuda, "current_device", lambda: CPU),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "current_stream", _Stream),
+        (torch.cuda, "default_stream", _Stream),
+        (torch.cuda, "stream", lambda _: nullcontext()),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _counts),
+        (random, "_CUDA_RNG_STATE_TRACKER", TRACKER),
+        (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+        (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    ]
+    with ExitStack() as until_then:
+        for where, name, value in stand_ins:
+            until_then.enter_context(patch.object(where, name, value))
+        # 0.16.1 asks for this name of Transformer Engine's without having looked for it.
+        until_then.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
+        until_then.enter_context(_MadeOnCpu())
+        yield

@@ -1,0 +1,97 @@
+"""The ranks of a Megatron model: megatron-core's process groups, made once for all models of a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from coalign.modules.parallel.rows import Way
+from coalign.weights.layout import Mesh
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """In how many parts each thing is cut. ``virtual``: chunks of layers of a pipeline stage."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual: int = 1
+
+    def mesh(self, ranks: int) -> Mesh:
+        """Of the weights: ranks that have parts of a row have the same ones, as data-parallel ranks do.
+
+        Raises ValueError where the sizes do not divide the ranks.
+        """
+        together = self.tensor * self.pipeline * self.context
+        if ranks % together:
+            raise ValueError(
+                f"{ranks} ranks do not divide by tensor_parallel × pipeline_parallel × context_parallel = {together}"
+            )
+        data = ranks // (self.tensor * self.pipeline)
+        return Mesh(self.tensor, self.pipeline, data, self.expert, self.expert_tensor)
+
+
+_joined: Sizes | None = None  # of this process
+_models = 0  # that use the groups
+
+
+def join(sizes: Sizes, *, device: torch.device, rank: int, ranks: int, rendezvous: str | None, seed: int) -> None:
+    """Meet the other ranks. Models of one process share megatron-core's groups, which are global to it.
+
+    Raises ValueError for a second model of a process that is cut in another way.
+    """
+    global _joined, _models
+    if _joined not in (None, sizes):
+        raise ValueError(
+            f"megatron-core cuts all models of a process alike: {_joined} before, {sizes} now; give the models "
+            "processes of their own (no common `runtime.colocation` group), or the same sizes"
+        )
+    if _joined is None:
+        if not dist.is_initialized():
+            backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device.type]
+            where = (
+                {"init_method": f"tcp://{rendezvous}"} if ranks > 1 else {"store": dist.HashStore()}  # alone
+            )
+            dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=TIMEOUT, **where)
+        parallel_state.initialize_model_parallel(
+            sizes.tensor,
+            sizes.pipeline,
+            sizes.virtual if sizes.virtual > 1 else None,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+        )
+        seed_all(seed)
+        _joined = sizes
+    _models += 1
+
+
+def leave() -> None:
+    """The last model of the process ends the groups."""
+    global _joined, _models
+    _models -= 1
+    if _models == 0:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        _joined = None
+
+
+def seed_all(seed: int) -> None:
+    """Dropout differs between ranks that have other rows, or other parts of a layer; elsewhere it is the same."""
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def context() -> Way:
+    """This rank's place among those that have parts of its rows."""
+    group = parallel_state.get_context_parallel_group()
+    return Way(group.rank(), group.size(), group)
