@@ -82,14 +82,16 @@ def _joined(parts: Sequence[Meta]) -> Meta:
     return replace(parts[0], lengths=torch.cat([part.lengths for part in parts]), group=group)
 
 
-def combine(running: Sequence[Running], metas: Sequence[Meta], store: Store, copies: int = 1) -> Outcome:
-    """Shares of one result as a whole: a BatchRef in this order, merged Stats, or the first worker's plain value. Of
-    ``copies`` neighbours, which were given the same share, the first one counts."""
-    pairs = list(zip(running, metas, strict=True))
-    stats = merge_stats(meta.stats or {} for _, meta in pairs[::copies])
+def combine(
+    running: Sequence[Running], metas: Sequence[Meta], store: Store, counted: Sequence[int] | None = None
+) -> Outcome:
+    """Shares of one result as a whole: a BatchRef in this order, merged Stats, or the first worker's plain value.
+    ``counted``: which of them, if not all: ranks that were given the same share say the same."""
+    parts = [(running[i], metas[i]) for i in (range(len(metas)) if counted is None else counted)]
+    stats = merge_stats(meta.stats or {} for _, meta in parts)
     first = metas[0]
     if first.lengths is not None:
-        result: Any = BatchRef.concat([BatchRef.of(meta, each.payload, store) for each, meta in pairs[::copies]])
+        result: Any = BatchRef.concat([BatchRef.of(meta, each.payload, store) for each, meta in parts])
     else:
         result = first.value if first.stats is None else stats
     return Outcome(result, stats, max(meta.memory for meta in metas))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.answers import Remote, Running, by_share, combine, silence, wait
@@ -71,7 +72,9 @@ class DistModel:
         self._turn = turn  # (future, method, needs): has the model's devices for the time of one call
         self._parts = module_class(config).needs
         self._spmd = spmd
-        self._copies = config.ranks_per_share if spmd else 1
+        self._share_of = config.shares(len(self._ranks)) if spmd else [*range(len(self._ranks))]
+        # Of the ranks that are given the same share the first one tells the result.
+        self._counted = [self._share_of.index(share) for share in range(max(self._share_of) + 1)] if spmd else None
         self._whole_groups = True
         self._shares_each = 1 if spmd else config.shares_per_replica
         self._lane = cluster.lane(name)
@@ -205,8 +208,9 @@ class DistModel:
             shares = self._shares(future.label, tuple(ready), named, by, self._shares_each, updates)
             with self._turn(future, method, needs):
                 running, metas, counts = self._share_out(future, method, shares)
-                outcome = combine(running, metas, self.store, self._copies)
-                return shares.restored(outcome, by_share(metas, counts)[:: self._copies])
+                outcome = combine(running, metas, self.store, self._counted)
+                told = by_share(metas, counts)
+                return shares.restored(outcome, told if self._counted is None else [told[i] for i in self._counted])
 
         return self._launch(method, work, fatal)
 
@@ -300,7 +304,7 @@ class DistModel:
 
     def _outcome(self, future: Future, method: str, running: list[Running]) -> Outcome:
         metas = self._wait(future, method, running)
-        return combine(running, metas, self.store, self._copies)
+        return combine(running, metas, self.store, self._counted)
 
     def _shares(
         self,
@@ -320,7 +324,7 @@ class DistModel:
         alike = [key for key in batches if key not in keywords]
         if len(sizes := {len(batches[key]) for key in alike}) > 1:
             raise ValueError(f"{label}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
-        count = len(self._ranks) // self._copies * each
+        count = (max(self._share_of) + 1) * each
         named = "loss" in keywords  # another one than the context's, of which nothing is known here
         whole = not self.config.spread_samples if by == "work" else self._whole_groups or named
         own_deal = [key for key in batches if key in keywords or key == alike[0]]
@@ -335,6 +339,6 @@ class DistModel:
 
         filled = [part for part in range(count) if any(len(each.rows[part]) for each in deals.values())] or [0]
         chosen = [*range(count)] if self._spmd else filled
-        ranks = self._ranks if self._spmd else [self._ranks[part % len(self._ranks)] for part in range(count)]
-        calls = [(rank, share(i // self._copies)) for i, rank in enumerate(ranks) if i // self._copies in chosen]
+        ranks = zip(self._ranks, self._share_of, strict=True) if self._spmd else zip(cycle(self._ranks), range(count))
+        calls = [(rank, share(part)) for rank, part in ranks if part in chosen]
         return Shares(calls, next(iter(deals.values())), chosen)

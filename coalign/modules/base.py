@@ -329,7 +329,7 @@ class TrainableModule(Module):
     def _prepare(self, batch: Batch, objective: Objective, totals: Totals) -> tuple[list[Batch], Measure, list[Stats]]:
         """The micro-batches, the function from (micro-batch, outputs) to a loss, and where it notes statistics."""
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
-        shares = self.context.world_size // self.config.ranks_per_share
+        shares = len(set(self.config.shares(self.context.world_size)))
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:
             if micro is IDLE:

@@ -89,7 +89,7 @@ def train(
     told = on_ranks(ranks, _train, folder, ranks, layouts, paths, batches)
     results = {}
     for i, layout in enumerate(layouts):
-        shares = [each[i] for each in told][:: told[0][i]["copies"]]
+        shares = list({each[i]["share"]: each[i] for each in reversed(told)}.values())[::-1]
         stats = [merge_stats(share["stats"][step] for share in shares) for step in range(3)]
         results[str(layout)] = Result(
             shares[0]["before"],
@@ -116,7 +116,7 @@ def _train(
         stats = [_first_step(module, part, gradients), module.train_step(part), module.train_step(part)]
         results.append(
             {
-                "copies": module.config.ranks_per_share,
+                "share": module.config.shares(ranks)[rank],
                 "before": before,
                 "logprobs": logprobs,
                 "gradients": gradients,
@@ -130,8 +130,8 @@ def _train(
 
 def share(rows: Batch, module: TrainableModule) -> Batch:
     """Of a batch, what this rank is given."""
-    copies = module.config.ranks_per_share
-    return rows.split(module.context.world_size // copies, keep="group")[module.context.rank // copies]
+    shares = module.config.shares(module.context.world_size)
+    return rows.split(max(shares) + 1, keep="group")[shares[module.context.rank]]
 
 
 def exported(module: TrainableModule) -> dict[str, torch.Tensor]:

@@ -14,6 +14,9 @@ from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 # The ways in which a model is cut over devices. Which of them there are is up to its module.
 PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "dp_replicate")
 
+# Parts of Megatron's layers whose activations need not be kept.
+Recomputed = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+
 
 class OptimizerConfig(Section):
     """An optimizer and its learning-rate schedule."""
@@ -89,6 +92,37 @@ class DeepSpeedConfig(Section):
         return self
 
 
+class MegatronCoreConfig(Section):
+    """megatron-core, for the module `megatron`. How a model is cut is said beside this: `tensor_parallel` and so on."""
+
+    transformer_engine: bool | None = None
+    """Layers of Transformer Engine; None: on GPUs, if it is installed."""
+    virtual_pipeline: PositiveInt = 1
+    """Chunks of layers that each stage of `pipeline_parallel` has (interleaved 1F1B)."""
+    first_stage_layers: PositiveInt | None = None
+    """Layers of the first stage, if not as many as of the others; also `last_stage_layers`."""
+    last_stage_layers: PositiveInt | None = None
+    expert_tensor_parallel: PositiveInt | None = None
+    """Processes that share each expert; None: `tensor_parallel`."""
+    sequence_parallel: bool = True
+    """Between layers, processes that share these out have parts of each row (2205.05198)."""
+    distributed_optimizer: bool = True
+    """Data-parallel processes share the optimizer's state out (ZeRO-1)."""
+    recompute_num_layers: PositiveInt = 1
+    """Of `activation_checkpointing: full`: between how many layers the activations are kept."""
+    recompute_modules: list[Recomputed] = ["core_attn"]
+    """Of `activation_checkpointing: selective`: what is computed again."""
+    swiglu: bool | None = None
+    """What the model has to be, as Megatron's arguments say it; None: as its config.json says. A run with another model
+    is refused. Also the four below."""
+    position_embedding_type: Literal["rope", "learned_absolute", "alibi"] | None = None
+    untie_embeddings_and_output_weights: bool | None = None
+    add_bias_linear: bool | None = None
+    normalization: Literal["RMSNorm", "LayerNorm"] | None = None
+    config: dict[str, Any] = {}
+    """Further fields of megatron-core's TransformerConfig, by its names, as far as they say how it computes."""
+
+
 class ModelConfig(Section):
     """One model of the run: what it is, where it comes from, how it computes, where it runs."""
 
@@ -158,6 +192,8 @@ class ModelConfig(Section):
     activation_checkpointing: Literal["full", "selective"] | None = None
     """What backward computes again, not to keep it: the layers in `full`, or `selective`: all but matrix products and
     attention."""
+    compile: bool = False
+    """Have torch.compile write kernels for the layers, once for all lengths (needs a C++ compiler; on GPUs Triton)."""
     deterministic: bool = False
     """Use operations alone whose result does not depend on the order of threads, and end the run at one that does."""
     cpu_offload: bool = False
@@ -187,13 +223,17 @@ class ModelConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     native: NativeConfig = NativeConfig()
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    megatron: MegatronCoreConfig = MegatronCoreConfig()
     vllm: dict[str, Any] = {}
     """Passed through to the engine."""
 
-    @property
-    def ranks_per_share(self) -> int:
-        """Of a trainer: neighbouring ranks that compute the same share of a batch together."""
-        return self.tensor_parallel * self.context_parallel
+    def shares(self, ranks: int) -> list[int]:
+        """Of a trainer: which share of a batch each of its ranks computes.
+
+        Ranks count the parts of a layer first, then those of a row, the shares, and the stages of a pipeline last.
+        """
+        stage = ranks // self.pipeline_parallel
+        return [rank % stage // (self.tensor_parallel * self.context_parallel) for rank in range(ranks)]
 
     @property
     def processes(self) -> int:
