@@ -23,6 +23,7 @@ from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS, Arena
 from coalign.modules.layout import trained
 from coalign.modules.objective import Objective, groups_of
+from coalign.modules.schedule import learning_rate
 from coalign.types import TOKEN_COLUMNS, Context, Stat, Stats, Total, merge_stats
 
 # What a model computed of one micro-batch: logprobs [T] (and entropy [T]) | values [T] | scores [N].
@@ -192,7 +193,21 @@ class TrainableModule(Module):
     @property
     def learning_rate(self) -> float:
         """Of the optimizer step under way, whose tokens are counted already."""
-        raise NotImplementedError
+        config = self.config.optimizer
+        if config.unit == "tokens":
+            return learning_rate(self.tokens - 1, config, total=self.context.tokens)
+        steps = self.context.steps - self.config.learns_after
+        total = steps * self.config.updates_per_batch * self.config.epochs_per_batch
+        return learning_rate(self.updates, config, total=total)
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """What a checkpoint notes beside the tensors."""
+        return {"version": self.version, "updates": self.updates, "tokens": self.tokens}
+
+    def go_on_from(self, progress: Mapping[str, int]) -> None:
+        """The counts of a checkpoint."""
+        self.version, self.updates, self.tokens = (progress[name] for name in ("version", "updates", "tokens"))
 
     def token_budget(self, longest: int) -> int | None:
         """The most tokens that one micro-batch may have; ``longest`` is the greatest part that cannot be cut."""
