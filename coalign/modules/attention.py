@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from coalign.modules.layout import Block
+from coalign.modules.layout import Block, Layout
 from coalign.modules.parallel.rows import Heads
 
 NAME = "coalign_packed"
@@ -25,6 +25,7 @@ NAME = "coalign_packed"
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
 
 
+@torch.compiler.disable  # blocks are Python's: it would compile anew for each row
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -32,7 +33,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    blocks: tuple[Block, ...],
+    layout: Layout,
     heads: Heads | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -42,7 +43,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, heads, P, D], key and value [1, kv_heads, P, D] -> [1, P, heads, D].
 
-    ``heads``: over ranks that have a part of the row each; ``blocks`` are those of all of it.
+    ``heads``: over ranks that have a part of the row each; the blocks of ``layout`` are those of all of it.
 
     Raises NotImplementedError for a dense mask, for attention that is not causal, and for further settings that would
     change the result (attention sinks, position biases).
@@ -55,7 +56,7 @@ def packed_attention(
         query, key, value = (heads.taken(x) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attend(
-        query, key, value, blocks=blocks, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap
+        query, key, value, blocks=layout.blocks, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap
     )[None]
     return (out if heads is None else heads.given_back(out)), None
 

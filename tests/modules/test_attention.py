@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
 from coalign.modules import attention
-from coalign.modules.attention import packed_attention
+from coalign.modules.attention import attend, packed_attention
 from coalign.modules.layout import Block, pack
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
@@ -54,7 +54,7 @@ def test_hidden_states_and_gradients_are_those_of_each_sequence_alone(model_dir,
     expected = torch.cat([h[:-1][row["loss_mask"][1:]] for h, row in zip(alone, rows, strict=True)])
     layout = pack(batch, share_prefix=share)
     hidden = packed.model(
-        input_ids=layout.tokens[None], position_ids=layout.positions[None], use_cache=False, blocks=layout.blocks
+        input_ids=layout.tokens[None], position_ids=layout.positions[None], use_cache=False, layout=layout
     ).last_hidden_state[0]
     assert relative(hidden[layout.predictors], expected) < 1e-6
     assert relative(hidden[layout.last], torch.stack([h[-1] for h in alone])) < 1e-6
@@ -68,21 +68,21 @@ def test_hidden_states_and_gradients_are_those_of_each_sequence_alone(model_dir,
 
 
 def test_a_setting_it_does_not_know_is_refused():
-    x = torch.zeros(1, 2, 3, 4)
+    x, layout = torch.zeros(1, 2, 3, 4), pack(Batch(torch.tensor([3]), {"tokens": torch.arange(3)}))
     with pytest.raises(NotImplementedError, match="s_aux"):
-        packed_attention(torch.nn.Identity(), x, x, x, None, blocks=(Block(0, (3,)),), s_aux=torch.zeros(2))
+        packed_attention(torch.nn.Identity(), x, x, x, None, layout=layout, s_aux=torch.zeros(2))
     with pytest.raises(NotImplementedError, match="attention_mask"):
-        packed_attention(torch.nn.Identity(), x, x, x, torch.ones(1, 1, 3, 3), blocks=(Block(0, (3,)),))
+        packed_attention(torch.nn.Identity(), x, x, x, torch.ones(1, 1, 3, 3), layout=layout)
 
 
 def test_nothing_of_a_sequence_reaches_another():
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 7, 4, generator=generator) for _ in range(3))
+    q, k, v = (torch.randn(7, 2, 4, generator=generator) for _ in range(3))
     blocks = (Block(0, (2,)), Block(2, (2, 3), (0, 2)))
-    before, _ = packed_attention(torch.nn.Identity(), q, k, v, None, blocks=blocks)
-    k[:, :, 2:4] += 1.0
-    after, _ = packed_attention(torch.nn.Identity(), q, k, v, None, blocks=blocks)
-    changed = (before != after).flatten(2).any(-1)[0].nonzero().flatten().tolist()
+    before = attend(q, k, v, blocks=blocks)
+    k[2:4] += 1.0
+    after = attend(q, k, v, blocks=blocks)
+    changed = (before != after).flatten(1).any(-1).nonzero().flatten().tolist()
     assert changed == [2, 3]
 
 
