@@ -110,7 +110,7 @@ class DeepSpeedModule(HuggingFaceModule):
 
     def save(self, dir: str | Path) -> None:
         """In DeepSpeed's own format: the same number of ranks reads it."""
-        self.engine.save_checkpoint(str(dir), tag=TAG, client_state={"progress": self._progress}, save_latest=False)
+        self.engine.save_checkpoint(str(dir), tag=TAG, client_state={"progress": self.progress}, save_latest=False)
         if self.context.rank == 0:
             (Path(dir) / LAYOUT).write_text(json.dumps(self._layout, indent=1))
 
@@ -125,7 +125,7 @@ class DeepSpeedModule(HuggingFaceModule):
                 "with the stage and the number of processes that wrote it; weights alone go on from its `hf` directory"
             )
         _, client = self.engine.load_checkpoint(str(dir), tag=TAG)
-        self._go_on_from(client["progress"])
+        self.go_on_from(client["progress"])
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if self.engine is None or part not in ("weights", "optimizer"):
@@ -170,6 +170,8 @@ class DeepSpeedModule(HuggingFaceModule):
             raise ValueError(
                 f"{where}.cpu_offload: ZeRO has its own: `deepspeed.offload_optimizer`, `offload_parameters`"
             )
+        if config.compile:
+            raise ValueError(f"{where}.compile: layers under ZeRO are not compiled; use `module: fsdp`")
         if config.ema:
             raise ValueError(f"{where}.ema: no average is kept beside ZeRO's pieces; use `module: fsdp`")
         if config.lora and config.lora.base_bits:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules import checkpoint, optim, pretrained
+from coalign.modules import checkpoint, compiling, optim, pretrained
 from coalign.modules.base import HEADS, Measure, Outputs
 from coalign.modules.ema import Average
 from coalign.modules.group import join
@@ -56,8 +56,10 @@ class FSDPModule(HuggingFaceModule):
             self.rows = Rows(Way.of(ranks.rows["context"]), Way.of(ranks.rows["tensor"]))
             self.data = ranks.rows.get_group("data")
             self._load_sharded(ranks)
+        layers = decoder_layers(self.model.model)
+        if self.config.compile:
+            compiling.enable(layers, self.device, f"models.{self.context.model}.compile")
         if not self.config.frozen:
-            layers = decoder_layers(self.model.model)
             self.optimizer = optim.build(self.model.parameters(), self.config.optimizer, layers=layers)
             if self.config.ema:
                 self.average = Average(self.model, self.config.ema.decay)
@@ -96,11 +98,11 @@ class FSDPModule(HuggingFaceModule):
 
     def save(self, dir: str | Path) -> None:
         state = checkpoint.training_state(self.model, self.optimizer, self.average)
-        checkpoint.save(dir, state, self._progress, alone=self.context.world_size == 1)
+        checkpoint.save(dir, state, self.progress, alone=self.context.world_size == 1)
 
     def load(self, dir: str | Path) -> None:
         alone = self.context.world_size == 1
-        self._go_on_from(checkpoint.load(dir, self.model, self.optimizer, self.average, alone=alone))
+        self.go_on_from(checkpoint.load(dir, self.model, self.optimizer, self.average, alone=alone))
 
     # ---- building
 

@@ -16,6 +16,8 @@ TWO_SLOW = [
     Layout("untied", {"tensor_parallel": 2}),
     Layout("tied", {"context_parallel": 2}),
     Layout("tied", {"dp_replicate": 2}),
+    Layout("tied", {"compile": True}),
+    Layout("untied", {"context_parallel": 2, "compile": True}),
     Layout("moe", {}),
     Layout("moe", {"tensor_parallel": 2, "expert_parallel": 2}),
     Layout("moe", {"tensor_parallel": 2}),
@@ -40,7 +42,7 @@ FOUR_SLOW = [
     Layout("moe", {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2}),
     Layout("shared", {"tensor_parallel": 2, "expert_parallel": 2}),
 ]
-slow = (pytest.mark.slow, pytest.mark.timeout(1800))
+slow = (pytest.mark.backends, pytest.mark.timeout(1800))
 RUNS = [(2, TWO, ()), (2, TWO_SLOW, slow), (4, FOUR_SLOW, slow)]
 CASES = [pytest.param((n, layout), id=f"{n}x-{layout}", marks=marks) for n, all_, marks in RUNS for layout in all_]
 
