@@ -95,3 +95,8 @@ def context() -> Way:
     """This rank's place among those that have parts of its rows."""
     group = parallel_state.get_context_parallel_group()
     return Way(group.rank(), group.size(), group)
+
+
+def data() -> dist.ProcessGroup:
+    """The ranks that have other rows than this one and each other, and are alike in all else."""
+    return parallel_state.get_data_parallel_group()

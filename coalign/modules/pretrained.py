@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from coalign.config.schema import ModelConfig
 from coalign.modules import attention, lora
@@ -122,6 +124,17 @@ def context_length(hf: PretrainedConfig) -> int | None:
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
     """Write weights, config and tokenizer so that ``from_pretrained`` loads them."""
     model.save_pretrained(dir, state_dict=weights)
+    read_tokenizer(config).save_pretrained(dir)
+
+
+def save_beside(config: ModelConfig, dir: str | Path) -> None:
+    """config.json and tokenizer, for weights that are written by themselves."""
+    hf = json.loads((Path(str(config.load)) / "config.json").read_text(encoding="utf-8"))
+    hf |= {"dtype": config.dtype}
+    if config.head != "lm":
+        kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
+        hf |= {"architectures": [kind], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_tokenizer(config).save_pretrained(dir)
 
 

@@ -46,7 +46,7 @@ ALLOWED = {
 HEAVY = {
     "ray": "cluster/ray.py",
     "vllm": "vllm/",
-    "megatron": "modules/megatron.py",
+    "megatron": "megatron/",
     "deepspeed": "modules/deepspeed.py",
     "math_verify": "rewards/symbolic.py",
     "httpx2": "rewards/remote.py",

@@ -1,0 +1,177 @@
+"""From a Hugging Face directory and the configuration of a model to what this rank has of it in megatron-core."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from coalign.config.errors import near
+from coalign.config.schema import ModelConfig
+from coalign.megatron import ranks
+from coalign.megatron.config import OWNED, transformer_config
+from coalign.megatron.model import PackedGPT, ScalarGPT
+from coalign.megatron.ranks import Sizes
+from coalign.megatron.training import Pipeline
+from coalign.megatron.weights import SCORE, Weights, divisor
+from coalign.modules import pretrained
+from coalign.modules.heads import Readings
+from coalign.modules.parallel.rows import Rows, Way
+from coalign.types import Context
+from coalign.weights import families
+from coalign.weights.convert.huggingface import Reader, read_config
+from coalign.weights.families.layout import MegatronLayout, stages
+
+OUTPUT = {"value": "values", "reward": "scores"}
+
+
+def sizes_of(config: ModelConfig) -> Sizes:
+    """In how many parts the model is cut."""
+    own = config.megatron
+    return Sizes(
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.context_parallel,
+        config.expert_parallel,
+        own.expert_tensor_parallel or config.tensor_parallel,
+        own.virtual_pipeline,
+    )
+
+
+def with_engine(config: ModelConfig, device: torch.device) -> bool:
+    """Whether the layers are Transformer Engine's. Raises ValueError where they are asked for and cannot be."""
+    there, wanted = find_spec("transformer_engine") is not None, config.megatron.transformer_engine
+    if wanted and (device.type == "cpu" or not there):
+        reason = "it computes on GPUs only" if device.type == "cpu" else "it is not installed (transformer-engine)"
+        raise ValueError(f"megatron.transformer_engine is true: {reason}")
+    return there and device.type != "cpu" if wanted is None else wanted
+
+
+def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
+    """Which rank of ``count`` has what of the model in ``config.load``.
+
+    Raises ValueError for an architecture that is not known, for one that is not what the configuration says it is, and
+    for sizes that do not divide.
+    """
+    hf = read_config(Path(str(config.load)))
+    family = families.of(hf)
+    model, sizes, own = family.config(hf), sizes_of(config), config.megatron
+    said = {
+        "swiglu": model.gated_linear_unit and model.activation_func == "silu",
+        "position_embedding_type": model.position_embedding_type,
+        "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
+        "add_bias_linear": model.add_bias_linear,
+        "normalization": model.normalization,
+    }
+    for key, value in said.items():
+        if (wanted := getattr(own, key)) not in (None, value):
+            raise ValueError(f"megatron.{key} is {wanted}; the model in {config.load} has {value}")
+    if config.head != "lm":
+        model = replace(model, share_embeddings_and_output_weights=False)
+    split = stages(
+        model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
+    )
+    layout = MegatronLayout(model, sizes.mesh(count), split, "te" if te else "local")
+    return Weights(family, layout, divisor(model, sizes.tensor), scalar=config.head != "lm")
+
+
+def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: bool) -> Pipeline:
+    """The model on this rank, with its weights; ranks have met (coalign.megatron.ranks).
+
+    Raises what `weights_of` raises, and ValueError for weights that are missing, or too many, or misshapen.
+    """
+    device, model = torch.device(context.device), weights.layout.config
+    settings = transformer_config(
+        model, sizes_of(config), dtype=getattr(torch, config.compute_dtype or config.dtype), te=te, **_more(config)
+    )
+    vocabulary = -(-model.vocab_size // weights.vocabulary) * weights.vocabulary
+    chunks = []
+    for chunk in range(len(weights.layout.stages[0])):
+        virtual = chunk if len(weights.layout.stages[0]) > 1 else None
+        place = {
+            "first": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+            "last": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+        }
+        made = _head(config, model, settings, vocabulary=vocabulary, chunk=virtual, te=te, **place).to(device)
+        for parameter in made.parameters():
+            parameter.data = parameter.data.to(settings.params_dtype)
+        chunks.append(made.requires_grad_(not config.frozen))
+    rows = Rows(ranks.context(), Way(), multiple=config.tensor_parallel)
+    return Pipeline(
+        chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
+    )
+
+
+def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """This rank's weights, one at a time, as ``config.load``, ``init``, ``head`` and ``head_init`` say."""
+    if config.init == "random":
+        state = pretrained.load(config, seed=context.seed, name=context.model).state_dict()
+        return weights.read(context.rank, state.__getitem__, in_memory=True)
+    folder = Path(str(config.load))
+    return weights.read(context.rank, _stored(config, weights, Reader(folder, pickled=False)), in_memory=False)
+
+
+def _stored(config: ModelConfig, weights: Weights, reader: Reader) -> Callable[[str], Tensor]:
+    model, names = weights.layout.config, set(reader.where)
+    if not weights.scalar:
+        stored = weights.family.stored_names(model, names)
+        return lambda name: reader.tensor(stored[name])
+    # Without a head of its own the body is that of a tied model.
+    stored = weights.family.stored_names(replace(model, share_embeddings_and_output_weights=True), names - {SCORE})
+    if config.head_init == "load" and SCORE not in names:
+        new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
+        raise ValueError(f"{config.load} lacks ['{SCORE}'] for a model with head '{config.head}'; {new}")
+
+    def tensor(name: str) -> Tensor:
+        if name != SCORE:
+            return reader.tensor(stored[name])
+        return torch.zeros(1, model.hidden_size) if config.head_init == "zero" else reader.tensor(SCORE)
+
+    return tensor
+
+
+def _head(config: ModelConfig, model: families.MegatronConfig, settings: Any, **more: Any) -> PackedGPT:
+    if config.head != "lm":
+        return ScalarGPT(model, settings, output=OUTPUT[config.head], **more)
+    # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
+    read = Readings(temperature=config.sampling.temperature or 1.0, top=config.candidates)
+    return PackedGPT(model, settings, read=read, **more)
+
+
+def _more(config: ModelConfig) -> dict[str, Any]:
+    """Fields of megatron-core's configuration that say how it computes. ValueError for those of the user that it does
+    not have, or that are not the user's to say."""
+    own = config.megatron
+    fields: dict[str, Any] = {
+        "sequence_parallel": own.sequence_parallel and config.tensor_parallel > 1,
+        "num_layers_in_first_pipeline_stage": own.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": own.last_stage_layers,
+        "deterministic_mode": config.deterministic,
+    }
+    if config.activation_checkpointing == "full" and not config.frozen:
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        fields |= {"recompute_num_layers": own.recompute_num_layers}
+    elif config.activation_checkpointing == "selective" and not config.frozen:
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(own.recompute_modules)}
+    return fields | checked(own.config)
+
+
+def checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` again. Raises ValueError for a field that megatron-core does not have, or that is said elsewhere."""
+    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    for name in given:
+        if name in OWNED:
+            raise ValueError(f"megatron.config.{name}: {OWNED[name]}")
+        if name not in known:
+            raise ValueError(
+                f"megatron.config.{name} is no field of megatron-core's TransformerConfig{near(name, known - set(OWNED))}"
+            )
+    return dict(given)

@@ -1,0 +1,69 @@
+"""A trainer's state in Megatron's format `torch_dist`: any layout of ranks reads what another wrote.
+
+What megatron-core says lies where is written by torch's own writer: megatron-core's forks and spawns processes, which a
+worker must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
+from coalign.megatron.training import Optimizer, Pipeline
+
+# How the optimizer's state is laid out: by parameter, so that it can be dealt out to other ranks.
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+class _Writer(SaveShardedStrategy):
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    can_handle_sharded_objects = True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        writer = dcp.FileSystemWriter(checkpoint_dir, thread_count=1)
+        dcp.save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
+
+
+def save(dir: str | Path, pipeline: Pipeline, optimizer: Optimizer, progress: Mapping[str, int]) -> None:
+    """A collective."""
+    Path(dir).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _state(pipeline, optimizer, loading=False) | {"progress": dict(progress)}
+    dist_checkpointing.save(state, str(dir), _Writer(), content_metadata=METADATA)
+
+
+def load(dir: str | Path, pipeline: Pipeline, optimizer: Optimizer) -> dict[str, int]:
+    """The progress. FileNotFoundError where there is no checkpoint. A collective."""
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(dir)):
+        raise FileNotFoundError(f"{dir} holds no checkpoint of a Megatron model (no metadata.json there)")
+    state = dist_checkpointing.load(_state(pipeline, optimizer, loading=True), str(dir))
+    several = len(pipeline.models) > 1
+    for number, model in enumerate(pipeline.models):
+        model.load_state_dict(state[f"model{number}" if several else "model"])
+    optimizer.inner.load_state_dict(state["optimizer"])
+    return state["progress"]
+
+
+def _state(pipeline: Pipeline, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
+    several = len(pipeline.models) > 1
+    state = {
+        f"model{number}" if several else "model": model.sharded_state_dict(metadata=METADATA)
+        for number, model in enumerate(pipeline.models)
+    }
+    return state | {"optimizer": optimizer.inner.sharded_state_dict(state, is_loading=loading, metadata=METADATA)}

@@ -1,0 +1,184 @@
+"""A Megatron model over its ranks: chunks of layers, micro-batches through the stages of a pipeline, optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from coalign.data.batch import Batch
+from coalign.megatron.model import PackedGPT
+from coalign.modules.layout import pack
+from coalign.modules.parallel.rows import Rows
+
+Outputs = dict[str, Tensor]
+Loss = Callable[[Batch, Outputs], Tensor]
+
+
+class Pipeline:
+    """The chunks that this rank has of a model, and the way of micro-batches through those of all ranks.
+
+    ``rows``: how each row is cut over ranks. ``trained``: gradients are kept, and shared among data-parallel ranks.
+    """
+
+    def __init__(self, chunks: Sequence[PackedGPT], rows: Rows, *, trained: bool, distributed_optimizer: bool) -> None:
+        self.models, self.rows, self.config = list(chunks), rows, chunks[0].config
+        self.chunks: list[Any] = self.models
+        if trained:
+            settings = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+            )
+            self.chunks = [DistributedDataParallel(self.config, settings, model) for model in self.models]
+        self.pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self.last = parallel_state.get_pipeline_model_parallel_last_rank()
+
+    def run(
+        self, micros: Sequence[Batch], loss: Loss | None, *, needs: Sequence[str], share_prefix: bool, idle: Batch
+    ) -> list[Outputs]:
+        """The outputs of each micro-batch, on every rank; with ``loss``, its gradient is added. The loss is computed
+        where the outputs are, and once more, without gradient, where they are told.
+
+        Chunks that take turns need as many micro-batches as a multiple of the stages: ``idle`` fills up.
+        """
+        for model in self.chunks:
+            model.train(loss is not None)
+        stages = self.pipeline.size()
+        rest = -len(micros) % stages if len(self.models) > 1 else 0
+        parts = [self.rows.part(pack(micro, share_prefix=share_prefix)) for micro in (*micros, *[idle] * rest)]
+        told: list[Outputs] = []
+
+        def step(numbers: Iterator[int], model: Any) -> tuple[Any, Callable[[Outputs], tuple[Tensor, Tensor, Any]]]:
+            number = next(numbers)
+            part = parts[number]
+            layout = part.layout.to(next(model.parameters()).device)
+
+            def finish(own: Outputs) -> tuple[Tensor, Tensor, Any]:
+                outputs = self.rows.whole(own, part)
+                told.append({name: out.detach() for name, out in outputs.items()})
+                value = next(iter(outputs.values())).sum() * 0.0
+                if loss is not None and number < len(micros):
+                    value = loss(micros[number], outputs)
+                return value, torch.zeros((), dtype=torch.int), {}
+
+            return model(layout, heads=self.rows.heads, needs=needs), finish
+
+        with torch.set_grad_enabled(loss is not None):
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(range(len(parts))) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(parts),
+                seq_length=1,  # of no matter: stages tell each other the shapes
+                micro_batch_size=1,
+                forward_only=loss is None,
+            )
+        if stages == 1:
+            return told
+        return self._tell(micros, told[: len(micros)], loss)
+
+    def _tell(self, micros: Sequence[Batch], told: list[Outputs], loss: Loss | None) -> list[Outputs]:
+        """From the last stage to the others."""
+        here = dist.get_rank() == self.last
+        box = [[{name: out.cpu() for name, out in outputs.items()} for outputs in told] if here else None]
+        dist.broadcast_object_list(box, src=self.last, group=self.pipeline)
+        if here:
+            return told
+        if loss is not None:
+            with torch.no_grad():
+                for micro, outputs in zip(micros, box[0], strict=True):
+                    loss(micro, outputs)
+        return box[0]
+
+    def finish_gradients(self) -> None:
+        """Sum them over all ranks that have other rows, or the same weights."""
+        finalize_model_grads(self.chunks)
+
+    def clear_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters as coalign.megatron.weights names them."""
+        for number, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                yield f"{number}/{name}", parameter
+
+    def held(self) -> dict[str, Tensor]:
+        """The same, and buffers that belong to the weights (an expert's bias)."""
+        tensors = {}
+        for number, model in enumerate(self.models):
+            state = model.state_dict(keep_vars=True)
+            tensors |= {f"{number}/{name}": t for name, t in state.items() if isinstance(t, Tensor)}
+        return tensors
+
+
+class Optimizer:
+    """AdamW on a pipeline's parameters, in float32, whatever these are."""
+
+    def __init__(
+        self, pipeline: Pipeline, settings: Mapping[str, Any], *, clip: float | None, distributed: bool
+    ) -> None:
+        low = pipeline.config.params_dtype == torch.bfloat16
+        config = OptimizerConfig(
+            optimizer="adam",
+            **settings,
+            clip_grad=clip or 0.0,
+            bf16=low,
+            params_dtype=pipeline.config.params_dtype,
+            use_distributed_optimizer=distributed,
+        )
+        self.pipeline, self.limit = pipeline, clip
+        self.inner = get_megatron_optimizer(config, pipeline.chunks)
+        self.parts = self.inner.chained_optimizers
+        for group in self.groups():  # which Megatron leaves to its scheduler
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+
+    def start_from(self, exact: Mapping[str, Tensor]) -> None:
+        """The weights to go on from, before they were rounded, by the names of `Pipeline.named`."""
+        chunks: dict[str, dict[str, Tensor]] = {}
+        several = len(self.pipeline.models) > 1
+        for name, tensor in exact.items():
+            number, own = name.split("/")
+            chunks.setdefault(f"model{number}" if several else "model", {})[own] = tensor
+        for part in self.parts:
+            part.reload_model_params(chunks)
+
+    def step(self, lr: float) -> float:
+        """One update, of summed gradients; their norm before clipping. One that is not finite changes nothing."""
+        self.pipeline.finish_gradients()
+        self.inner.prepare_grads()
+        norm = float(self.inner.get_grad_norm())
+        if norm < float("inf"):
+            for group in self.groups():
+                group["lr"] = lr
+            for part in self.parts:
+                if self.limit is not None and (parameters := part.get_parameters()):
+                    clip_grad_by_total_norm_fp32(parameters, self.limit, norm)
+            self.inner.step_with_ready_grads()
+        self.inner.zero_grad()
+        self.pipeline.clear_gradients()
+        return norm
+
+    def groups(self) -> Iterator[dict[str, Any]]:
+        for part in self.parts:
+            yield from part.param_groups
+
+    def state(self) -> Iterator[Tensor]:
+        """Of this rank's share: weights in float32 and moments."""
+        for part in self.parts:
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    yield parameter
+                    yield from (v for v in part.optimizer.state[parameter].values() if isinstance(v, Tensor))
