@@ -55,9 +55,8 @@ def packed_attention(
     if heads is not None:
         query, key, value = (heads.taken(x) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = attend(
-        query, key, value, blocks=layout.blocks, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap
-    )[None]
+    settings = {"scaling": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap}
+    out = attend(query, key, value, blocks=layout.blocks, **settings)[None]
     return (out if heads is None else heads.given_back(out)), None
 
 
@@ -71,10 +70,12 @@ def attend(
     dropout: float = 0.0,
     window: int | None = None,
     softcap: float | None = None,
+    bias: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """query [P, heads, D], key [P, kv_heads, D] and value [P, kv_heads, E] -> [P, heads, E], in the dtype of value.
 
-    ``scaling`` of the scores; None: 1 / sqrt(D). ``window``: how many tokens a token sees, itself among them.
+    ``scaling`` of the scores; None: 1 / sqrt(D). ``window``: how many tokens a token sees, itself among them. ``bias``:
+    from positions i64[K] of keys what is added to their scores, f32[heads, K] (not with ``softcap``).
     """
     # Rotary embeddings may have left query and key wider than value. On a CPU, torch's bf16 kernel needs twice the time
     # of the float32 one for its backward.
@@ -83,8 +84,11 @@ def attend(
     query, key, value = (x.to(kernel) for x in (query, key, value))
     function = partial(_softcapped, softcap=softcap) if softcap else F.scaled_dot_product_attention
     function = partial(function, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
+    mask = partial(_mask, window=window, device=query.device)
+    if bias is not None:
+        mask = partial(_biased, window=window, device=query.device, bias=bias, dtype=kernel)
     with torch.autocast(value.device.type, enabled=False):
-        return _attend(function, query, key, value, blocks, window).to(dtype)
+        return _attend(function, query, key, value, blocks, mask).to(dtype)
 
 
 def _attend(
@@ -93,7 +97,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     blocks: tuple[Block, ...],
-    window: int | None,
+    mask_of: Callable[[Block], Tensor | None],
 ) -> Tensor:
     # Split once: the backward of one split is one concatenation, that of many slices as many zero-filled copies.
     sizes = [sum(block.lengths) for block in blocks]
@@ -105,7 +109,7 @@ def _attend(
         if block.prefix:
             prefix = place[block.prefix[0]]
             k, v = (torch.cat([x[prefix].expand(len(y), -1, -1, -1), y], 1) for x, y in ((keys, k), (values, v)))
-        mask = _mask(block, window, query.device)
+        mask = mask_of(block)
         q, k, v = (x.transpose(1, 2) for x in (_stack(queries[i], block), k, v))
         rows = attend(q, k, v, attn_mask=mask, is_causal=mask is None)
         out.append(_unstack(rows.transpose(1, 2), block))
@@ -144,6 +148,23 @@ def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | No
     key = torch.arange(before + longest, device=device)
     mask = key <= query
     return mask & (key > query - window) if windowed else mask
+
+
+def _biased(
+    block: Block, window: int | None, device: torch.device, bias: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> Tensor:
+    """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look.
+
+    A key's bias less that of the query's own place: softmax does not see the difference, but bf16 would otherwise round
+    the nearest keys of a late query all to one number.
+    """
+    before = block.prefix[1] - block.prefix[0] if block.prefix else 0
+    longest = max(block.lengths)
+    seen = _mask(block, window, device)
+    if seen is None:
+        seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+    places = bias(torch.arange(before + longest, device=device))
+    return (places[:, None] - places[:, before:, None]).masked_fill(~seen, -torch.inf).to(dtype)
 
 
 def _softcapped(

@@ -24,7 +24,6 @@ from coalign.modules.base import Measure, Outputs, TrainableModule
 from coalign.modules.ema import Average
 from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.modules.layout import Layout, pack
-from coalign.modules.schedule import learning_rate
 from coalign.types import Context
 
 # glibc maps a larger block afresh each time, page by page: activations beyond it made a step 13 % slower.
@@ -83,15 +82,6 @@ class HuggingFaceModule(TrainableModule):
             results.append({name: out.detach() for name, out in outputs.items()})
         return results
 
-    @property
-    def learning_rate(self) -> float:
-        config = self.config.optimizer
-        if config.unit == "tokens":
-            return learning_rate(self.tokens - 1, config, total=self.context.tokens)
-        steps = self.context.steps - self.config.learns_after
-        total = steps * self.config.updates_per_batch * self.config.epochs_per_batch
-        return learning_rate(self.updates, config, total=total)
-
     def _set_learning_rate(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
@@ -111,21 +101,28 @@ class HuggingFaceModule(TrainableModule):
         dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=self.data)
         return all_of.tolist()
 
-    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
-        given = lora.merged if self.context.adapter_rank is None else lora.apart
-        yield from self._on_first_rank(given(self.model.model, self._whole, changing=changing))
+    @property
+    def exports(self) -> bool:
+        return True
 
-    def _on_first_rank(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The others take part in making them whole."""
-        for name, tensor in weights:
-            if self.context.rank == 0:
+    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """All ranks make each weight whole together, and the one that has yielded the fewest bytes so far keeps it."""
+        given = lora.merged if self.context.adapter_rank is None else lora.apart
+        yielded = [0] * self.context.world_size
+        for name, tensor in given(self.model.model, self._whole, changing=changing):
+            owner = yielded.index(min(yielded))
+            yielded[owner] += tensor.nbytes
+            if owner == self.context.rank:
                 yield name, tensor.detach()
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         if average and self.average is None:
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         with self.average.in_place() if average else nullcontext():
-            weights = dict(self._on_first_rank(lora.merged(self.model.model, self._whole)))
+            weights = {}
+            for name, tensor in lora.merged(self.model.model, self._whole):
+                if self.context.rank == 0:
+                    weights[name] = tensor.detach()
             if self.context.rank == 0:
                 pretrained.save(self.model.model, weights, self.config, dir)
 
@@ -136,14 +133,6 @@ class HuggingFaceModule(TrainableModule):
         if not pretrained.has_adapters(self.config):
             return super().base_weights()
         return lora.off(self.model)
-
-    @property
-    def _progress(self) -> dict[str, int]:
-        """What a checkpoint notes beside the tensors."""
-        return {"version": self.version, "updates": self.updates, "tokens": self.tokens}
-
-    def _go_on_from(self, progress: dict[str, int]) -> None:
-        self.version, self.updates, self.tokens = (progress[name] for name in ("version", "updates", "tokens"))
 
     @property
     def constant(self) -> Sequence[str]:

@@ -177,22 +177,27 @@ def take(
 ) -> None:
     """Install weights as they come. WeightError, and an unfit replica, unless all of them come whole."""
     own: Link = module.links[link]
-    streams = [Incoming(group, own.device, sender, timeout) for group, sender in zip(own.groups, senders, strict=True)]
-    with installing(module, version), closing(arriving(streams)) as weights:
+    pairs, arrived = zip(own.groups, senders, strict=True), queue.SimpleQueue()
+    streams = [Incoming(group, own.device, sender, timeout, arrived) for group, sender in pairs]
+    with installing(module, version), closing(arriving(streams, arrived)) as weights:
         module.load_weights(weights, version=version, adopt=False)
         check_names([Sent(stream.sizes) for stream in streams], expected)
 
 
-def arriving(streams: list[Incoming]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of all senders, bucket by bucket in turn, each verified. Closed early, it lets the senders end."""
+def arriving(streams: list[Incoming], arrived: queue.SimpleQueue[Incoming]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of all senders, each verified. Closed early, it lets the senders end.
+
+    Buckets are taken as they come, not in turn: senders make weights whole together, so one of them may have nothing to
+    send until another one's buckets are taken.
+    """
     live = list(streams)
     try:
         while live:
-            for stream in list(live):
-                if (bucket := stream.next()) is None:
-                    live.remove(stream)
-                else:
-                    yield from verified(*bucket)
+            stream = arrived.get()
+            if (bucket := stream.next()) is None:
+                live.remove(stream)
+            else:
+                yield from verified(*bucket)
     finally:
         for stream in live:
             stream.drain()
@@ -208,13 +213,17 @@ def verified(entries: list[tuple[Entry, int]], payload: Tensor) -> Iterator[tupl
 
 
 class Incoming:
-    """The buckets of one sender: a thread receives the next one while the last one is installed."""
+    """The buckets of one sender: a thread receives the next one while the last one is installed, and says in
+    ``arrived`` that there is one."""
 
-    def __init__(self, group: Any, device: torch.device, sender: str, timeout: float) -> None:
+    def __init__(
+        self, group: Any, device: torch.device, sender: str, timeout: float, arrived: queue.SimpleQueue[Incoming]
+    ) -> None:
         self.group, self.device, self.sender, self.timeout = group, device, sender, timeout
+        self.arrived = arrived
         self.sizes: dict[str, int] = {}
         self._last, self._ended = "", False
-        self._arrived: queue.Queue[Any] = queue.Queue(1)
+        self._buckets: queue.Queue[Any] = queue.Queue(1)
         threading.Thread(target=self._receive, name=f"weights from {sender}", daemon=True).start()
 
     def next(self) -> tuple[list[tuple[Entry, int]], Tensor] | None:
@@ -242,7 +251,7 @@ class Incoming:
             self._get()
 
     def _get(self) -> Any:
-        bucket = self._arrived.get()
+        bucket = self._buckets.get()
         self._ended = isinstance(bucket, RuntimeError | str)
         return bucket
 
@@ -251,11 +260,15 @@ class Incoming:
             while True:
                 first, second = self._wait(2, torch.int64).tolist()
                 note = pickle.loads(self._wait(second).cpu().numpy().tobytes())
-                self._arrived.put(note if first == END else (note, self._wait(first)))
+                self._put(note if first == END else (note, self._wait(first)))
                 if first == END:
                     return
         except RuntimeError as problem:
-            self._arrived.put(problem)
+            self._put(problem)
+
+    def _put(self, bucket: Any) -> None:
+        self._buckets.put(bucket)
+        self.arrived.put(self)
 
     def _wait(self, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         # New memory each time: whoever is handed the tensors may still hold those of the bucket before.

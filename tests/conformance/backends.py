@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from coalign.config.functions import resolve_class
@@ -74,14 +75,13 @@ def build(backend: Backend, path: str, *, rank: int = 0, port: int = 0, **config
 def train(backend: Backend, path: str, batch: Batch, scratch: Path) -> Report:
     """Three steps on as many processes as the backend asks for."""
     results = on_ranks(backend.ranks, _train, scratch, backend, path, batch)
-    first = results[0]
     stats = [merge_stats(result["stats"][i] for result in results) for i in range(3)]
     return Report(
-        before=first["before"],
+        before=results[0]["before"],
         logprobs=torch.cat([result["logprobs"] for result in results]),
         losses=[s["loss/value"].value for s in stats],
         norms=[s["loss/grad_norm"].value for s in stats],
-        after=first["after"],
+        after=results[0]["after"],
     )
 
 
@@ -89,13 +89,24 @@ def _train(rank: int, port: int, backend: Backend, path: str, batch: Batch) -> d
     module = build(backend, path, rank=rank, port=port)
     part = batch.split(backend.ranks, keep="group")[rank]
     result = {
-        "before": {name: tensor.clone() for name, tensor in module.export_weights()},
+        "before": exported(module),
         "logprobs": module.forward_step(part)["ref_logprobs"][part["loss_mask"]],
         "stats": [module.train_step(part) for _ in range(3)],
-        "after": {name: tensor.clone() for name, tensor in module.export_weights()},
+        "after": exported(module),
     }
     module.close()
     return result
+
+
+def exported(module: TrainableModule, **which: Any) -> dict[str, torch.Tensor]:
+    """The weights, on every rank, from the share that each exports. A collective."""
+    shares: list[Any] = [{name: tensor.clone() for name, tensor in module.export_weights(**which)}]
+    if module.context.world_size > 1:
+        own, shares = shares[0], [None] * module.context.world_size
+        dist.all_gather_object(shares, own)
+    weights = {name: tensor for share in shares for name, tensor in share.items()}
+    assert len(weights) == sum(map(len, shares)), "two ranks export the same weight"
+    return weights
 
 
 def on_ranks(ranks: int, function: Any, scratch: Path, *arguments: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from coalign.data.batch import Batch
-from tests.conformance.backends import Backend, build, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
@@ -24,19 +24,19 @@ def train(rank: int, port: int, backend: Backend, path: str, folder: Path, batch
         module.train_step(part(batch))
     module.save(folder / backend.name / "checkpoint")
     module.save_adapter(folder / backend.name / "adapter")
-    middle = {name: tensor.clone() for name, tensor in module.export_weights()}
+    middle = exported(module)
     result = {
         "base": before,
         "base_after": module.forward_step(part(batches[0]), base=True)["ref_logprobs"],
         "scored": module.forward_step(part(batches[0]))["ref_logprobs"],
         "middle": middle,
-        "changing": [name for name, _ in module.export_weights(changing=True)],
-        "after_scoring": {name: tensor.clone() for name, tensor in module.export_weights()},
+        "changing": sorted(exported(module, changing=True)),
+        "after_scoring": exported(module),
     }
     for name in ("straight", "resumed"):
         for batch in batches[2:]:
             module.train_step(part(batch))
-        result[name] = {name: tensor.clone() for name, tensor in module.export_weights()}
+        result[name] = exported(module)
         module.load(folder / backend.name / "checkpoint")
     module.close()
     return result
@@ -59,11 +59,10 @@ def near(a: dict, b: dict) -> None:
 
 
 def test_the_weights_of_one_process(runs):
-    _, one, (first, second) = runs
+    _, one, (first, _) = runs
     for moment in ("middle", "straight"):
         near(first[moment], one[moment])
     assert first["changing"] == one["changing"] and len(one["changing"]) == 14
-    assert not second["middle"] and not second["changing"]
 
 
 def test_scoring_leaves_the_weights_readable_and_alone(runs):

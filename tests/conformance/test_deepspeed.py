@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS
-from tests.conformance.backends import DEEPSPEED, Backend, build, on_ranks, zero
+from tests.conformance.backends import DEEPSPEED, Backend, build, exported, on_ranks, zero
 from tests.golden.curves import configuration
 from tests.modules.batches import rollout
 from tests.runs import metrics, run
@@ -23,10 +23,6 @@ STAGES = (1, 2, 3)
 
 def backend(stage: int, ranks: int = 1, **config) -> Backend:
     return Backend(f"deepspeed-{stage}", "deepspeed", ranks, zero(stage) | config)
-
-
-def exported(module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in module.export_weights()}
 
 
 def same(a, b) -> bool:
@@ -221,16 +217,16 @@ def two(tmp_path_factory):
     return path, folder, batches, on_ranks(2, _two, folder, path, folder, batches)
 
 
-@pytest.mark.slow
+@pytest.mark.backends
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_resume_bit_for_bit_and_write_what_transformers_reads(two, stage):
-    _, folder, _, (first, second) = two
-    assert same(first[stage]["ended"], first[stage]["resumed"]) and not second[stage]["ended"]
+    _, folder, _, (first, _) = two
+    assert same(first[stage]["ended"], first[stage]["resumed"])
     loaded = AutoModelForCausalLM.from_pretrained(folder / f"hf-{stage}", dtype=torch.float32)
     assert same(first[stage]["middle"], dict(loaded.named_parameters()))
 
 
-@pytest.mark.slow
+@pytest.mark.backends
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_ranks_learn_what_one_process_learns(two, stage):
     path, _, batches, (first, second) = two
@@ -242,7 +238,7 @@ def test_two_ranks_learn_what_one_process_learns(two, stage):
     assert first[stage]["alone"] == second[stage]["alone"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.backends
 def test_one_process_refuses_what_two_wrote(two):
     path, folder, _, _ = two
     trainer = build(backend(1), path)
@@ -251,7 +247,7 @@ def test_one_process_refuses_what_two_wrote(two):
     trainer.close()
 
 
-@pytest.mark.slow
+@pytest.mark.backends
 def test_a_frozen_model_is_shared_at_stage_3(two):
     path, folder, batches, ranks = two
     alone = build(Backend("alone", "fsdp"), path, frozen=True)

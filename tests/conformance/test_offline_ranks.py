@@ -9,7 +9,7 @@ import torch
 
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
-from tests.conformance.backends import Backend, build, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
@@ -41,7 +41,7 @@ def comparisons() -> Batch:
 
 def step(trainer: Any, batch: Batch) -> tuple[dict, dict]:
     stats = trainer.train_step(batch)
-    return stats, {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    return stats, exported(trainer)
 
 
 def both(rank: int, port: int, path: str, cases: dict[str, dict[str, Any]]) -> dict:

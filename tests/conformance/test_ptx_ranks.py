@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conformance.backends import Backend, build, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.modules.batches import rollout
 from tests.modules.test_ptx import documents
 from tests.tiny import tiny_model_dir
@@ -19,7 +19,7 @@ def _train(rank: int, port: int, ranks: int, path: str) -> tuple[list[dict], dic
     for lengths in ((11, 6, 14, 9), (9,)):
         part, rows = (batch.split(ranks, keep="group")[rank] for batch in (rollout((5, 9, 7), 2), documents(lengths)))
         stats.append(trainer.train_step(part, ptx=rows, ptx_coef=0.5))
-    weights = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    weights = exported(trainer)
     trainer.close()
     return stats, weights
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
-from tests.conformance.backends import Backend, build, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
@@ -23,17 +23,19 @@ def _halfway(rank: int, port: int, path: str, folder: Path, batches: list[Batch]
         if i == 1:
             straight.save(folder / "checkpoint")
             straight.save_hf(folder / "hf")
-            middle = {name: tensor.clone() for name, tensor in straight.export_weights()}
-    ended = {name: tensor.clone() for name, tensor in straight.export_weights()}
+            middle = exported(straight)
+    ended = exported(straight)
     straight.load(folder / "checkpoint")
     for batch in batches[2:]:
         straight.train_step(batch.split(2, keep="group")[rank])
-    resumed = {name: tensor.clone() for name, tensor in straight.export_weights()}
+    resumed = exported(straight)
+    shares = {name: tensor.nbytes for name, tensor in straight.export_weights()}
     alone = batches[0] if rank == 0 else batches[0].select([])
     stats = straight.train_step(alone)
     scored = straight.forward_step(alone)["ref_logprobs"]
     straight.close()
-    return {"middle": middle, "ended": ended, "resumed": resumed, "alone": stats, "scored": scored}
+    result = {"middle": middle, "ended": ended, "resumed": resumed}
+    return result | {"shares": shares, "alone": stats, "scored": scored}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,10 @@ def test_resume_is_bit_for_bit(run):
     assert same(first["ended"], first["resumed"])
 
 
-def test_only_rank_0_exports(run):
-    assert run[-1][0]["ended"] and not run[-1][1]["ended"]
+def test_each_rank_exports_a_share_of_half_the_bytes(run):
+    first, second = (rank["shares"] for rank in run[-1])
+    assert not first.keys() & second.keys() and first.keys() | second.keys() == run[-1][0]["ended"].keys()
+    assert abs(sum(first.values()) - sum(second.values())) <= max((first | second).values())
 
 
 def test_one_process_reads_what_two_wrote(run):

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
-from tests.conformance.backends import Backend, build, on_ranks
-from tests.conformance.layouts import exported, models, share
+from tests.conformance.backends import Backend, build, exported, on_ranks
+from tests.conformance.layouts import models, share
 from tests.modules.batches import rollout
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.backends, pytest.mark.timeout(900)]
 # (model, the layout that writes, those that read) on four ranks
 RUNS = [
     ("tied", {"tensor_parallel": 2}, [{}, {"context_parallel": 2}, {"dp_replicate": 2, "tensor_parallel": 2}]),

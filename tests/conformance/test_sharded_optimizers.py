@@ -8,7 +8,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
-from tests.conformance.backends import Backend, build, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
@@ -23,18 +23,17 @@ def backend(name: str, ranks: int) -> Backend:
 def _train(rank: int, port: int, name: str, ranks: int, path: str, folder: Path, batches: list[Batch]) -> dict:
     """Three steps; then the last one once more, from a checkpoint before it."""
     trainer = build(backend(name, ranks), path, rank=rank, port=port)
-    exported = lambda: {name: tensor.clone() for name, tensor in trainer.export_weights()}  # noqa: E731
-    start = exported()
+    start = exported(trainer)
     for i, batch in enumerate(batches):
         if i == 2:
             trainer.save(folder / "checkpoint")
         trainer.train_step(batch.split(ranks, keep="group")[rank])
-    ended, kinds = exported(), {type(t).__name__ for t in trainer.average.tensors.values()}
+    ended, kinds = exported(trainer), {type(t).__name__ for t in trainer.average.tensors.values()}
     trainer.save_hf(folder / "average", average=True)
-    unchanged = exported()
+    unchanged = exported(trainer)
     trainer.load(folder / "checkpoint")
     trainer.train_step(batches[2].split(ranks, keep="group")[rank])
-    resumed = exported()
+    resumed = exported(trainer)
     trainer.save_hf(folder / "again", average=True)
     trainer.close()
     return {"start": start, "ended": ended, "unchanged": unchanged, "resumed": resumed, "kinds": kinds}
@@ -75,13 +74,13 @@ def test_two_ranks_take_the_steps_of_one_process_and_resume_bit_for_bit(tmp_path
 def _step(rank: int, port: int, ranks: int, path: str) -> dict[str, torch.Tensor]:
     """How far one step of Muon on gradients of full rank moves each parameter."""
     trainer = build(backend("muon", ranks), path, rank=rank, port=port)
-    start = {name: tensor.clone() for name, tensor in trainer.export_weights()}
+    start = exported(trainer)
     generator = torch.Generator().manual_seed(0)
     for p in trainer.model.parameters():
         gradient = torch.randn(p.shape, generator=generator)
         p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if ranks > 1 else gradient
     trainer.optimizer.step()
-    moved = {name: tensor - start[name] for name, tensor in trainer.export_weights()}
+    moved = {name: tensor - start[name] for name, tensor in exported(trainer).items()}
     trainer.close()
     return moved
 

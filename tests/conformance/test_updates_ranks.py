@@ -12,7 +12,7 @@ from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
-from tests.conformance.backends import Backend, build, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.conformance.test_offline_ranks import comparisons
 from tests.modules.batches import rollout
 from tests.modules.test_ptx import documents
@@ -45,7 +45,7 @@ def _train(rank: int, port: int, ranks: int, path: str) -> dict[str, tuple[dict,
         trainer = build(backend, path, rank=rank, port=port + i, loss=loss, **settings)
         mixed_in = {} if ptx is None else {"ptx": share(ptx, ranks, rank)}
         stats = trainer.train_step(share(batch, ranks, rank), **mixed_in)
-        found[name] = stats, {key: tensor.clone() for key, tensor in trainer.export_weights()}
+        found[name] = stats, exported(trainer)
         trainer.close()
     return found
 

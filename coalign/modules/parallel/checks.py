@@ -41,6 +41,6 @@ def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConf
         if own % turns and turns % own:
             yield "context_parallel", f"the {own} heads of keys and values of a process do not divide over it"
     if config.compile and (ways > 1 or config.expert_parallel > 1):
-        yield "compile", "layers that exchange tokens in their middle (tensor_parallel, expert_parallel) are not compiled"
+        yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
     if config.expert_parallel > 1 and (reason := experts.unfit(model, config.expert_parallel)):
         yield "expert_parallel", reason
