@@ -1,10 +1,10 @@
 """Conversion against copying: a model of Qwen2-0.5B's shapes with random weights, to `torch_dist` and back.
 
-    python benchmarks/convert.py [--folder DIR] [--processes N]
+    python benchmarks/convert.py [--folder DIR] [--processes N] [--rounds N]
 
-A copy is `cp` and `fsync` of the same file in the same folder, before and after. Memory is the peak of anonymous
-memory (RssAnon) of the converting process and its children, above what it has after imports; mapped files are not in
-it, since the kernel takes their pages back whenever it needs them.
+A copy is `cp` and `fsync` of the same file in the same folder, the faster one of before and after. Memory is the peak
+of anonymous memory (RssAnon) of the converting process and its children, above what it has after imports; mapped files
+are not in it, since the kernel takes their pages back whenever it needs them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -69,8 +70,11 @@ def copied(file: Path, target: Path) -> float:
 class Memory:
     """The peak of anonymous memory of this process and its children, in bytes, above that at the start."""
 
+    def __init__(self) -> None:
+        self._base = self._now()
+
     def __enter__(self) -> Memory:
-        self._base = self.peak = self._now()
+        self.peak = self._now()
         self._going = True
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -97,14 +101,18 @@ class Memory:
         return found
 
 
-def measured(request: Request, size: int, copy: float) -> None:
-    with Memory() as memory:
+def measured(request: Request, size: int, copied: Callable[[], float], memory: Memory) -> None:
+    """Against copies before and after, the faster one."""
+    copy = copied()
+    with memory:
         begun = time.perf_counter()
         convert(request)
         seconds = time.perf_counter() - begun
+    copy = min(copy, copied())
     print(
-        f"to {request.to}: {seconds:.2f} s, {size / seconds / 1e6:.0f} MB/s, {copy / seconds:.0%} of a copy's speed; "
-        f"{memory.peak / 1e6:.0f} MB of memory, {memory.peak / size:.0%} of the model"
+        f"to {request.to}: {seconds:.2f} s, {size / seconds / 1e6:.0f} MB/s; a copy {copy:.2f} s, so "
+        f"{copy / seconds:.0%} of its speed; {memory.peak / 1e6:.0f} MB of memory, {memory.peak / size:.0%} of "
+        f"the model; load {os.getloadavg()[0]:.1f}"
     )
 
 
@@ -112,21 +120,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as home:
         base = Path(home)
         source = make(base / "hf")
         file = source / "model.safetensors"
         size = file.stat().st_size
-        copy = min(copied(file, base / "copy") for _ in range(2))
-        print(f"{size / 1e6:.0f} MB; a copy: {copy:.2f} s, {size / copy / 1e6:.0f} MB/s; load {os.getloadavg()[0]:.1f}")
-        more = {"processes": options.processes}
-        measured(Request(source=source, output=base / "megatron", to="megatron", **more), size, copy)
-        measured(Request(source=base / "megatron", output=base / "back", to="hf", **more), size, copy)
-        same = subprocess.run(["cmp", file, base / "back" / "model.safetensors"]).returncode == 0
-        came = "the same" if same else "ANOTHER"
-        print(f"a copy: {copied(file, base / 'copy'):.2f} s; the file that came back is {came}")
-        sys.exit(0 if same else 1)
+        memory = Memory()
+        print(f"{size / 1e6:.0f} MB, {options.processes} processes")
+        for round in range(options.rounds):
+            there, back = base / f"megatron{round}", base / f"back{round}"
+            more = {"processes": options.processes}
+            for request in (
+                Request(source=source, output=there, to="megatron", **more),
+                Request(source=there, output=back, to="hf", **more),
+            ):
+                measured(request, size, lambda: copied(file, base / "copy"), memory)
+            if subprocess.run(["cmp", file, back / "model.safetensors"]).returncode:
+                sys.exit("the file that came back is another")
+            shutil.rmtree(there)
+            shutil.rmtree(back)
 
 
 if __name__ == "__main__":

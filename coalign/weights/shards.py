@@ -7,6 +7,7 @@ and resharding are written once, and the way back is the way there. Which pieces
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,11 +89,18 @@ def join(specs: Mapping[str, Spec], ranks: Sequence[Sequence[Shard]], fetch: Fet
 
 
 def reshard(
-    specs: Mapping[str, Spec], target: Iterable[Shard], moves: Mapping[str, Sequence[Move]], fetch: Fetch
+    specs: Mapping[str, Spec],
+    target: Iterable[Shard],
+    moves: Mapping[str, Sequence[Move]],
+    fetch: Fetch,
+    new: Callable[..., Tensor] = torch.empty,
 ) -> Iterator[tuple[str, Tensor]]:
-    """A rank's own tensors, one at a time, as ``plan`` says, from those of the ranks of another layout."""
+    """A rank's own tensors, one at a time, as ``plan`` says, from those of the ranks of another layout; ``new``: where
+    they are made."""
     for shard in target:
-        own = torch.zeros(shard.shape, dtype=specs[shard.like].dtype)
+        own = new(shard.shape, dtype=specs[shard.like].dtype)
+        if sum(_size(move.given) for move in moves[shard.name]) < own.numel():
+            own.zero_()
         for move in moves[shard.name]:
             _put(own, move.given, fetch(move.rank, move.source)[_slices(move.taken)])
         yield shard.name, own
@@ -157,6 +165,10 @@ def without(box: Box, hole: Box) -> list[Box]:
                 rest.append((*core[:i], side, *core[i + 1 :]))
         core[i] = (first, last)
     return rest
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

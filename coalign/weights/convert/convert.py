@@ -9,17 +9,18 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from coalign.weights.convert import verify
-from coalign.weights.convert.files import digest
+from coalign.weights.convert.files import digest, hashing
 from coalign.weights.convert.journal import JOURNAL, Journal
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import Advance, Output, Record, ToHuggingFace, ToMegatron
 from coalign.weights.convert.request import Request
-from coalign.weights.convert.workers import run
+from coalign.weights.convert.workers import run, single_threaded
 
 MANIFEST = "coalign_convert.json"
 Progress = Callable[[str, int], AbstractContextManager[Advance]]  # a title and a total → the function that advances
@@ -54,39 +55,46 @@ def convert(request: Request, progress: Progress = lambda title, total: nullcont
     output.parent.mkdir(parents=True, exist_ok=True)
     _check_room(output, plan.total - used(aside))
     journal = Journal(aside, _what(request, opened))
-    records = _begun(request, journal)
-    reused = len(records)
-    left = [number for number in range(len(plan.names)) if number not in records]
-    with progress("converting", plan.total) as advance:
-        advance(sum(records[number]["size"] for number in records))
-        try:
-            for number, record in run(_writer, (request, aside), left, request.processes, advance):
-                journal.add(number, record)
-                records[number] = record
-        except OSError as problem:
-            if not records:
-                shutil.rmtree(aside)
-                raise
-            raise OSError(
-                problem.errno,
-                f"{problem.strerror}: {len(records)} of {len(plan.names)} files are finished in {aside}; "
-                "--resume goes on, or delete it",
-            ) from problem
-    ordered = [records[number] for number in range(len(plan.names))]
-    plan.finish(aside, ordered)
-    compared = None
-    if request.verify:
-        with progress("comparing", plan.total) as advance:
-            compared = verify.back(plan, opened, aside, advance)
-    with progress("hashing the source", sum(file.stat().st_size for file in opened.files)) as advance:
-        hashes = dict(run(_hasher, (opened.files,), list(range(len(opened.files))), request.processes, advance))
-    manifest = _manifest(aside, request, opened, plan, ordered, hashes, compared)
+    with single_threaded(), hashing(opened.files) as hashes:
+        records, reused = _written(request, plan, journal, progress)
+        plan.finish(aside, records)
+        compared = None
+        if request.verify:
+            with progress("comparing", plan.total) as advance:
+                compared = verify.back(plan, opened, aside, advance)
+        manifest = _manifest(aside, request, opened, plan, records, hashes(), compared)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     (aside / JOURNAL).unlink()
     if output.exists():
         output.rmdir()
     os.replace(aside, output)
-    return Report(opened.family.name, opened.format, len(plan.sources), plan.total, len(ordered), reused, compared)
+    return Report(opened.family.name, opened.format, len(plan.sources), plan.total, len(records), reused, compared)
+
+
+def _written(request: Request, plan: Output, journal: Journal, progress: Progress) -> tuple[list[Record], int]:
+    """Records of all files, in their order, and how many of them were there already."""
+    records = _begun(request, journal)
+    reused = len(records)
+    left = [number for number in range(len(plan.names)) if number not in records]
+    folder = journal.path.parent
+    with progress("converting", plan.total) as advance:
+        advance(sum(records[number]["size"] for number in records))
+        try:
+            mine = partial(plan.write, folder=folder)
+            for number, record in run(mine, _writer, (request, folder), left, request.processes, advance):
+                journal.add(number, record)
+                records[number] = record
+        except BaseException as problem:
+            if not records:
+                shutil.rmtree(folder)
+            if not records or not isinstance(problem, OSError):
+                raise
+            raise OSError(
+                problem.errno,
+                f"{problem.strerror}: {len(records)} of {len(plan.names)} files are finished in {folder}; "
+                "--resume goes on, or delete it",
+            ) from problem
+    return [records[number] for number in range(len(plan.names))], reused
 
 
 def prepared(request: Request) -> tuple[Opened, Output]:
@@ -97,18 +105,8 @@ def prepared(request: Request) -> tuple[Opened, Output]:
     return opened, (ToHuggingFace if request.to == "hf" else ToMegatron)(request, opened)
 
 
-def _writer(request: Request, folder: Path) -> Callable[[int, Advance], Record]:
-    _, plan = prepared(request)
-    return lambda number, advance: plan.write(number, folder, advance)
-
-
-def _hasher(files: list[Path]) -> Callable[[int, Advance], Record]:
-    def work(number: int, advance: Advance) -> Record:
-        found = digest(files[number])
-        advance(found["size"])
-        return found
-
-    return work
+def _writer(request: Request, folder: Path) -> Callable[..., Record]:
+    return partial(prepared(request)[1].write, folder=folder)
 
 
 def _begun(request: Request, journal: Journal) -> dict[int, Record]:
@@ -159,7 +157,7 @@ def _manifest(
     opened: Opened,
     plan: Output,
     records: list[Record],
-    hashes: dict[int, Record],
+    hashes: list[Record],
     compared: int | None,
 ) -> dict[str, Any]:
     names = [str(file.relative_to(request.source)) for file in opened.files]
@@ -170,7 +168,7 @@ def _manifest(
             "path": str(request.source.resolve()),
             "format": opened.format,
             **opened.details,
-            "files": {name: hashes[i] for i, name in enumerate(names)},
+            "files": dict(zip(names, hashes, strict=True)),
         },
         "family": opened.family.name,
         "vocab_size": opened.config.vocab_size,

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import IO, Any
 
 import xxhash
 
 CHUNK = 8 * 2**20  # bytes read at a time
+SYNC = 32 * 2**20  # bytes written before the disk is told
 
 
 class Hashed:
-    """A file that is written from its beginning to its end, and its XXH3-128 (against damage, not against forgery)."""
+    """A file that is written from its beginning to its end, and its XXH3-128 (against damage, not against forgery).
 
-    def __init__(self, file: IO[bytes]) -> None:
+    ``pool`` brings what is written to the disk while the next is made: else all of it is waited for at the end.
+    """
+
+    def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
         self.file, self.size, self._hash = file, 0, xxhash.xxh3_128()
+        self._pool, self._syncing, self._asked = pool, pool.submit(lambda: None), 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.file.write(view)
         self._hash.update(view)
         self.size += len(view)
+        if self.size - self._asked >= SYNC and self._syncing.done():
+            self._syncing.result()
+            self._syncing, self._asked = self._pool.submit(os.fsync, self.file.fileno()), self.size
         return len(view)
 
     def flush(self) -> None:
@@ -39,8 +49,10 @@ def writing(path: Path) -> Iterator[Hashed]:
     """A file that appears when it is whole and on the disk; after an error nothing of it is left."""
     aside = path.with_name(path.name + ".partial")
     try:
-        with open(aside, "wb", buffering=0) as file:
-            yield (hashed := Hashed(file))
+        with open(aside, "wb") as file:
+            with ThreadPoolExecutor(1) as pool:
+                yield (hashed := Hashed(file, pool))
+            file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
@@ -49,10 +61,23 @@ def writing(path: Path) -> Iterator[Hashed]:
     assert path.stat().st_size == hashed.size
 
 
-def digest(path: Path) -> dict[str, Any]:
-    """Size and hash of a file."""
+def digest(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Size and hash of a file; of a part of it, if ``ended`` says so."""
     found = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
-        while data := file.read(CHUNK):
+        while not ended() and (data := file.read(CHUNK)):
             found.update(data)
         return {"size": file.tell(), "xxh3_128": found.hexdigest()}
+
+
+@contextmanager
+def hashing(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Sizes and hashes of files, found by a thread while others do something else: asked for, they are waited for."""
+    ended = Event()
+    with ThreadPoolExecutor(1) as pool:
+        found = [pool.submit(digest, path, ended.is_set) for path in paths]
+        try:
+            yield lambda: [each.result() for each in found]
+        finally:
+            ended.set()
+            pool.shutdown(cancel_futures=True)

@@ -15,11 +15,11 @@ from coalign.weights.convert.files import writing
 from coalign.weights.convert.huggingface import Entry
 from coalign.weights.convert.opening import HF, ITERATION, Opened
 from coalign.weights.convert.request import Request
-from coalign.weights.convert.side import blocks, rows
+from coalign.weights.convert.side import Scratch, bare, blocks, made, rows
 from coalign.weights.convert.torch_dist import Chunk
 from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
-from coalign.weights.shards import Piece, Shard, Spec, plan, reshard
+from coalign.weights.shards import Piece, Shard, Spec, plan
 
 RELEASE = "release"
 FILES, SMALL = 16, 128 * 2**20  # at least so many files, unless they would be smaller: processes share them
@@ -50,10 +50,11 @@ class Output:
         raise NotImplementedError
 
     def made(self, shards: list[Shard], advance: Advance) -> Iterator[Tensor]:
-        """Tensors from the source, one at a time."""
+        """Tensors from the source, each until the next one is asked for."""
         side = self.opened.side
-        fetch = lru_cache(OPEN)(side.fetch)
-        for _, tensor in reshard(self.specs, shards, dict(plan(shards, side.ranks)), fetch):
+        fetch, scratch = lru_cache(OPEN)(side.fetch), Scratch()
+        for shard, (_, moves) in zip(shards, plan(shards, side.ranks), strict=True):
+            tensor = made(self.specs, shard, moves, fetch, scratch)
             yield tensor
             advance(tensor.nbytes)
 
@@ -157,7 +158,8 @@ class ToMegatron(Output):
         path.parent.mkdir(exist_ok=True)
         with writing(path) as file:
             places = [
-                torch_dist.save(file, tensor.view(chunk.sizes)) for chunk, tensor in zip(chunks, tensors, strict=True)
+                torch_dist.save(file, bare(tensor).view(chunk.sizes))
+                for chunk, tensor in zip(chunks, tensors, strict=True)
             ]
         return {"name": self.names[number], "size": file.size, "xxh3_128": file.digest, "places": places}
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.utils.serialization import config as serialization
 
 from coalign.weights.convert import pickles
 from coalign.weights.convert.files import Hashed, writing
@@ -188,8 +189,7 @@ def mapped(stored: Stored, file_map: np.ndarray) -> Tensor:
         )
     start = stored.offset + record.header_offset + 30 + sum(int.from_bytes(head[i : i + 2], "little") for i in (26, 28))
     data = torch.from_numpy(file_map[start : start + record.file_size])
-    flat = data.view(like.dtype) if data.data_ptr() % like.dtype.itemsize == 0 else data.clone().view(like.dtype)
-    return flat.as_strided(like.shape, like.stride(), like.storage_offset())
+    return data.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 class _Slice(io.RawIOBase):
@@ -238,9 +238,11 @@ class Chunk:
 
 
 def save(file: Hashed, value: Any) -> tuple[int, int]:
-    """Append an archive; returns where it starts and how long it is."""
+    """Append an archive; returns where it starts and how long it is. Without its own checksums (CRC-32), which no
+    version of torch reads."""
     start = file.size
-    torch.save(value, file)
+    with serialization.patch("save.compute_crc32", False):
+        torch.save(value, file)
     return start, file.size - start
 
 

@@ -197,7 +197,7 @@ def interrupted(tmp_path, llama, monkeypatch):
 def test_what_is_finished_is_not_done_again(tmp_path, llama, interrupted, monkeypatch):
     written = []
     write = ToMegatron.write
-    monkeypatch.setattr(ToMegatron, "write", lambda self, n, *rest: written.append(n) or write(self, n, *rest))
+    monkeypatch.setattr(ToMegatron, "write", lambda self, n, **rest: written.append(n) or write(self, n, **rest))
     report = megatron(llama, tmp_path / "megatron", file_size=10_000, resume=True)
     assert report.reused == 2 and written == list(range(2, report.files))
     assert not interrupted.exists()
