@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
+from coalign.megatron.alibi import Alibi
 from coalign.modules.attention import attend
 from coalign.modules.layout import Block
 from coalign.modules.parallel.rows import Heads
@@ -19,22 +21,37 @@ from coalign.modules.parallel.rows import Heads
 @dataclass(frozen=True, slots=True)
 class Packed:
     """What attention has to know of a row. megatron-core hands it through, recomputation included, as it would its own
-    parameters of packed sequences. ``positions`` i64[P]: of this rank's part of the row."""
+    parameters of packed sequences. ``positions`` i64[P]: of this rank's part of the row. ``angles`` f32[P, 1, 1, D]:
+    for latent attention, which megatron-core gives none."""
 
     positions: Tensor
     blocks: tuple[Block, ...]
     heads: Heads | None = None
+    angles: Tensor | None = None
 
     qkv_format: ClassVar[str] = "blocks"  # none of those that megatron-core treats in some way of its own
 
 
 class PackedAttention(nn.Module):
-    """query [P, 1, heads, D], key [P, 1, groups, D] and value [P, 1, groups, E] -> [P, 1, heads · E]."""
+    """query [P, 1, heads, D], key [P, 1, groups, D] and value [P, 1, groups, E] -> [P, 1, heads · E].
 
-    def __init__(self, config: Any, layer_number: int, *, softmax_scale: float | None = None, **_: Any) -> None:
+    ``alibi``: of all heads of the model.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection,
+        alibi: Alibi | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.scaling = softmax_scale
         self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.alibi = alibi and alibi.part(pg_collection.tp.rank(), pg_collection.tp.size())
 
     def forward(
         self,
@@ -46,11 +63,12 @@ class PackedAttention(nn.Module):
         packed_seq_params: Packed,
         **_: Any,
     ) -> Tensor:
-        packed = packed_seq_params
+        packed, alibi = packed_seq_params, self.alibi
         states = [x[:, 0] for x in (query, key, value)]
         if packed.heads is not None:
             states = [packed.heads.taken(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in states]
-        out = attend(*states, blocks=packed.blocks, scaling=self.scaling, window=self.window)
+            alibi = alibi and alibi.part(packed.heads.group.rank(), packed.heads.group.size())
+        out = attend(*states, blocks=packed.blocks, scaling=self.scaling, window=self.window, bias=alibi)
         if packed.heads is not None:
             out = packed.heads.given_back(out[None])[0]
         return out.flatten(1)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from coalign.megatron.ranks import Sizes
+from coalign.megatron.rotary import attention_factor
 from coalign.weights.families import MegatronConfig
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
@@ -66,6 +68,29 @@ UNFUSED = dict.fromkeys(
     False,
 )
 
+# Fields that are said in another place, and where.
+MODEL, WAY = "config.json of the model says it", "Coalign's way to compute needs its own value"
+OWNED = {
+    **dict.fromkeys((*ALWAYS, *EXPERTS, *LATENT, "moe_layer_freq", "activation_func", "rope_type"), MODEL),
+    "tensor_model_parallel_size": "it is `tensor_parallel`",
+    "pipeline_model_parallel_size": "it is `pipeline_parallel`",
+    "virtual_pipeline_model_parallel_size": "it is `megatron.virtual_pipeline`",
+    "context_parallel_size": "it is `context_parallel`",
+    "expert_model_parallel_size": "it is `expert_parallel`",
+    "expert_tensor_parallel_size": "it is `megatron.expert_tensor_parallel`",
+    "sequence_parallel": "it is `megatron.sequence_parallel`",
+    "num_layers_in_first_pipeline_stage": "it is `megatron.first_stage_layers`",
+    "num_layers_in_last_pipeline_stage": "it is `megatron.last_stage_layers`",
+    "deterministic_mode": "it is `deterministic`",
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "it is `compute_dtype`"),
+    **dict.fromkeys(("recompute_granularity", "recompute_method"), "it is `activation_checkpointing`"),
+    "recompute_num_layers": "it is `megatron.recompute_num_layers`",
+    "recompute_modules": "it is `megatron.recompute_modules`",
+    **dict.fromkeys(
+        ("variable_seq_lengths", "calculate_per_token_loss", "perform_initialization", "use_cpu_initialization"), WAY
+    ),
+}
+
 
 def transformer_config(
     model: MegatronConfig, sizes: Sizes, *, dtype: torch.dtype = torch.float32, te: bool = False, **more: Any
@@ -77,9 +102,13 @@ def transformer_config(
         # A list makes checkpoints keep each layer by itself; megatron-core's own word for "all of them" is 1.
         fields["moe_layer_freq"] = list(model.moe_layer_freq) if 0 in model.moe_layer_freq else 1
         # The auxiliary losses of pre-training are no part of what is trained here, unless asked for.
-        fields |= {"moe_router_load_balancing_type": "none", "moe_grouped_gemm": te}
+        fields |= {"moe_router_load_balancing_type": "none", "moe_router_bias_update_rate": 0.0}
+        fields |= {"moe_router_dtype": "fp32", "moe_grouped_gemm": te}
+        fields["expert_model_parallel_size"], fields["expert_tensor_parallel_size"] = sizes.expert, sizes.expert_tensor
     if model.multi_latent_attention:
         fields |= {name: getattr(model, name) for name in LATENT} | {"rope_type": "rope"}
+        if (scaling := model.rope_scaling) is not None:  # of the scores
+            fields |= {"rotary_scaling_factor": scaling.factor, "mscale_all_dim": scaling.mscale_all_dim or 0.0}
     fields |= {
         "activation_func": ACTIVATIONS[model.activation_func],
         "hidden_dropout": 0.0,  # megatron-core's default is 0.1
@@ -91,16 +120,23 @@ def transformer_config(
         "pipeline_model_parallel_size": sizes.pipeline,
         "virtual_pipeline_model_parallel_size": sizes.virtual if sizes.virtual > 1 else None,
         "context_parallel_size": sizes.context,
-        "expert_model_parallel_size": sizes.expert,
-        "expert_tensor_parallel_size": sizes.expert_tensor,
         "sequence_parallel": sizes.tensor > 1,
         "variable_seq_lengths": True,  # rows are as long as their sequences
         "moe_token_dispatcher_type": "alltoall",  # which that needs
         "batch_p2p_sync": False,
         "calculate_per_token_loss": True,  # gradients are sums: the loss has global denominators
-        "perform_initialization": False,  # weights come from Hugging Face tensors
-        "use_cpu_initialization": True,
+        # Weights come from Hugging Face tensors; but only who draws some marks how they are cut.
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _as_it_is),
         **({} if te else UNFUSED),
     }
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    return kind(**fields | more)
+    config = kind(**fields | more)
+    if (factor := attention_factor(model.rope_scaling)) != 1.0:
+        # megatron-core looks for these, which are no fields; it makes 1 + mscale · ln(scaling factor) / 10 of them.
+        config.yarn_rotary_scaling_factor, config.yarn_mscale = math.e, 10 * (factor - 1)
+        config.yarn_mscale_all_dim = 0.0
+    return config
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

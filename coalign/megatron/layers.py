@@ -1,42 +1,81 @@
-"""The layers of a model, as megatron-core's specs: its own, with attention over packed rows."""
+"""The layers of a model, as megatron-core's specs: its own, with attention over packed rows, and ours where a family
+has what it lacks."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from importlib.util import find_spec
 
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 
+from coalign.megatron.alibi import Alibi
 from coalign.megatron.attention import PackedAttention
+from coalign.megatron.latent import EPSILON, LatentAttention
+from coalign.megatron.norm import Norm
+from coalign.megatron.residual import ParallelLayer
+from coalign.megatron.router import GroupedRouter
 from coalign.weights.families import MegatronConfig
 
 
 def block(
     model: MegatronConfig, config: TransformerConfig, *, te: bool, chunk: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers that this rank has, in a chunk of its pipeline stage."""
+    """The layers that this rank has, in a chunk of its pipeline stage. ``te``: Transformer Engine's.
+
+    Raises NotImplementedError for those where it is not installed.
+    """
+    if te and find_spec("transformer_engine") is None:
+        raise NotImplementedError(
+            "layers of Transformer Engine were asked for; transformer_engine, which needs a GPU, is not installed here"
+        )
     found = get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization=model.normalization, vp_stage=chunk
     )
     for layer in found.layer_specs:
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if not te:
-            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-            if model.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = Norm
-    if not te:
-        found.layer_norm = Norm
+        _attention(layer, model, te=te)
+        _norms(layer, model, te=te)
+        if model.parallel_residual != "none":
+            layer.module, layer.params = ParallelLayer, {"one_norm": model.parallel_residual == "one_norm"}
+        mlp = layer.submodules.mlp
+        if mlp.module is MoELayer and model.moe_router_num_groups:
+            mlp.submodules.router = partial(GroupedRouter, best=model.moe_router_group_best)
+    if not te or not model.layernorm_affine:
+        found.layer_norm = _norm(model)
     return found
 
 
-class Norm:
-    """torch's norm. Where ranks have other tokens of a row each, megatron-core sums the gradients of what is marked."""
+def _norm(model: MegatronConfig, **settings: float) -> ModuleSpec:
+    return ModuleSpec(module=Norm, params={"affine": model.layernorm_affine, **settings})
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:
-        made = {"RMSNorm": nn.RMSNorm, "LayerNorm": nn.LayerNorm}[config.normalization](hidden_size, eps=eps)
-        for parameter in made.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return made
+
+def _attention(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
+    attention = layer.submodules.self_attention
+    parts = attention.submodules
+    parts.core_attention = ModuleSpec(module=PackedAttention, params={"alibi": Alibi.of(model)})
+    if model.multi_latent_attention:
+        attention.module = LatentAttention
+        attention.params = {**attention.params, "scaling": model.rope_scaling}
+        if not te:
+            parts.q_layernorm = parts.kv_layernorm = _norm(model, epsilon=EPSILON)
+    elif model.qk_layernorm and not te:
+        parts.q_layernorm = parts.k_layernorm = _norm(model)
+
+
+def _norms(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
+    """Before attention and MLP. Transformer Engine has them in the linear layers that they feed, where each feeds one
+    and has weights."""
+    parts, engine = layer.submodules, TESpecProvider()
+    if te and model.parallel_residual == "none" and model.layernorm_affine:
+        return
+    if te:
+        parts.self_attention.submodules.linear_qkv = engine.column_parallel_linear()
+        parts.mlp.submodules.linear_fc1 = engine.column_parallel_linear()
+    norm = engine.layer_norm() if te and model.layernorm_affine else _norm(model)
+    parts.input_layernorm = norm
+    parts.pre_mlp_layernorm = IdentityOp if model.parallel_residual == "one_norm" else norm

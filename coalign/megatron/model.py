@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from coalign.algorithms.vocabulary import Share
 from coalign.megatron import layers
 from coalign.megatron.attention import Packed
+from coalign.megatron.norm import Norm
+from coalign.megatron.rotary import angles
 from coalign.modules.heads import Readings
 from coalign.modules.layout import Layout
 from coalign.modules.parallel.rows import Heads
@@ -52,33 +54,29 @@ class PackedGPT(GPTModel):
             vp_stage=chunk,
         )
         self.described, self.read = model, read
-        if model.position_embedding_type == "rope" and not model.multi_latent_attention:
-            size = int(model.kv_channels * model.rotary_percent)
-            speed = 1.0 / model.rotary_base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-            self.register_buffer("speed", speed, persistent=False)
+        if first and model.embedding_layernorm:
+            self.embedding.layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(
         self, layout: Layout, heads: Heads | None = None, needs: Sequence[str] = ()
     ) -> Tensor | dict[str, Tensor]:
-        """Hidden states [P, 1, H] for the next chunk, or the outputs of the last one. ``layout``: of this rank's part of
-        the row (coalign.modules.parallel.rows.Part)."""
-        packed = Packed(layout.positions, layout.blocks, heads)
-        hidden = self.embedding(layout.tokens[None], layout.positions[None]) if self.pre_process else None
+        """Hidden states [P, 1, H] for the next chunk, or the outputs of the last one. ``layout``: of this rank's part
+        of the row (coalign.modules.parallel.rows.Part)."""
+        turns, latent = angles(self.described, layout.positions, layout.blocks), self.described.multi_latent_attention
         hidden = self.decoder(
-            hidden_states=hidden,
+            hidden_states=self._embedded(layout) if self.pre_process else None,
             attention_mask=None,
-            rotary_pos_emb=self._rotary(layout.positions),
-            packed_seq_params=packed,
+            rotary_pos_emb=None if latent else turns,
+            packed_seq_params=Packed(layout.positions, layout.blocks, heads, turns if latent else None),
         )
         return self._outputs(hidden, layout, needs) if self.post_process else hidden
 
-    def _rotary(self, positions: Tensor) -> Tensor | None:
-        """Angles [P, 1, 1, D], where the model has rotary embeddings."""
-        if self.described.position_embedding_type != "rope" or self.described.multi_latent_attention:
-            return None
-        angles = torch.outer(positions.float(), self.speed)
-        angles = angles.repeat_interleave(2, 1) if self.described.rotary_interleaved else torch.cat([angles, angles], 1)
-        return angles[:, None, None]
+    def _embedded(self, layout: Layout) -> Tensor:
+        """[P, 1, H], or this rank's part of it under sequence parallelism."""
+        hidden = self.embedding(layout.tokens[None], layout.positions[None])
+        if self.described.embedding_scale != 1.0:
+            hidden = hidden * torch.tensor(self.described.embedding_scale, dtype=hidden.dtype)
+        return self.embedding.layernorm(hidden) if self.described.embedding_layernorm else hidden
 
     def _outputs(self, hidden: Tensor, layout: Layout, needs: Sequence[str]) -> dict[str, Tensor]:
         config, group = self.config, self.pg_collection.tp

@@ -86,4 +86,5 @@ class MegatronConfig:
     embedding_scale: float = 1.0  # the embedding is multiplied by this (Gemma)
     layernorm_affine: bool = True  # False: norms of layers have neither weights nor biases (Galactica)
     alibi_scaled: bool = False  # slopes are added before the division by √head (Falcon), else after it
+    moe_router_group_best: int = 2  # how many of its best experts a group is judged by (DeepSeek V2: 1)
     normalised_head: bool = False  # rows of the output layer have length 1 when it is used (Baichuan 2)

@@ -93,7 +93,7 @@ DEEPSEEK_V2 = Family(
     settings=(
         *COMMON,
         Either(_limited, _method),
-        Always(moe_router_pre_softmax=True),
+        Always(moe_router_pre_softmax=True, moe_router_group_best=1),
         Only("scoring_func", "softmax"),
         Only("norm_topk_prob", False),
     ),

@@ -99,8 +99,8 @@ class Parameter:
 class Family:
     """``settings``: how config.json is read and written. ``tensors``: Megatron's names, without `.weight` and `.bias`
     where the line holds for both, → lines; ``layer``: the same within a layer, whose Hugging Face names begin with
-    ``prefix``; ``memory``: lines of a layer that are others where transformers has the model in memory. ``computed``:
-    the ends of names of buffers that old checkpoints have and no model needs."""
+    ``prefix``; ``memory``: lines of both that are others where transformers has the model in memory. ``computed``: the
+    ends of names of buffers that old checkpoints have and no model needs."""
 
     name: str
     architectures: tuple[str, ...]  # of config.json; the first is written
@@ -150,8 +150,8 @@ class Family:
         ``in_memory``: they are made of a transformers model's tensors, not a file's (5.x stacks experts).
         """
         padded = -(-config.vocab_size // vocab_divisor) * vocab_divisor
-        layer = {**self.layer, **(self.memory if in_memory else {})}
-        made = (self._parameter(config, held, layer) for held in holds(config, padded))
+        memory = self.memory if in_memory else {}
+        made = (self._parameter(config, held, memory) for held in holds(config, padded))
         return {parameter.name: parameter for parameter in made}
 
     def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, Source]:
@@ -161,9 +161,10 @@ class Family:
             found |= parameter.sources
         return found
 
-    def _parameter(self, config: MegatronConfig, held: Held, layer: Mapping[str, Line]) -> Parameter:
+    def _parameter(self, config: MegatronConfig, held: Held, memory: Mapping[str, Line]) -> Parameter:
         layered = held.layer is not None
-        table, prefix = (layer, self.prefix) if layered else (self.tensors, "")
+        table, prefix = (self.layer, self.prefix) if layered else (self.tensors, "")
+        table = {**table, **memory}
         relative = held.template.removeprefix(LAYER)
         line, suffix = table.get(relative), ""
         if line is None:

@@ -50,6 +50,7 @@ GPT_NEOX = Family(
         "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
     },
     prefix="gpt_neox.layers.{layer}.",
+    memory={"output_layer": Same("lm_head")},
     base="gpt_neox.",
     computed=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
 )

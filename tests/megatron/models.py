@@ -1,0 +1,151 @@
+"""Megatron models of tiny checkpoints, on the ranks that have met (coalign.megatron.ranks.join), and what they must
+agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coalign.data.batch import Batch
+from coalign.megatron import ranks
+from coalign.megatron.config import transformer_config
+from coalign.megatron.model import PackedGPT
+from coalign.megatron.ranks import Sizes
+from coalign.megatron.weights import Export, Weights, divisor
+from coalign.modules.heads import Readings
+from coalign.modules.layout import pack
+from coalign.modules.parallel.rows import Rows, Way
+from coalign.weights import families
+from coalign.weights.families.layout import MegatronLayout, stages
+from tests.modules.batches import rollout
+from tests.weights.families import remote
+from tests.weights.families.checkpoints import NATIVE, checkpoint, native
+
+FORWARD = {
+    "qwen": remote.qwen,
+    "chatglm": remote.chatglm,
+    "baichuan_7b": lambda *given: remote.baichuan(*given, alibi=False, normalised=False),
+    "baichuan_13b": lambda *given: remote.baichuan(*given, alibi=True, normalised=False),
+    "baichuan2_7b": lambda *given: remote.baichuan(*given, alibi=False, normalised=True),
+}
+
+
+def rows() -> Batch:
+    """Of four prompts three responses each, which have their prompt in common."""
+    return rollout((5, 9, 12, 30), 3, vocab=131)
+
+
+def loss(outputs: dict[str, Tensor]) -> Tensor:
+    """Some of the log-probs up, some down."""
+    return (outputs["logprobs"] * torch.linspace(-1, 1, len(outputs["logprobs"]))).sum()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model as transformers has it, or as it is written down: config.json, the tensors by name, and what it makes of
+    ``rows``: of the trained tokens their logprobs and the entropy of all tokens' there, and the gradients of ``loss``.
+
+    ``in_memory``: tensors as transformers has them, not as they are in files.
+    """
+
+    hf: dict[str, Any]
+    tensors: dict[str, Tensor]
+    in_memory: bool
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def reference(case: str) -> Reference:
+    hf, tensors = checkpoint(case)
+    if case in NATIVE:
+        model = native(case)
+        tensors, parameters = model.state_dict(), dict(model.named_parameters())
+        outputs = _outputs(lambda tokens: model(input_ids=tokens[None], use_cache=False).logits[0])
+    else:
+        parameters = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+        outputs = _outputs(lambda tokens: FORWARD[case](hf, parameters, tokens))
+    gradients = torch.autograd.grad(loss(outputs), list(parameters.values()))
+    return Reference(
+        hf=hf,
+        tensors={name: tensor.detach() for name, tensor in tensors.items()},
+        in_memory=case in NATIVE,
+        outputs={name: tensor.detach() for name, tensor in outputs.items()},
+        gradients=dict(zip(parameters, gradients, strict=True)),
+    )
+
+
+def _outputs(logits: Any) -> dict[str, Tensor]:
+    found = []
+    for row in rows().rows():
+        tokens = row["tokens"].long()
+        every = logits(tokens)[:-1].log_softmax(-1)
+        chosen = every.gather(1, tokens[1:, None])[:, 0]
+        found.append(torch.stack([chosen, -(every.exp() * every).sum(-1)])[:, row["loss_mask"][1:]])
+    logprobs, entropy = torch.cat(found, 1)
+    return {"logprobs": logprobs, "entropy": entropy}
+
+
+class Megatron:
+    """The same as a Megatron model of this rank. To be used within coalign.megatron.cpu.on_cpu."""
+
+    def __init__(self, reference: Reference, sizes: Sizes) -> None:
+        self.rank, self.reference = dist.get_rank(), reference
+        family = families.of(reference.hf)
+        described = family.config(reference.hf)
+        multiple = divisor(described, sizes.tensor)
+        layout = MegatronLayout(described, sizes.mesh(dist.get_world_size()), stages(described.num_layers))
+        self.weights = Weights(family, layout, multiple)
+        padded = -(-described.vocab_size // multiple) * multiple
+        self.model = PackedGPT(described, transformer_config(described, sizes), vocabulary=padded, read=Readings())
+        own = self.own()
+        for name, tensor in self.weights.read(self.rank, reference.tensors.__getitem__, in_memory=reference.in_memory):
+            own.pop(name).copy_(tensor)
+        assert not own, f"nothing was read for {sorted(own)}"
+        self.rows = Rows(ranks.context(), Way(), multiple=sizes.tensor)
+
+    def own(self) -> dict[str, Tensor]:
+        return {f"0/{name}": t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)}
+
+    def outputs(self) -> dict[str, Tensor]:
+        part = self.rows.part(pack(rows()))
+        return self.rows.whole(self.model(part.layout, self.rows.heads, ("entropy",)), part)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By the names of Hugging Face tensors: those that this rank makes."""
+        loss(self.outputs()).backward()
+        gradients = {f"0/{name}": self._summed(parameter) for name, parameter in self.model.named_parameters()}
+        # What has none is held, too: biases of experts.
+        own = {name: gradients.get(name, torch.zeros_like(tensor)) for name, tensor in self.own().items()}
+        return dict(Export(self.weights, self.rank, in_memory=self.reference.in_memory).tensors(own))
+
+    def _summed(self, parameter: Tensor) -> Tensor:
+        """Over the ranks that have other tokens of a row, as megatron-core does before a step."""
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        groups = self.model.pg_collection
+        if getattr(parameter, "sequence_parallel", False) and groups.tp.size() > 1:
+            dist.all_reduce(gradient, group=groups.tp)
+        if getattr(parameter, "allreduce", True) and groups.cp.size() > 1:
+            dist.all_reduce(gradient, group=groups.cp)
+        return gradient
+
+    def differences(self) -> tuple[float, float, str]:
+        """From the reference: the greatest of all outputs; of all gradients, as a part of the tensor's greatest one,
+        and whose it is."""
+        expected = self.reference.outputs
+        with torch.no_grad():
+            found = self.outputs()
+        outputs = max(float((found[name] - expected[name]).abs().max()) for name in expected)
+        gradients, expected = self.gradients(), self.reference.gradients
+        # Some are only rounding: a bias of keys is the same for all that softmax compares.
+        least = 1e-3 * max(float(tensor.abs().max()) for tensor in expected.values())
+        parts = {
+            name: float((gradients[name].view_as(tensor) - tensor).abs().max()) / max(float(tensor.abs().max()), least)
+            for name, tensor in expected.items()
+            if name in gradients
+        }
+        worst = max(parts, key=parts.__getitem__)
+        return outputs, parts[worst], worst
