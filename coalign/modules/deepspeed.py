@@ -170,8 +170,8 @@ class DeepSpeedModule(HuggingFaceModule):
             raise ValueError(
                 f"{where}.cpu_offload: ZeRO has its own: `deepspeed.offload_optimizer`, `offload_parameters`"
             )
-        if config.compile:
-            raise ValueError(f"{where}.compile: layers under ZeRO are not compiled; use `module: fsdp`")
+        if changed := next((key for key in ("compile", "fp8") if getattr(config, key)), None):
+            raise ValueError(f"{where}.{changed}: under ZeRO layers compute as they come; use `module: fsdp`")
         if config.ema:
             raise ValueError(f"{where}.ema: no average is kept beside ZeRO's pieces; use `module: fsdp`")
         if config.lora and config.lora.base_bits:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules import checkpoint, compiling, optim, pretrained
+from coalign.modules import checkpoint, compiling, float8, optim, pretrained
 from coalign.modules.base import HEADS, Measure, Outputs
 from coalign.modules.ema import Average
 from coalign.modules.group import join
@@ -48,8 +48,12 @@ class FSDPModule(HuggingFaceModule):
 
     def setup(self) -> None:
         """Load the model; with several ranks join the others first. Raises what coalign.modules.pretrained raises."""
+        if self.config.fp8:
+            float8.check(self.device, f"models.{self.context.model}.fp8")
         if self.context.world_size == 1:
             self.model = self._read(self.device)
+            if self.config.fp8:
+                float8.convert(decoder_layers(self.model.model))
         else:
             join(self.context, host=self.config.cpu_offload)
             ranks = Ranks(self.config, self.device)
@@ -117,6 +121,8 @@ class FSDPModule(HuggingFaceModule):
         model = self._wrap(pretrained.skeleton(self.config, name=self.context.model))
         self.check_parallel(model.model, self.config, self.context.model)
         model.heads = self.rows.heads
+        if self.config.fp8:
+            float8.convert(decoder_layers(model.model))
         cut(model, ranks)
         shard(model, ranks, self.compute_dtype, host=self.config.cpu_offload)
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)

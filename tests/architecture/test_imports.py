@@ -54,6 +54,7 @@ HEAVY = {
     "starlette": "runtime/serving.py",
     "datasets": "data/sources.py",
     "bitsandbytes": "modules/bnb.py",
+    "torchao": "modules/float8.py",
     "peft": "modules/lora.py",
     "sentencepiece": "vocab/sentencepiece_model.py",
 }

@@ -34,6 +34,11 @@ def try_out(path, **config) -> None:
         ({}, {"tensor_parallel": 2, "lora": {"dora": True}}, r"tensor_parallel is 2: DoRA \(lora.dora\) needs"),
         ({}, {"tensor_parallel": 2, "optimizer": {"name": "muon"}}, r"tensor_parallel is 2: Muon \(optimizer.name\)"),
         ({}, {"tensor_parallel": 2, "compile": True}, "compile is True: layers that exchange tokens inside"),
+        (
+            {},
+            {"tensor_parallel": 2, "fp8": True, "compute_dtype": "bfloat16"},
+            r"tensor_parallel is 2: 8-bit products \(fp8\) scale",
+        ),
         ({}, {"context_parallel": 3}, "context_parallel is 3: it does not divide the 4 heads of queries"),
         (
             {"heads": 6, "kv_heads": 3, "hidden": 48},

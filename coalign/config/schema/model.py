@@ -194,6 +194,9 @@ class ModelConfig(Section):
     attention."""
     compile: bool = False
     """Have torch.compile write kernels for the layers, once for all lengths (needs a C++ compiler; on GPUs Triton)."""
+    fp8: bool = False
+    """Multiply matrices of the layers in 8-bit floats (GPUs of compute capability 8.9 and above): `fsdp` by torchao,
+    `megatron` by Transformer Engine's hybrid recipe."""
     deterministic: bool = False
     """Use operations alone whose result does not depend on the order of threads, and end the run at one that does."""
     cpu_offload: bool = False
@@ -265,6 +268,16 @@ class ModelConfig(Section):
             raise Conflict(key, "needs weights to quantise: `init: load`")
         if self.processes > 1:
             raise Conflict(key, f"needs the whole model in one process (num_process: 1), not in {self.processes}")
+        return self
+
+    @model_validator(mode="after")
+    def _eight_bit_products_are_of_bfloat16(self) -> Self:
+        if not self.fp8:
+            return self
+        if (found := self.compute_dtype or self.dtype) != "bfloat16":
+            raise Conflict(("fp8",), f"needs `compute_dtype: bfloat16` around the products; it is {found}")
+        if self.lora is not None:
+            raise Conflict(("fp8",), "is for training the weights; with `lora` most of them are frozen")
         return self
 
     @model_validator(mode="after")

@@ -34,6 +34,8 @@ def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConf
             yield "tensor_parallel", "DoRA (lora.dora) needs the norms of whole rows of the weights"
         if config.optimizer.name == "muon" and not config.frozen:
             yield "tensor_parallel", "Muon (optimizer.name) orthogonalises matrices, not parts of them"
+        if config.fp8:
+            yield "tensor_parallel", "8-bit products (fp8) scale weights by their largest entry, and a rank has a part"
     if turns > 1:
         own = values // ways
         if queries // ways % turns:
