@@ -124,6 +124,9 @@ def transformer_config(
         "variable_seq_lengths": True,  # rows are as long as their sequences
         "moe_token_dispatcher_type": "alltoall",  # which that needs
         "batch_p2p_sync": False,
+        # Stages that take turns: two of them are each other's next and previous, and would mix messages up.
+        "overlap_p2p_comm": sizes.virtual > 1,
+        "batch_p2p_comm": sizes.virtual == 1,
         "calculate_per_token_loss": True,  # gradients are sums: the loss has global denominators
         # Weights come from Hugging Face tensors; but only who draws some marks how they are cut.
         **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _as_it_is),

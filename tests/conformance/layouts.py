@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,7 +16,7 @@ from coalign.data.batch import Batch
 from coalign.modules.base import TrainableModule
 from coalign.types import Stats, merge_stats
 from tests.conformance import reference
-from tests.conformance.backends import Backend, build, on_ranks
+from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
@@ -36,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 32,
     },
+    "deep": {"family": "qwen3", "tied": True, "layers": 4, "kv_heads": 1},
 }
 
 
@@ -45,10 +49,13 @@ class Layout:
 
     model: str
     config: dict[str, Any] = field(default_factory=dict)
+    module: str = "fsdp"
 
     def __str__(self) -> str:
         short = {"tensor_parallel": "tp", "context_parallel": "cp", "expert_parallel": "ep", "dp_replicate": "copies"}
-        return "-".join([self.model, *(f"{short.get(key, key)}{value}" for key, value in self.config.items())])
+        short |= {"pipeline_parallel": "pp", "virtual_pipeline": "vpp", "expert_tensor_parallel": "etp"}
+        flat = {**self.config, **self.config.get("megatron", {})}
+        return "-".join([self.model, *(f"{short.get(k, k)}{v}" for k, v in flat.items() if k != "megatron")])
 
 
 @dataclass
@@ -92,14 +99,19 @@ def train(
         shares = list({each[i]["share"]: each[i] for each in reversed(told)}.values())[::-1]
         stats = [merge_stats(share["stats"][step] for share in shares) for step in range(3)]
         results[str(layout)] = Result(
-            shares[0]["before"],
+            _whole(each[i]["before"] for each in told),
             torch.cat([share["logprobs"] for share in shares]),
-            shares[0]["gradients"],
+            _whole(each[i]["gradients"] for each in told),
             [s["loss/value"].value for s in stats],
             [s["loss/grad_norm"].value for s in stats],
-            shares[0]["after"],
+            _whole(each[i]["after"] for each in told),
         )
     return results
+
+
+def _whole(parts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What each rank gave, together."""
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def _train(
@@ -107,7 +119,7 @@ def _train(
 ) -> list[dict[str, Any]]:
     results = []
     for i, layout in enumerate(layouts):
-        backend = Backend(str(layout), "fsdp", ranks=ranks, config={"max_tokens_per_micro": 60, **layout.config})
+        backend = Backend(str(layout), layout.module, ranks=ranks, config={"max_tokens_per_micro": 60, **layout.config})
         module = build(backend, paths[layout.model], rank=rank, port=port + i)
         part = share(batches[layout.model], module)
         before = exported(module)
@@ -134,11 +146,13 @@ def share(rows: Batch, module: TrainableModule) -> Batch:
     return rows.split(max(shares) + 1, keep="group")[shares[module.context.rank]]
 
 
-def exported(module: TrainableModule) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in module.export_weights()}
-
-
 def _first_step(module: TrainableModule, part: Batch, gradients: dict[str, torch.Tensor]) -> Stats:
+    noted = {"fsdp": _noting_fsdp, "megatron": _noting_megatron}[module.config.module](module, gradients)
+    with noted:
+        return module.train_step(part)
+
+
+def _noting_fsdp(module: Any, gradients: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
     step = module.optimizer_step
 
     def noting() -> float:
@@ -146,7 +160,16 @@ def _first_step(module: TrainableModule, part: Batch, gradients: dict[str, torch
             gradients[name] = p.grad.full_tensor().clone()  # what one rank has whole is not copied before it is clipped
         return step()
 
-    module.optimizer_step = noting
-    stats = module.train_step(part)
-    module.optimizer_step = step
-    return stats
+    return patch.object(module, "optimizer_step", noting)
+
+
+def _noting_megatron(module: Any, gradients: dict[str, torch.Tensor]) -> AbstractContextManager[Any]:
+    finish = module.pipeline.finish_gradients
+
+    def noting() -> None:
+        finish()
+        if not module.config.megatron.distributed_optimizer:  # else each rank has its part alone
+            own = module.pipeline.held() | {name: p.main_grad for name, p in module.pipeline.named()}
+            gradients.update({name: tensor.clone() for name, tensor in module._export.tensors(own)})
+
+    return patch.object(module.pipeline, "finish_gradients", noting)
