@@ -62,6 +62,7 @@ def convert(request: Request, progress: Progress = lambda title, total: nullcont
         if request.verify:
             with progress("comparing", plan.total) as advance:
                 compared = verify.back(plan, opened, aside, advance)
+        _check_source(request.source, opened.files, hashes())
         manifest = _manifest(aside, request, opened, plan, records, hashes(), compared)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     (aside / JOURNAL).unlink()
@@ -109,6 +110,16 @@ def _writer(request: Request, folder: Path) -> Callable[..., Record]:
     return partial(prepared(request)[1].write, folder=folder)
 
 
+def _check_source(source: Path, files: list[Path], found: list[Record]) -> None:
+    """ValueError for a file that a manifest beside it tells something else of."""
+    if (source / MANIFEST).is_file():
+        told = json.loads((source / MANIFEST).read_text())["files"]
+        for file, record in zip(files, found, strict=True):
+            name = str(file.relative_to(source))
+            if told.get(name, record) != record:
+                raise ValueError(f"{file} is not what {MANIFEST} there tells of: {record}, not {told[name]}")
+
+
 def _begun(request: Request, journal: Journal) -> dict[int, Record]:
     """Files that are finished already."""
     folder = journal.path.parent
@@ -124,7 +135,7 @@ def _check_room(output: Path, needed: int) -> None:
     free = shutil.disk_usage(output.parent).free
     if free < needed:
         raise OSError(
-            errno.ENOSPC, f"{output.parent} has {free / 2**30:.2f} GiB free, {needed / 2**30:.2f} more are needed"
+            errno.ENOSPC, f"{output.parent} has {free / 2**20:,.1f} MiB free, {needed / 2**20:,.1f} are needed"
         )
 
 

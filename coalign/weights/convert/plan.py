@@ -112,7 +112,7 @@ class ToMegatron(Output):
         self.files: list[list[Chunk]] = []
         room = 0
         for chunk, size in zip(chunks, sizes, strict=True):
-            if not self.files or room <= 0:
+            if not self.files or size > room:
                 self.files.append([])
                 room = limit
             self.files[-1].append(chunk)
@@ -126,19 +126,18 @@ class ToMegatron(Output):
 
     def _check_layout(self) -> None:
         """ValueError if the model does not divide by the layout that it will be used in."""
-        request, config = self.request, self.opened.config
-        mesh = Mesh(
-            request.tensor,
-            request.pipeline,
-            request.expert * request.expert_tensor,
-            request.expert,
-            request.expert_tensor,
-        )
-        layout = MegatronLayout(config, mesh, stages(config.num_layers, request.pipeline), request.flavour)
-        if request.expert > 1 and not config.num_moe_experts:
-            raise ValueError(f"--ep {request.expert}: the model has no experts")
-        for stage in range(request.pipeline):
-            layout.shards(self.parameters, mesh.at(stage * mesh.tensor * mesh.data))
+        asked, config = self.request, self.opened.config
+        try:
+            data = asked.expert * asked.expert_tensor
+            mesh = Mesh(asked.tensor, asked.pipeline, data, asked.expert, asked.expert_tensor)
+            layout = MegatronLayout(config, mesh, stages(config.num_layers, asked.pipeline), asked.flavour)
+            if asked.expert > 1 and not config.num_moe_experts:
+                raise ValueError("the model has no experts")
+            for stage in range(asked.pipeline):
+                layout.shards(self.parameters, mesh.at(stage * mesh.tensor * mesh.data))
+        except ValueError as problem:
+            sizes = f"--tp {asked.tensor} --pp {asked.pipeline} --ep {asked.expert} --etp {asked.expert_tensor}"
+            raise ValueError(f"{sizes}: {problem}") from problem
 
     def _chunks(self, place: torch_dist.Place, parameter: Any) -> Iterator[Chunk]:
         dtype = self.dtypes[next(iter(parameter.sources))]

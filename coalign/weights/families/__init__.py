@@ -65,7 +65,7 @@ def of(hf: Mapping[str, Any]) -> Family:
     architectures = list(hf.get("architectures") or ())
     wanted = (architectures or [str(hf.get("model_type"))])[0]
     known = [each for family in FAMILIES for each in (family.architectures if architectures else family.model_types)]
-    near = get_close_matches(wanted, known, n=len(known), cutoff=0.0)
+    near = get_close_matches(wanted, set(known), n=len(known), cutoff=0.0)
     raise ValueError(f"config.json: no family of Megatron models is known for {wanted!r}; known are {', '.join(near)}")
 
 

@@ -1,4 +1,7 @@
+import errno
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -269,7 +272,7 @@ def test_a_shape_that_is_not_that_of_the_configuration(tmp_path):
     [
         ({"tensor": 3}, "num_attention_heads 4 does not divide by 3"),
         ({"pipeline": 3}, "4 layers do not divide by 3 stages"),
-        ({"expert": 2}, "--ep 2: the model has no experts"),
+        ({"expert": 2}, "--ep 2 --etp 1: the model has no experts"),
     ],
 )
 def test_a_layout_that_does_not_divide(tmp_path, layout, match):
@@ -293,6 +296,21 @@ def test_a_megatron_file_that_is_cut_off(tmp_path, llama, name):
     with pytest.raises(ValueError, match=f"{name} .*cut off"):
         huggingface(tmp_path / "megatron", tmp_path / "back")
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
+
+
+def test_a_source_that_was_damaged_since_it_was_written(tmp_path, llama):
+    megatron(llama, tmp_path / "megatron")
+    file = tmp_path / "megatron" / "release" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    at = data.index(stored(llama)["model.embed_tokens.weight"].numpy().tobytes()[:64])
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is not what coalign_convert\.json there tells of"):
+        huggingface(tmp_path / "megatron", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    file.write_bytes(data[:100] + b"\xff" * 50 + data[150:])
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged at byte 0"):
+        huggingface(tmp_path / "megatron", tmp_path / "back 2")
+    assert not (tmp_path / "back 2").exists()
 
 
 def test_a_megatron_checkpoint_of_another_model(tmp_path, llama):
@@ -326,9 +344,52 @@ def test_a_disk_that_fills(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_disk_that_fills_after_some_files_says_what_is_finished(tmp_path, llama, monkeypatch):
+    write = ToMegatron.write
+
+    def some(self, number, folder, advance):
+        if number == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, number, folder, advance)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ToMegatron, "write", some)
+        with pytest.raises(
+            OSError, match=r"No space left .*: 2 of \d+ files are finished in .*megatron\.writing; --resume"
+        ):
+            megatron(llama, tmp_path / "megatron", file_size=10_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron.writing"]
+    assert megatron(llama, tmp_path / "megatron", file_size=10_000, resume=True, verify=True).reused == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
+
+
+def test_a_process_that_is_killed_leaves_what_resume_goes_on_from(tmp_path, llama):
+    """SIGKILL in the middle of the second file."""
+    code = """
+import os, sys
+from pathlib import Path
+from coalign.weights.convert import Request, convert, files
+calls, fsync = [], files.os.fsync
+def counted(number):
+    calls.append(number)
+    if len(calls) == 4:
+        os.kill(os.getpid(), 9)
+    fsync(number)
+files.os.fsync = counted
+convert(Request(source=Path(sys.argv[1]), output=Path(sys.argv[2]), to="megatron", file_size=10_000))
+"""
+    output = tmp_path / "megatron"
+    killed = subprocess.run([sys.executable, "-c", code, str(llama), str(output)], capture_output=True, text=True)
+    assert killed.returncode == -9, killed.stderr
+    left = {path.name for path in (tmp_path / "megatron.writing" / "release").iterdir()}
+    assert not output.exists() and any(name.endswith(".partial") for name in left)
+    assert megatron(llama, output, file_size=10_000, resume=True, verify=True).reused == 1
+    assert not list(tmp_path.rglob("*.partial")) and [path.name for path in tmp_path.iterdir()] == ["megatron"]
+
+
 def test_a_disk_that_has_too_little_room_is_found_before(tmp_path, llama, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 1000})())
-    with pytest.raises(OSError, match="GiB free"):
+    with pytest.raises(OSError, match="MiB free"):
         megatron(llama, tmp_path / "megatron")
     assert not list(tmp_path.iterdir())
 
