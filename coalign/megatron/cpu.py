@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
@@ -55,6 +56,29 @@ def _counts(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
+all_gather = dist.all_gather
+
+
+def _all_gather(parts: list[Tensor], own: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """gloo's are of one size; where ranks have tokens for their experts, sizes differ."""
+    longest = max(map(len, parts))
+    if all(len(part) == longest for part in parts):
+        return all_gather(parts, own, group, async_op)
+    padded = own.new_zeros(longest, *own.shape[1:])
+    padded[: len(own)] = own
+    whole = [torch.empty_like(padded) for _ in parts]
+    all_gather(whole, padded, group)
+    for part, found in zip(parts, whole, strict=True):
+        part.copy_(found[: len(part)])
+
+
+def _reduce_scatter(out: Tensor, parts: list[Tensor], group: Any = None, **_: Any) -> None:
+    """The way back."""
+    whole = torch.cat([part.reshape(len(part), -1) for part in parts])
+    dist.all_reduce(whole, group=group)
+    out.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)].view_as(out))
+
+
 class _Tracker(random.CudaRNGStatesTracker):
     """Named states of the CPU's generator. There is one generator, so leaving a state restores the one before."""
 
@@ -87,6 +111,8 @@ def on_cpu() -> Iterator[None]:
         (torch.cuda, "current_stream", _Stream),
         (torch.cuda, "default_stream", _Stream),
         (torch.cuda, "stream", lambda _: nullcontext()),
+        (dist, "all_gather", _all_gather),
+        (dist, "reduce_scatter", _reduce_scatter),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _counts),
         (random, "_CUDA_RNG_STATE_TRACKER", TRACKER),
         (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),

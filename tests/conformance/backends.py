@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -113,11 +114,22 @@ def on_ranks(ranks: int, function: Any, scratch: Path, *arguments: Any) -> list[
     """``function(rank, port, *arguments)`` on every rank; what each returned. In this process if there is only one."""
     if ranks == 1:
         return [function(0, 0, *arguments)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_ports()
     mp.spawn(_worker, (port, function, scratch, arguments), nprocs=ranks)
     return [torch.load(scratch / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def _free_ports(count: int = 40) -> int:
+    """The first of so many ports that nobody listens on, below those that the system gives away by itself."""
+    while True:
+        first = random.randrange(10_000, 30_000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as tried:
+                    tried.bind(("", port))
+            return first
+        except OSError:
+            continue
 
 
 def _worker(rank: int, port: int, function: Any, scratch: Path, arguments: tuple[Any, ...]) -> None:
