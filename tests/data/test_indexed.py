@@ -3,6 +3,7 @@
 import json
 import struct
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,35 @@ def test_documents_of_several_sequences(tmp_path):
     (tmp_path / "a.bin").write_bytes(struct.pack("<4i", 7, 8, 9, 10))
     data = Indexed(tmp_path / "a")
     assert [data[i].tolist() for i in range(len(data))] == [[7, 8, 9], [10]]
+
+
+def test_megatron_core_reads_what_is_written_and_what_it_writes_is_read(tmp_path):
+    """The same bytes for the same documents by its own writer; its merge, and a document of two sequences."""
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    for dtype, documents in ((np.uint16, [[1, 2, 3], [65499], [7] * 40]), (np.int32, [[70000, 1], [2], [3, 4]])):
+        ours, theirs, both = (str(tmp_path / f"{name}{np.dtype(dtype)}") for name in ("ours", "theirs", "both"))
+        write(Path(ours), *documents, dtype=dtype)
+        builder = megatron.IndexedDatasetBuilder(f"{theirs}.bin", dtype=dtype)
+        for document in documents:
+            builder.add_document(document, [len(document)])
+        builder.finalize(f"{theirs}.idx")
+        for suffix in (".bin", ".idx"):
+            assert Path(ours + suffix).read_bytes() == Path(theirs + suffix).read_bytes()
+        found = megatron.IndexedDataset(ours)
+        assert [found[i].tolist() for i in range(len(found))] == documents and found[0].dtype == dtype
+        assert found.sequence_lengths.tolist() == [len(document) for document in documents]
+        assert found.document_indices.tolist() == [0, 1, 2, 3]
+
+        builder = megatron.IndexedDatasetBuilder(f"{theirs}2.bin", dtype=dtype)
+        builder.add_document([5, 6, 7], [2, 1])
+        builder.add_index(theirs)
+        builder.finalize(f"{theirs}2.idx")
+        split = Indexed(Path(f"{theirs}2"))
+        assert [split[i].tolist() for i in range(len(split))] == [[5, 6, 7], *documents]
+        join([split, Indexed(Path(ours))], Path(both))
+        found = megatron.IndexedDataset(both)
+        assert [found[i].tolist() for i in range(len(found))] == [[5, 6], [7], *documents, *documents]
+        assert found.document_indices.tolist() == [0, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_the_type_follows_from_the_vocabulary(tmp_path):

@@ -241,8 +241,13 @@ def save(file: Hashed, value: Any) -> tuple[int, int]:
     """Append an archive; returns where it starts and how long it is. Without its own checksums (CRC-32), which no
     version of torch reads."""
     start = file.size
-    with serialization.patch("save.compute_crc32", False):
-        torch.save(value, file)
+    try:
+        with serialization.patch("save.compute_crc32", False):
+            torch.save(value, file)
+    except RuntimeError as problem:  # closing the archive, torch complains of what a full disk did to it
+        if isinstance(problem.__context__, OSError):
+            raise problem.__context__ from problem
+        raise
     return start, file.size - start
 
 

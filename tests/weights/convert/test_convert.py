@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import load as load_distributed
 from typer.testing import CliRunner
 
 from coalign.cli import app
-from coalign.weights.convert import Request, convert
+from coalign.weights.convert import Request, convert, torch_dist
 from coalign.weights.convert.convert import MANIFEST
 from coalign.weights.convert.files import digest
 from coalign.weights.convert.plan import ToMegatron
@@ -342,6 +342,23 @@ def test_a_disk_that_fills(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_disk_that_fills_within_a_tensor(tmp_path):
+    class Full:
+        size = 0
+
+        def write(self, data):
+            self.size += memoryview(data).nbytes
+            if self.size > 5000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return memoryview(data).nbytes
+
+        def flush(self):
+            pass
+
+    with pytest.raises(OSError, match="No space left on device"):
+        torch_dist.save(Full(), torch.zeros(100_000))
 
 
 def test_a_disk_that_fills_after_some_files_says_what_is_finished(tmp_path, llama, monkeypatch):
