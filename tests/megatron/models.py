@@ -23,7 +23,16 @@ from coalign.weights import families
 from coalign.weights.families.layout import MegatronLayout, stages
 from tests.modules.batches import rollout
 from tests.weights.families import remote
-from tests.weights.families.checkpoints import NATIVE, checkpoint, native
+from tests.weights.families.checkpoints import (
+    CASES,
+    LLAMA_LIKE,
+    MLA,
+    NATIVE,
+    REMOTE,
+    checkpoint,
+    native,
+    random_model,
+)
 
 FORWARD = {
     "qwen": remote.qwen,
@@ -32,6 +41,21 @@ FORWARD = {
     "baichuan_13b": lambda *given: remote.baichuan(*given, alibi=True, normalised=False),
     "baichuan2_7b": lambda *given: remote.baichuan(*given, alibi=False, normalised=True),
 }
+
+
+# What transformers can be, and the families' own checkpoints are not: the type of model, and settings.
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_yarn": ("glm", LLAMA_LIKE | {"head_dim": 8, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}}),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        LLAMA_LIKE
+        | MLA
+        | {"q_lora_rank": 16, "rms_norm_eps": 1e-2, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+}
+EVERY = [*CASES, *MORE]
 
 
 def rows() -> Batch:
@@ -60,19 +84,20 @@ class Reference:
 
 
 def reference(case: str) -> Reference:
-    hf, tensors = checkpoint(case)
-    if case in NATIVE:
-        model = native(case)
+    if case in NATIVE or case in MORE:
+        model = native(case) if case in NATIVE else random_model(*MORE[case])
+        hf = model.config.to_dict()
         tensors, parameters = model.state_dict(), dict(model.named_parameters())
         outputs = _outputs(lambda tokens: model(input_ids=tokens[None], use_cache=False).logits[0])
     else:
+        hf, tensors = checkpoint(case)
         parameters = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
         outputs = _outputs(lambda tokens: FORWARD[case](hf, parameters, tokens))
     gradients = torch.autograd.grad(loss(outputs), list(parameters.values()))
     return Reference(
         hf=hf,
         tensors={name: tensor.detach() for name, tensor in tensors.items()},
-        in_memory=case in NATIVE,
+        in_memory=case not in REMOTE,
         outputs={name: tensor.detach() for name, tensor in outputs.items()},
         gradients=dict(zip(parameters, gradients, strict=True)),
     )

@@ -183,9 +183,14 @@ def checkpoint(case: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 @cache
 def native(case: str):
     """The transformers model of a case."""
+    _, kind, settings = NATIVE[case]
+    return random_model(kind, settings)
+
+
+def random_model(kind: str, settings: dict[str, Any]):
+    """A transformers model of this type, all of whose tensors are random."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    _, kind, settings = NATIVE[case]
     tokens = {"vocab_size": 131, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **tokens | settings), dtype=torch.float32)

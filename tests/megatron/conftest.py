@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as the only rank, on the CPU."""
+    pytest.importorskip("megatron.core")
+    from coalign.megatron import ranks
+    from coalign.megatron.cpu import on_cpu
+
+    with on_cpu():
+        ranks.join(ranks.Sizes(), device=torch.device("cpu"), rank=0, ranks=1, rendezvous=None, seed=0)
+        yield
+        ranks.leave()

@@ -1,0 +1,100 @@
+"""Every family through megatron-core against transformers, or its written forward pass: log-probs, entropies and
+gradients of packed rows with shared prompts, on one rank and on two in three ways."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conformance.backends import on_ranks
+from tests.weights.families.checkpoints import MOE
+
+pytest.importorskip("megatron.core")
+
+from coalign.megatron import ranks
+from coalign.megatron.cpu import on_cpu
+from coalign.megatron.ranks import Sizes
+from tests.megatron.models import EVERY, Megatron, Reference, reference
+
+FEW = ["gemma", "bloom", "deepseek_v2"]
+LAYOUTS = {
+    # With sequence parallelism; experts dealt out, or each of them cut.
+    "tensor": (Sizes(tensor=2, expert=2), EVERY),
+    "expert_tensor": (Sizes(tensor=2, expert_tensor=2), [*MOE, "deepseek_v3_yarn"]),
+    # Heads change ranks: their slopes too, and groups that are fewer than ranks.
+    "context": (Sizes(context=2, expert=2), ["mistral", "gpt2", "starcoder", "bloom", "falcon_rw", *MOE]),
+}
+
+
+def check(outputs: float, gradients: float, whose: str) -> None:
+    assert outputs <= 5e-6
+    assert gradients <= 1e-5, whose
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_few_families_on_one_rank(case, alone):
+    check(*Megatron(reference(case), Sizes()).differences())
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize("case", [case for case in EVERY if case not in FEW])
+def test_every_family_on_one_rank(case, alone):
+    check(*Megatron(reference(case), Sizes()).differences())
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory) -> dict[Any, Any]:
+    """By (layout, case) what each rank found, all in one start."""
+    path = tmp_path_factory.mktemp("ranks")
+    # transformers would save the checkpoints on the first rank only, once they have met.
+    torch.save({case: reference(case) for case in EVERY}, path / "references")
+    with socket.socket() as one, socket.socket() as other:  # beside that of `on_ranks`: ranks meet once for each layout
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1], other.getsockname()[1]]
+    first, second = on_ranks(2, _every, path, path / "references", ports)
+    return {key: (first[key], second[key]) for key in first}
+
+
+def _every(rank: int, port: int, file: Path, ports: list[int]) -> dict[Any, Any]:
+    references: dict[str, Reference] = torch.load(file, weights_only=False)
+    found: dict[Any, Any] = {}
+    with on_cpu():
+        for (name, (sizes, cases)), at in zip(LAYOUTS.items(), [port, *ports], strict=True):
+            place = {"rank": rank, "ranks": 2, "rendezvous": f"127.0.0.1:{at}", "device": torch.device("cpu")}
+            ranks.join(sizes, **place, seed=0)
+            for case in cases:
+                found[name, case] = Megatron(references[case], sizes).differences()
+            if name == "tensor":
+                found["halves", "llama"] = _cut_in_halves(Megatron(references["llama"], sizes))
+            ranks.leave()
+    return found
+
+
+def _cut_in_halves(made: Megatron) -> float:
+    """How far off log-probs are where [gate | up] was simply cut in two: the first rank has all of the gate."""
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp."
+        parts = [made.reference.tensors[f"{at}{name}_proj.weight"] for name in ("gate", "up")]
+        made.own()[f"0/decoder.layers.{layer}.mlp.linear_fc1.weight"].copy_(parts[made.rank])
+    with torch.no_grad():
+        return float((made.outputs()["logprobs"] - made.reference.outputs["logprobs"]).abs().max())
+
+
+@pytest.mark.backends
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("layout", "case"), [(name, case) for name, (_, cases) in LAYOUTS.items() for case in cases])
+def test_every_family_on_two_ranks(layout, case, on_two_ranks):
+    for found in on_two_ranks[layout, case]:
+        check(*found)
+
+
+@pytest.mark.backends
+@pytest.mark.timeout(900)
+def test_gate_and_up_are_cut_each_by_itself(on_two_ranks):
+    """Cut as one tensor they load as well, into another model."""
+    assert min(on_two_ranks["halves", "llama"]) > 0.1

@@ -1,0 +1,65 @@
+"""Angles against those of transformers, all kinds of scaling."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+pytest.importorskip("megatron.core")
+
+from coalign.megatron.rotary import angles, attention_factor, speeds
+from coalign.modules.layout import Block
+from coalign.weights import families
+
+LLAMA = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 4096, "vocab_size": 8}
+LLAMA |= {"intermediate_size": 8, "num_hidden_layers": 1}
+MLA = {"qk_rope_head_dim": 32, "num_key_value_heads": 2}
+TRAINED = {"original_max_position_embeddings": 1024}
+YARN = {"rope_type": "yarn", "factor": 4.0, **TRAINED}
+KINDS = [
+    ("llama", {}, {"rope_type": "linear", "factor": 3.0}),
+    ("llama", {}, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED}),
+    ("llama", {}, YARN),
+    ("llama", {}, YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.7}),
+    ("llama", {}, YARN | {"factor": 0.5}),
+    ("gpt_neox", {}, YARN | {"partial_rotary_factor": 0.25}),
+    ("deepseek_v3", MLA, YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}),
+    ("deepseek_v3", MLA, YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}),
+    ("llama", {}, {"rope_type": "dynamic", "factor": 2.0}),
+]
+
+
+def described(kind, settings, rope):
+    hf = AutoConfig.for_model(kind, **LLAMA, **settings, rope_parameters={"rope_theta": 10000.0, **rope})
+    return hf, families.of(hf.to_dict()).config(hf.to_dict())
+
+
+@pytest.mark.parametrize("longest", [100, 9000])
+@pytest.mark.parametrize(("kind", "settings", "rope"), KINDS, ids=str)
+def test_speeds_and_factors_are_those_of_transformers(kind, settings, rope, longest):
+    hf, model = described(kind, settings, rope)
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"), seq_len=longest)
+    torch.testing.assert_close(speeds(model, longest), expected, rtol=2e-6, atol=0)
+    assert attention_factor(model.rope_scaling) == pytest.approx(factor, rel=1e-12)
+    unscaled = replace(model, rope_scaling=None)
+    changed = not torch.equal(speeds(unscaled, longest), speeds(model, longest))
+    assert changed == (rope["rope_type"] != "dynamic" or longest > 4096)
+
+
+def test_angles_follow_positions_and_the_longest_sequence():
+    _, model = described("llama", {}, {"rope_type": "dynamic", "factor": 2.0})
+    model = replace(model, kv_channels=4, max_position_embeddings=6)
+    # A prompt of 4 tokens, two sequences that go on with it, of which the longer one has 8 tokens in all.
+    blocks = (Block(0, (4,)), Block(4, (1, 4), (0, 4)))
+    positions = torch.tensor([0, 1, 2, 3, 4, 4, 5, 6, 7])
+    found = angles(model, positions, blocks)
+    base = 10000.0 * (2.0 * 8 / 6 - 1) ** (4 / 2)
+    expected = torch.outer(positions.float(), torch.tensor([1.0, base**-0.5, 1.0, base**-0.5])[[0, 1, 0, 1]])
+    torch.testing.assert_close(found[:, 0, 0], expected)
+    interleaved = angles(replace(model, rotary_interleaved=True), positions, blocks)
+    torch.testing.assert_close(interleaved[:, 0, 0], expected[:, [0, 0, 1, 1]])
+    assert angles(replace(model, position_embedding_type="alibi"), positions, blocks) is None
