@@ -139,7 +139,7 @@ class Optimizer:
             params_dtype=pipeline.config.params_dtype,
             use_distributed_optimizer=distributed,
         )
-        self.pipeline, self.limit = pipeline, clip
+        self.pipeline, self.limit, self.distributed = pipeline, clip, distributed
         self.inner = get_megatron_optimizer(config, pipeline.chunks)
         self.parts = self.inner.chained_optimizers
         for group in self.groups():  # which Megatron leaves to its scheduler
@@ -171,6 +171,31 @@ class Optimizer:
         self.pipeline.clear_gradients()
         return norm
 
+    @torch.no_grad()
+    def exact(self) -> dict[str, Tensor]:
+        """The weights in float32, as it steps on them, by the names of `Pipeline.named`. A collective."""
+        return {name: self._exact(parameter) for name, parameter in self.pipeline.named()}
+
+    def _exact(self, parameter: torch.nn.Parameter) -> Tensor:
+        if parameter.dtype == torch.float32:
+            return parameter
+        if not self.distributed:
+            pairs = (zip(*lists, strict=True) for part in self.parts for lists in _low_and_exact(part))
+            return next(exact for pair in pairs for own, exact in pair if own is parameter)
+        whole = torch.zeros(parameter.numel(), device=parameter.device)
+        for part in self.parts:
+            if parameter in part.model_param_gbuf_map:  # this rank has some of it
+                own = part._get_model_param_range_map(parameter)["param"]
+                whole[own.start : own.end] = parameter.main_param
+        expert = not getattr(parameter, "allreduce", True)
+        group = (
+            parallel_state.get_expert_data_parallel_group()
+            if expert
+            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        dist.all_reduce(whole, group=group)
+        return whole.view_as(parameter)
+
     def groups(self) -> Iterator[dict[str, Any]]:
         for part in self.parts:
             yield from part.param_groups
@@ -182,3 +207,8 @@ class Optimizer:
                 for parameter in group["params"]:
                     yield parameter
                     yield from (v for v in part.optimizer.state[parameter].values() if isinstance(v, Tensor))
+
+
+def _low_and_exact(part: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Parameters, and what an optimizer without shards steps on in their place."""
+    yield from zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)

@@ -144,6 +144,7 @@ class MegatronModule(TrainableModule):
         return True  # each rank a share
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """As the model computes with them: of ``compute_dtype``. `save_hf` writes the exact ones."""
         for name, tensor in self._export.tensors(self.pipeline.held()):
             yield name, tensor.detach()
 
@@ -174,7 +175,11 @@ class MegatronModule(TrainableModule):
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         dtype = getattr(torch, self.config.dtype)
         export = Export(self.weights, self.context.rank, in_memory=False)
-        own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(self.pipeline.held())}
+        held = self.pipeline.held()
+        if self.optimizer:
+            with self._here():
+                held |= self.optimizer.exact()
+        own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(held)}
         shares: list[dict[str, int]] = [{}] * self.context.world_size
         dist.all_gather_object(shares, {name: tensor.nbytes for name, tensor in own.items()})
         filled = [rank for rank, share in enumerate(shares) if share]

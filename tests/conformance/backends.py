@@ -21,6 +21,7 @@ from coalign.modules.base import TrainableModule
 from coalign.types import Context, merge_stats
 from tests.conformance.reference import CLIP, HIGH, LOW, LR, Report
 
+MEGATRON = pytest.mark.skipif(find_spec("megatron") is None, reason="coalign[megatron] is not installed")
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="coalign[deepspeed] is not installed")
 
 
@@ -54,6 +55,13 @@ BACKENDS = [
     *(
         Backend(f"deepspeed-{stage}-2ranks-bf16", "deepspeed", 2, zero(stage, True), 3e-2, slow=True)
         for stage in (1, 2, 3)
+    ),
+    Backend("megatron", "megatron", config={"max_tokens_per_micro": 40}),
+    Backend("megatron-unshared", "megatron", config={"share_prefix": False, "activation_checkpointing": "full"}),
+    Backend("megatron-bf16", "megatron", config={"compute_dtype": "bfloat16"}, tolerance=3e-2),
+    Backend("megatron-2ranks", "megatron", ranks=2, config={"max_tokens_per_micro": 40}, slow=True),
+    Backend(
+        "megatron-2ranks-bf16", "megatron", ranks=2, config={"compute_dtype": "bfloat16"}, tolerance=3e-2, slow=True
     ),
 ]
 
@@ -100,14 +108,14 @@ def _train(rank: int, port: int, backend: Backend, path: str, batch: Batch) -> d
 
 
 def exported(module: TrainableModule, **which: Any) -> dict[str, torch.Tensor]:
-    """The weights, on every rank, from the share that each exports. A collective."""
+    """The weights by name, on every rank, from the share that each exports. A collective."""
     shares: list[Any] = [{name: tensor.clone() for name, tensor in module.export_weights(**which)}]
     if module.context.world_size > 1:
         own, shares = shares[0], [None] * module.context.world_size
         dist.all_gather_object(shares, own)
     weights = {name: tensor for share in shares for name, tensor in share.items()}
     assert len(weights) == sum(map(len, shares)), "two ranks export the same weight"
-    return weights
+    return dict(sorted(weights.items()))
 
 
 def on_ranks(ranks: int, function: Any, scratch: Path, *arguments: Any) -> list[Any]:
