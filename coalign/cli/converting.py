@@ -41,6 +41,9 @@ def convert(
     file_size: Annotated[int, typer.Option(min=1, help="MiB of an output file, at most.")] = 4096,
     processes: Annotated[int, typer.Option(min=1, help="That write files side by side.")] = 1,
     pickles: Annotated[bool, typer.Option(help="Read `.bin` files (their weights only).")] = False,
+    without_mtp: Annotated[
+        bool, typer.Option("--without-mtp", help="Leave out layers that predict further tokens (DeepSeek V3).")
+    ] = False,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted conversion stopped.")] = False,
     verify: Annotated[bool, typer.Option(help="Read the output back and compare every tensor, bit for bit.")] = False,
 ):
@@ -80,6 +83,7 @@ def convert(
         file_size=file_size * MIB,
         processes=processes,
         pickles=pickles,
+        without_mtp=without_mtp,
         resume=resume,
         verify=verify,
     )
@@ -89,6 +93,8 @@ def convert(
         f"{source} ({report.source}) -> {output} ({to}): {report.family}, {report.tensors} tensors, "
         f"{report.bytes / MIB:.1f} MiB in {report.files} files{again}"
     )
+    if report.left_out:
+        display.note(f"left out: {len(report.left_out)} tensors, {report.left_out[0]} to {report.left_out[-1]}")
     if report.verified is not None:
         display.note(
             f"verified: the output was read back, {report.verified} tensors of the source are the same bit for bit "

@@ -62,7 +62,8 @@ def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
     for sizes that do not divide.
     """
     hf = read_config(Path(str(config.load)))
-    family = families.of(hf)
+    # The name of an architecture says which head the file has; which head this model has is the configuration's to say.
+    family = families.of(hf if config.head == "lm" else hf | {"architectures": None})
     model, sizes, own = family.config(hf), sizes_of(config), config.megatron
     said = {
         "swiglu": model.gated_linear_unit and model.activation_func == "silu",
@@ -120,7 +121,7 @@ def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tu
 
 
 def _stored(config: ModelConfig, weights: Weights, reader: Reader) -> Callable[[str], Tensor]:
-    model, names = weights.layout.config, set(reader.where)
+    model, names = weights.layout.config, set(reader.names)
     if not weights.scalar:
         stored = weights.family.stored_names(model, names)
         return lambda name: reader.tensor(stored[name])

@@ -28,7 +28,8 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]  # a title and 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """``reused``: files that an interrupted run had finished. ``verified``: tensors compared (None: not asked)."""
+    """``reused``: files that an interrupted run had finished. ``verified``: tensors compared (None: not asked).
+    ``left_out``: tensors that were asked not to be converted."""
 
     family: str
     source: str
@@ -37,6 +38,7 @@ class Report:
     files: int
     reused: int
     verified: int | None
+    left_out: tuple[str, ...]
 
 
 def convert(request: Request, progress: Progress = lambda title, total: nullcontext(lambda n: None)) -> Report:
@@ -69,7 +71,10 @@ def convert(request: Request, progress: Progress = lambda title, total: nullcont
     if output.exists():
         output.rmdir()
     os.replace(aside, output)
-    return Report(opened.family.name, opened.format, len(plan.sources), plan.total, len(records), reused, compared)
+    left_out = tuple(opened.details.get("left_out", ()))
+    return Report(
+        opened.family.name, opened.format, len(plan.sources), plan.total, len(records), reused, compared, left_out
+    )
 
 
 def _written(request: Request, plan: Output, journal: Journal, progress: Progress) -> tuple[list[Record], int]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coalign.weights.checksum import tensor_bytes
-from coalign.weights.convert import pickles
+from coalign.weights.convert import fp8, pickles
 from coalign.weights.convert.files import Hashed
 from coalign.weights.families.sources import Source
 from coalign.weights.shards import Piece, Shape, Shard
@@ -42,31 +42,35 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def copy_others(source: Path, target: Path, dtype: str | None) -> None:
+def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
     """Everything in a model directory that is no weights: configurations, tokenizer, code, licence.
 
-    ``dtype``: what config.json says of the weights, if they are converted.
+    ``changes``: what config.json says otherwise; None: nothing.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
             shutil.copyfile(file, target / file.name)
-    if dtype is not None:
-        config = read_config(target)
-        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        text = json.dumps(config | dict.fromkeys(keys, dtype), indent=2, ensure_ascii=False)
+    if changes:
+        config = {key: value for key, value in (read_config(target) | changes).items() if value is not None}
+        text = json.dumps(config, indent=2, ensure_ascii=False)
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 class Reader:
     """The tensors of a directory, mapped into memory. ValueError naming a file that is missing, cut off, or a pickle
-    without ``pickled`` (allowed)."""
+    without ``pickled`` (allowed).
+
+    Weights in blocks of 8 bits are read as bfloat16: those that have a tensor of scales (coalign.weights.convert.fp8).
+    """
 
     def __init__(self, folder: Path, *, pickled: bool) -> None:
         self.folder = folder
         self.files = self._files(pickled)
         self._open: dict[Path, Any] = {}
-        self.where = {name: file for file in self.files for name in self._names(file)}
+        self._where = {name: file for file in self.files for name in self._names(file)}
+        scales = {name + fp8.SCALES for name in self._where}
+        self.names = [name for name in self._where if name not in scales]
 
     def _files(self, pickled: bool) -> list[Path]:
         for single in (SAFETENSORS, *((BIN,) if pickled else ())):
@@ -95,8 +99,26 @@ class Reader:
     def _names(self, file: Path) -> list[str]:
         return list(self._opened(file).keys())
 
+    def scaled(self, name: str) -> bool:
+        """Whether a tensor is in blocks of 8 bits."""
+        return name in self._where and name + fp8.SCALES in self._where
+
     def tensor(self, name: str) -> Tensor:
-        file = self.where[name]
+        if self.scaled(name):
+            return fp8.read(name, self._stored(name), self._stored(name + fp8.SCALES))
+        return self._stored(name)
+
+    def like(self, name: str) -> tuple[Shape, torch.dtype]:
+        """Of ``tensor``, without making it. ValueError for 8 bits without scales."""
+        found = self._stored(name)
+        if not self.scaled(name):
+            if found.dtype.itemsize == 1 and found.is_floating_point():
+                raise ValueError(f"{self.folder}: '{name}' is {found.dtype}, and there is no '{name}{fp8.SCALES}'")
+            return tuple(found.shape), found.dtype
+        return tuple(found.shape), fp8.DTYPE
+
+    def _stored(self, name: str) -> Tensor:
+        file = self._where[name]
         opened = self._opened(file)
         return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)
 
@@ -110,10 +132,9 @@ class Directory:
         self.dtypes = {}
         wrong = []
         for name, source in sources.items():
-            tensor = reader.tensor(stored[name])
-            self.dtypes[name] = tensor.dtype
-            if tuple(tensor.shape) != source.stored:
-                wrong.append(f"'{stored[name]}' {list(tensor.shape)} (config.json: {list(source.stored)})")
+            shape, self.dtypes[name] = reader.like(stored[name])
+            if shape != source.stored:
+                wrong.append(f"'{stored[name]}' {list(shape)} (config.json: {list(source.stored)})")
         if wrong:
             raise ValueError(f"{reader.folder}: shapes that are not those of config.json: {', '.join(wrong)}")
 

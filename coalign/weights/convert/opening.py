@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from coalign.weights import families
-from coalign.weights.convert import huggingface, legacy, torch_dist
+from coalign.weights.convert import fp8, huggingface, legacy, torch_dist
 from coalign.weights.convert.request import Request
 from coalign.weights.convert.side import Side
 from coalign.weights.families import Family, MegatronConfig, Parameter
@@ -20,7 +20,7 @@ HF = "hf"  # in a Megatron directory: what else the Hugging Face directory had
 @dataclass(frozen=True, slots=True)
 class Opened:
     """``format``: `hf`, `torch_dist` or `legacy`. ``hf``: where config.json and the tokenizer are. ``files``: with the
-    weights. ``parameters``: of the Megatron model, its vocabulary padded as ``source`` has it (HF: not)."""
+    weights. ``details``: for the manifest. ``changes``: what config.json says otherwise of what is written."""
 
     format: str
     hf: Path
@@ -29,6 +29,7 @@ class Opened:
     files: list[Path]
     side: Side
     details: Mapping[str, Any]
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_source(request: Request) -> Opened:
@@ -59,10 +60,38 @@ def _huggingface(request: Request) -> Opened:
     hf = huggingface.read_config(request.source)
     family = families.of(hf)
     config = family.config(hf)
+    changes = _unquantised(hf)
     reader = huggingface.Reader(request.source, pickled=request.pickles)
-    stored = family.stored_names(config, reader.where)
+    beyond = [name for name in reader.names if (family.layer_of(name) or 0) >= config.num_layers]
+    if hf.get("num_nextn_predict_layers") and beyond:
+        if not request.without_mtp:
+            raise ValueError(
+                f"{request.source}: layers from {config.num_layers} on predict further tokens, {len(beyond)} tensors "
+                f"({beyond[0]} …), and are not converted: --without-mtp leaves them out"
+            )
+        changes["num_nextn_predict_layers"] = 0
+    left_out = beyond if request.without_mtp else []
+    stored = family.stored_names(config, [name for name in reader.names if name not in set(left_out)])
     side = huggingface.Directory(reader, family.sources(config), stored)
-    return Opened("hf", request.source, family, config, reader.files, side, {})
+    return Opened("hf", request.source, family, config, reader.files, side, {"left_out": left_out}, changes)
+
+
+def _unquantised(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says otherwise of weights that are read from 8 bits. ValueError for other quantisations."""
+    how = hf.get("quantization_config")
+    if how is None:
+        return {}
+    if (how.get("quant_method"), how.get("weight_block_size")) != ("fp8", [fp8.BLOCK, fp8.BLOCK]):
+        raise ValueError(
+            f"config.json: 'quantization_config' is {how}; what can be read is 'quant_method' 'fp8' with "
+            f"'weight_block_size' [{fp8.BLOCK}, {fp8.BLOCK}]"
+        )
+    return {"quantization_config": None, **dtype_keys(hf, "bfloat16")}
+
+
+def dtype_keys(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """How a config.json says what its weights are."""
+    return dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in hf] or ["dtype"], dtype)
 
 
 def _megatron(request: Request, folder: Path) -> Opened:

@@ -13,7 +13,7 @@ from torch import Tensor
 from coalign.weights.convert import huggingface, torch_dist
 from coalign.weights.convert.files import writing
 from coalign.weights.convert.huggingface import Entry
-from coalign.weights.convert.opening import HF, ITERATION, Opened
+from coalign.weights.convert.opening import HF, ITERATION, Opened, dtype_keys
 from coalign.weights.convert.request import Request
 from coalign.weights.convert.side import Scratch, bare, blocks, made, rows
 from coalign.weights.convert.torch_dist import Chunk
@@ -36,6 +36,9 @@ class Output:
         self.dtypes = _dtypes(request, opened)
         self.sources = opened.family.sources(opened.config)
         self.specs = {name: Spec(source.shape, self.dtypes[name]) for name, source in self.sources.items()}
+        self.changes = dict(opened.changes)
+        if request.dtype is not None:
+            self.changes |= dtype_keys(huggingface.read_config(opened.hf), request.dtype)
 
     names: list[str]
     total: int
@@ -90,7 +93,7 @@ class ToHuggingFace(Output):
 
     def finish(self, folder: Path, records: Sequence[Record]) -> None:
         huggingface.write_index(folder, dict(zip(self.names, self.files, strict=True)))
-        huggingface.copy_others(self.opened.hf, folder, self.request.dtype)
+        huggingface.copy_others(self.opened.hf, folder, self.changes)
 
 
 class ToMegatron(Output):
@@ -164,7 +167,7 @@ class ToMegatron(Output):
 
     def finish(self, folder: Path, records: Sequence[Record]) -> None:
         torch_dist.write_metadata(folder / RELEASE, self.files, self.objects, records)
-        huggingface.copy_others(self.opened.hf, folder / HF, self.request.dtype)
+        huggingface.copy_others(self.opened.hf, folder / HF, self.changes)
         (folder / ITERATION).write_text(f"{RELEASE}\n")
 
 

@@ -17,7 +17,8 @@ class Request:
     tokenizer). ``tensor`` … ``expert_tensor``: the layout that the model will be used in; torch_dist files are the same
     for all, but the vocabulary is padded to a multiple of ``vocab_divisor`` × tensor, and all must divide the model.
     ``dtype``: of the output (None: as it is; tensors that must be float32 stay so). ``file_size``: bytes of an output
-    file. ``pickles``: `.bin` files may be read (weights only).
+    file. ``pickles``: `.bin` files may be read (weights only). ``without_mtp``: layers after the last one, which
+    predict further tokens, are left out.
     """
 
     source: Path
@@ -34,5 +35,6 @@ class Request:
     file_size: int = 4 * 2**30
     processes: int = 1
     pickles: bool = False
+    without_mtp: bool = False
     resume: bool = False
     verify: bool = False

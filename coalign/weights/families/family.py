@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -199,6 +200,11 @@ class Family:
         if missing or extra:
             raise ValueError(f"not a checkpoint of {self.name} as config.json says: missing {missing}, extra {extra}")
         return {name: found[name] for name in wanted}
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer that a Hugging Face tensor is of, by its name; None: of none."""
+        found = re.match(re.escape(self.prefix).replace(r"\{layer\}", r"(\d+)"), name)
+        return None if found is None else int(found[1])
 
     @property
     def heads(self) -> tuple[str, ...]:

@@ -380,6 +380,7 @@ def test_a_disk_that_fills_after_some_files_says_what_is_finished(tmp_path, llam
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
 
 
+@pytest.mark.backends
 def test_a_process_that_is_killed_leaves_what_resume_goes_on_from(tmp_path, llama):
     """SIGKILL in the middle of the second file."""
     code = """
