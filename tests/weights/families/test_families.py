@@ -126,6 +126,14 @@ def test_round_trip_is_bit_exact(case, tensor, pipeline, expert):
             round_trip(case, tensor, pipeline, expert, spec, expert_tensor)
 
 
+@pytest.mark.parametrize("case", NATIVE)
+def test_names_in_memory_are_those_of_the_model(case):
+    family, config, _, _ = setup(case)
+    model = native(case)
+    buffers = {name for name, _ in model.named_buffers() if name.endswith("correction_bias")}
+    assert family.sources(config, in_memory=True).keys() == dict(model.named_parameters()).keys() | buffers
+
+
 @pytest.mark.parametrize("case", MOE)
 def test_experts_that_a_model_has_stacked_in_memory(case):
     family, config, tensors, parameters = setup(case)

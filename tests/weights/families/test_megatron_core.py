@@ -1,4 +1,5 @@
-"""The names and shapes of a rank are those that megatron-core's own model has there (local spec, built on the CPU)."""
+"""The names and shapes of a rank are those that megatron-core's own model has there, and ours of every family (local
+spec, built on the CPU)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import nn
 from coalign.weights import families
 from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
-from tests.weights.families.checkpoints import MOE, checkpoint
+from tests.weights.families.checkpoints import CASES, MOE, checkpoint
 
 pytestmark = pytest.mark.backends
 
@@ -103,11 +104,28 @@ MESHES += [
 ]
 
 
-PLACES = [(case, place) for place in MESHES for case in STOCK if case in MOE or place[0].expert == 1]
+def ours(config, mesh, rank, vocabulary):
+    """Our model on this rank."""
+    from coalign.megatron.config import transformer_config
+    from coalign.megatron.cpu import on_cpu
+    from coalign.megatron.model import PackedGPT
+    from coalign.megatron.ranks import Sizes, seed_all
+    from coalign.modules.heads import Readings
+
+    sizes = Sizes(mesh.tensor, mesh.pipeline, expert=mesh.expert, expert_tensor=mesh.expert_tensor)
+    stage = mesh.at(rank).pipeline[0]
+    ends = {"first": stage == 0, "last": stage == mesh.pipeline - 1}
+    with on_cpu():
+        seed_all(0)
+        made = transformer_config(config, sizes)
+        return PackedGPT(config, made, vocabulary=vocabulary, read=Readings(), **ends)
 
 
-@pytest.mark.parametrize(("case", "place"), PLACES, indirect=["place"], ids=str)
-def test_names_and_shapes_are_those_of_megatron_core(case, place):
+def places(cases):
+    return [(case, place) for place in MESHES for case in cases if case in MOE or place[0].expert == 1]
+
+
+def check(build, case, place):
     mesh, rank = place
     hf, _ = checkpoint(case)
     family = families.of(hf)
@@ -115,7 +133,17 @@ def test_names_and_shapes_are_those_of_megatron_core(case, place):
     parameters = family.parameters(config, vocab_divisor=32)
     layout = MegatronLayout(config, mesh, stages(config.num_layers, mesh.pipeline))
     held = {shard.name: shard.shape for shard in layout.shards(parameters, mesh.at(rank))}
-    model = built(config, mesh, rank, 160)
+    model = build(config, mesh, rank, 160)
     beside = ("_extra_state", "local_tokens_per_expert", "inv_freq")
     there = {name: tuple(t.shape) for name, t in model.state_dict().items() if not name.endswith(beside)}
     assert held == there
+
+
+@pytest.mark.parametrize(("case", "place"), places(STOCK), indirect=["place"], ids=str)
+def test_names_and_shapes_are_those_of_megatron_core(case, place):
+    check(built, case, place)
+
+
+@pytest.mark.parametrize(("case", "place"), places(CASES), indirect=["place"], ids=str)
+def test_names_and_shapes_are_those_of_our_model(case, place):
+    check(ours, case, place)
