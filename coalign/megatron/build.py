@@ -172,7 +172,6 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in OWNED:
             raise ValueError(f"megatron.config.{name}: {OWNED[name]}")
         if name not in known:
-            raise ValueError(
-                f"megatron.config.{name} is no field of megatron-core's TransformerConfig{near(name, known - set(OWNED))}"
-            )
+            close = near(name, known - set(OWNED))
+            raise ValueError(f"megatron.config.{name} is no field of megatron-core's TransformerConfig{close}")
     return dict(given)

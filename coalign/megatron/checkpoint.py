@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
@@ -56,7 +55,7 @@ def load(dir: str | Path, pipeline: Pipeline, optimizer: Optimizer) -> dict[str,
     several = len(pipeline.models) > 1
     for number, model in enumerate(pipeline.models):
         model.load_state_dict(state[f"model{number}" if several else "model"])
-    optimizer.inner.load_state_dict(state["optimizer"])
+    optimizer.load(state["optimizer"])
     return state["progress"]
 
 

@@ -1,4 +1,4 @@
-"""A model's configuration for megatron-core: what the weights are (MegatronConfig), how they are cut, how they compute."""
+"""A model's configuration for megatron-core: what the weights are (MegatronConfig), how they are cut and compute."""
 
 from __future__ import annotations
 

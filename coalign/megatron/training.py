@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -144,6 +147,10 @@ class Optimizer:
         self.parts = self.inner.chained_optimizers
         for group in self.groups():  # which Megatron leaves to its scheduler
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        for part in self.parts:  # all of it from the start, so that a checkpoint of any age has the same entries
+            part.init_state_fn(part.optimizer, config)
+            for state in () if HAVE_APEX_OR_TE else part.optimizer.state.values():
+                state["step"] = torch.zeros((), dtype=torch.float32)
 
     def start_from(self, exact: Mapping[str, Tensor]) -> None:
         """The weights to go on from, before they were rounded, by the names of `Pipeline.named`."""
@@ -196,6 +203,21 @@ class Optimizer:
         dist.all_reduce(whole, group=group)
         return whole.view_as(parameter)
 
+    def load(self, state: Any) -> None:
+        """What it did so far; how it goes on is said by the configuration."""
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in self.groups()]
+        with ExitStack() as until_then:
+            for part in () if HAVE_APEX_OR_TE or not self.distributed else self.parts:
+                until_then.enter_context(patch.object(part, *_with_steps(part)))
+            self.inner.load_state_dict(state)
+        for group, own in zip(self.groups(), settings, strict=True):
+            group.update(own)
+        for part in self.parts:
+            for entries in () if HAVE_APEX_OR_TE else part.optimizer.state.values():
+                entries["step"] = entries[
+                    "step"
+                ].clone()  # megatron-core gives all of them one, which each would count up
+
     def groups(self) -> Iterator[dict[str, Any]]:
         for part in self.parts:
             yield from part.param_groups
@@ -212,3 +234,16 @@ class Optimizer:
 def _low_and_exact(part: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Parameters, and what an optimizer without shards steps on in their place."""
     yield from zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
+
+
+def _with_steps(part: Any) -> tuple[str, Callable[[Any, dict[str, Tensor]], None]]:
+    """megatron-core 0.16.1 forgets that torch's Adam counts the steps of each parameter, and asks for them."""
+    name = "_set_main_param_and_optimizer_states"
+    given = getattr(part, name)
+
+    def complete(parameter: Any, tensors: dict[str, Tensor]) -> None:
+        group, place = part.model_param_group_index_map[parameter]
+        own = part.optimizer.param_groups[group]["params"][place]
+        given(parameter, {**tensors, "step": part.optimizer.state[own]["step"].clone()})
+
+    return name, complete
