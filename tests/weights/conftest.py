@@ -14,8 +14,10 @@ from tests.weights.processes import Processes
 def make() -> Iterator[Callable[..., tuple[Processes, Processes]]]:
     running: list[Processes] = []
 
-    def start(senders: int = 1, readers: int = 1, module: str = "Reader", *, turns: bool = False):
-        running.append(Processes("trainer", modules.Sender, senders, turns=turns))
+    def start(
+        senders: int = 1, readers: int = 1, module: str = "Reader", *, turns: bool = False, source: str = "Sender"
+    ):
+        running.append(Processes("trainer", getattr(modules, source), senders, turns=turns))
         running.append(Processes("policy", getattr(modules, module), readers, turns=turns))
         return running[-2:]
 

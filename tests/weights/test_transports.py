@@ -62,6 +62,14 @@ def test_several_senders_reach_several_readers(make, syncing, transport, module)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_sender_may_have_nothing_to_send_until_others_are_heard(make, syncing, transport):
+    trainer, policy = make(senders=2, readers=2, source="Together")
+    syncing(trainer, policy, transport)(0)
+    for _, weights in policy.call("serving"):
+        assert same(weights, {f"layers.{i}.weight": torch.full((2**18,), float(i)) for i in range(12)})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_computes_in_a_narrower_dtype_is_sent_no_more(make, syncing, transport):
     trainer, policy = make(readers=2, module="Narrow")
     sync = syncing(trainer, policy, transport)
