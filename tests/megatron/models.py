@@ -117,7 +117,7 @@ def _outputs(logits: Any) -> dict[str, Tensor]:
 class Megatron:
     """The same as a Megatron model of this rank. To be used within coalign.megatron.cpu.on_cpu."""
 
-    def __init__(self, reference: Reference, sizes: Sizes) -> None:
+    def __init__(self, reference: Reference, sizes: Sizes, **settings: Any) -> None:
         self.rank, self.reference = dist.get_rank(), reference
         family = families.of(reference.hf)
         described = family.config(reference.hf)
@@ -125,7 +125,8 @@ class Megatron:
         layout = MegatronLayout(described, sizes.mesh(dist.get_world_size()), stages(described.num_layers))
         self.weights = Weights(family, layout, multiple)
         padded = -(-described.vocab_size // multiple) * multiple
-        self.model = PackedGPT(described, transformer_config(described, sizes), vocabulary=padded, read=Readings())
+        config = transformer_config(described, sizes, **settings)
+        self.model = PackedGPT(described, config, vocabulary=padded, read=Readings())
         own = self.own()
         for name, tensor in self.weights.read(self.rank, reference.tensors.__getitem__, in_memory=reference.in_memory):
             own.pop(name).copy_(tensor)

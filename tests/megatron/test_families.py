@@ -46,6 +46,25 @@ def test_every_family_on_one_rank(case, alone):
     check(*Megatron(reference(case), Sizes()).differences())
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+@pytest.mark.backends
+@pytest.mark.parametrize("again", [FULL, ATTENTION], ids=["full", "attention"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "gpt_neox", "bloom"])
+def test_layers_of_ours_are_computed_again(case, again, alone):
+    check(*Megatron(reference(case), Sizes(), **again).differences())
+
+
+@pytest.mark.parametrize(
+    ("case", "module"), [("falcon_7b", "mlp"), ("gpt_neox", "layernorm"), ("deepseek_v3", "mla_up_proj")]
+)
+def test_what_layers_of_ours_do_not_compute_again_is_refused(case, module, alone):
+    with pytest.raises(ValueError, match=rf"megatron\.recompute_modules.*'{module}'"):
+        Megatron(reference(case), Sizes(), recompute_granularity="selective", recompute_modules=[module])
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory) -> dict[Any, Any]:
     """By (layout, case) what each rank found, all in one start."""
