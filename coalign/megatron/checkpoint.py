@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from coalign.megatron.training import Optimizer, Pipeline
+from coalign.megatron.training import BY_PARAMETER, Optimizer, Pipeline
 
-# How the optimizer's state is laid out: by parameter, so that it can be dealt out to other ranks.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+# Given as copies: megatron-core notes groups of ranks there.
+METADATA = {"distrib_optim_sharding_type": BY_PARAMETER, "chained_optim_avoid_prefix": True}
 
 
 class _Writer(SaveShardedStrategy):
@@ -43,8 +43,8 @@ def save(dir: str | Path, pipeline: Pipeline, optimizer: Optimizer, progress: Ma
     """A collective."""
     Path(dir).mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = _state(pipeline, optimizer, loading=False) | {"progress": dict(progress)}
-    dist_checkpointing.save(state, str(dir), _Writer(), content_metadata=METADATA)
+    state = _state(pipeline, optimizer, loading=False) | {"progress": dict(progress), "steps": optimizer.steps}
+    dist_checkpointing.save(state, str(dir), _Writer(), content_metadata=dict(METADATA))
 
 
 def load(dir: str | Path, pipeline: Pipeline, optimizer: Optimizer) -> dict[str, int]:
@@ -55,14 +55,14 @@ def load(dir: str | Path, pipeline: Pipeline, optimizer: Optimizer) -> dict[str,
     several = len(pipeline.models) > 1
     for number, model in enumerate(pipeline.models):
         model.load_state_dict(state[f"model{number}" if several else "model"])
-    optimizer.load(state["optimizer"])
+    optimizer.load(state["optimizer"], state["steps"])
     return state["progress"]
 
 
 def _state(pipeline: Pipeline, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
     several = len(pipeline.models) > 1
     state = {
-        f"model{number}" if several else "model": model.sharded_state_dict(metadata=METADATA)
+        f"model{number}" if several else "model": model.sharded_state_dict(metadata=dict(METADATA))
         for number, model in enumerate(pipeline.models)
     }
-    return state | {"optimizer": optimizer.inner.sharded_state_dict(state, is_loading=loading, metadata=METADATA)}
+    return state | {"optimizer": optimizer.inner.sharded_state_dict(state, is_loading=loading, metadata=dict(METADATA))}

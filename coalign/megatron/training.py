@@ -1,9 +1,9 @@
-"""A Megatron model over its ranks: chunks of layers, micro-batches through the stages of a pipeline, optimizer steps."""
+"""A Megatron model over its ranks: chunks of layers, micro-batches through the stages of a pipeline, steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +25,9 @@ from coalign.data.batch import Batch
 from coalign.megatron.model import PackedGPT
 from coalign.modules.layout import pack
 from coalign.modules.parallel.rows import Rows
+
+# How a checkpoint has the optimizer's state, so that it can be dealt out to other ranks.
+BY_PARAMETER = "fully_reshardable"
 
 Outputs = dict[str, Tensor]
 Loss = Callable[[Batch, Outputs], Tensor]
@@ -203,12 +206,30 @@ class Optimizer:
         dist.all_reduce(whole, group=group)
         return whole.view_as(parameter)
 
-    def load(self, state: Any) -> None:
-        """What it did so far; how it goes on is said by the configuration."""
+    @property
+    def steps(self) -> int:
+        """Updates that it made."""
+        if not self.distributed:
+            return 0  # what it saves has them
+        return int(self.parts[0].state_dict()["optimizer"]["param_groups"][0]["step"])
+
+    def load(self, state: Any, steps: int) -> None:
+        """What it did so far; how it goes on is said by the configuration.
+
+        Where a checkpoint's layout has experts apart and this one has not, or the other way round, megatron-core has
+        another number of parts than it saved: moments are known by the names of parameters, so only those are taken.
+        """
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.groups()]
-        with ExitStack() as until_then:
-            for part in () if HAVE_APEX_OR_TE or not self.distributed else self.parts:
-                until_then.enter_context(patch.object(part, *_with_steps(part)))
+        if self.distributed:
+            for number, part in enumerate(self.parts):
+                found = state[number] if len(self.parts) > 1 else state
+                own = part.state_dict()
+                for group in own["optimizer"]["param_groups"]:
+                    group["step"] = steps
+                moments = {"param_state": found["param_state"], "param_state_sharding_type": BY_PARAMETER}
+                with nullcontext() if HAVE_APEX_OR_TE else patch.object(part, *_with_steps(part)):
+                    part.load_state_dict(own | moments)
+        else:
             self.inner.load_state_dict(state)
         for group, own in zip(self.groups(), settings, strict=True):
             group.update(own)

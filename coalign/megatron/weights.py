@@ -13,7 +13,6 @@ from torch import Tensor
 
 from coalign.weights.families import Family, MegatronConfig, Parameter
 from coalign.weights.families.layout import MegatronLayout
-from coalign.weights.families.names import Spec
 from coalign.weights.families.sources import Source
 from coalign.weights.shards import Box, Move, Piece, Shard, cut, plan
 
@@ -92,8 +91,8 @@ class Export:
         return found
 
     def tensors(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor as it is stored) of this rank's share, from its own tensors by `<chunk>/<name>`. A collective of
-        the stage's ranks."""
+        """(name, tensor as it is stored) of this rank's share, from its own tensors by `<chunk>/<name>`. A collective
+        of the stage's ranks."""
         me, ranks = self.stage.index(self.rank), len(self.stage)
         for start in range(0, len(self.names), ranks):
             together = self.names[start : start + ranks]
@@ -106,8 +105,8 @@ class Export:
 def _exchange(
     names: Sequence[str], moves: Mapping[str, Sequence[Move]], own: Mapping[str, Tensor], stage: Sequence[int], me: int
 ) -> list[tuple[Move, Tensor]]:
-    """What this rank takes for its tensor among ``names``, the i-th of which rank i of the stage makes. One message from
-    each rank to each other one, if any."""
+    """What this rank takes for its tensor among ``names``, the i-th of which rank i of the stage makes. One message
+    from each rank to each other one, if any."""
     mine = moves[names[me]] if me < len(names) else []
     out: dict[int, list[Tensor]] = defaultdict(list)
     for owner, name in enumerate(names):
@@ -154,7 +153,3 @@ def _size(box: Box) -> int:
 def divisor(config: MegatronConfig, ranks: int) -> int:
     """What the padded vocabulary is a multiple of: Megatron's 128 for each rank, if that leaves every rank tokens."""
     return 128 * ranks if config.vocab_size > 128 * ranks * (ranks - 1) else ranks
-
-
-def spec_of(te: bool) -> Spec:
-    return "te" if te else "local"
