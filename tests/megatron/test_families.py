@@ -46,6 +46,17 @@ def test_every_family_on_one_rank(case, alone):
     check(*Megatron(reference(case), Sizes()).differences())
 
 
+@pytest.mark.backends
+@pytest.mark.parametrize("case", ["gemma", "falcon_rw", "gpt_neox", "deepseek_v3"])
+def test_bf16_is_the_same_up_to_its_rounding(case, alone):
+    made = Megatron(reference(case), Sizes(), dtype=torch.bfloat16)
+    for parameter in made.model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    outputs, gradients, whose = made.differences()
+    assert 1e-4 < outputs < 6e-2
+    assert gradients < 6e-2, whose
+
+
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 
