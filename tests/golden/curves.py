@@ -83,8 +83,9 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
     return config
 
 
-def curve(name: str, directory: Path) -> dict[str, list[float]]:
-    """The watched metrics of a fresh run, step by step (of the steps that have them)."""
+def curve(name: str, directory: Path, trainer: dict[str, Any] | None = None) -> dict[str, list[float]]:
+    """The watched metrics of a fresh run, by steps (of those that have them); ``trainer``: further keys of it."""
     config = configuration(name, directory)
+    config["models"]["trainer"] |= trainer or {}
     run(config)
     return {key: [line[key] for line in metrics(config) if key in line] for key in WATCHED[name]}
