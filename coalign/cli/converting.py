@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,12 +46,15 @@ def convert(
         bool, typer.Option("--without-mtp", help="Leave out layers that predict further tokens (DeepSeek V3).")
     ] = False,
     resume: Annotated[bool, typer.Option(help="Go on where an interrupted conversion stopped.")] = False,
-    verify: Annotated[bool, typer.Option(help="Read the output back and compare every tensor, bit for bit.")] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Compare every tensor, bit for bit, and what both models compute.")
+    ] = False,
 ):
     """Convert a model between Hugging Face's and Megatron's formats."""
     from coalign.runtime.display import Display
     from coalign.weights.convert import Request
     from coalign.weights.convert import convert as run
+    from coalign.weights.transport import WeightError
 
     display = Display()
 
@@ -87,7 +91,10 @@ def convert(
         resume=resume,
         verify=verify,
     )
-    report = run(request, progress)
+    try:
+        report = run(request, progress, _models())
+    except WeightError as problem:
+        raise ValueError(f"--verify: {problem}") from problem
     again = f", {report.reused} of them from before" if report.reused else ""
     display.note(
         f"{source} ({report.source}) -> {output} ({to}): {report.family}, {report.tensors} tensors, "
@@ -97,6 +104,15 @@ def convert(
         display.note(f"left out: {len(report.left_out)} tensors, {report.left_out[0]} to {report.left_out[-1]}")
     if report.verified is not None:
         display.note(
-            f"verified: the output was read back, {report.verified} tensors of the source are the same bit for bit "
-            "(no model was run)"
+            f"verified: the output was read back, {report.verified} tensors of the source are the same bit for bit; "
+            f"{report.models}"
         )
+
+
+def _models():
+    """How the models are compared, where megatron-core is installed."""
+    if find_spec("megatron") is None:
+        return lambda *_: "no model was run: megatron-core is not installed (coalign[megatron])"
+    from coalign.megatron.verify import models
+
+    return models

@@ -41,7 +41,7 @@ ALLOWED = {
     "runtime": {"types", "cluster", "data", "algorithms", "rewards", "rollout", "config", "weights", "modules"},
     "recipes": {"types", "runtime", "algorithms", "config", "data"},
     "vocab": set(),
-    "cli": {"types", "config", "data", "runtime", "modules", "cluster", "vocab", "weights"},
+    "cli": {"types", "config", "data", "runtime", "modules", "cluster", "vocab", "weights", "megatron"},
 }
 HEAVY = {
     "ray": "cluster/ray.py",

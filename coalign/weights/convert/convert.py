@@ -24,12 +24,13 @@ from coalign.weights.convert.workers import run, single_threaded
 
 MANIFEST = "coalign_convert.json"
 Progress = Callable[[str, int], AbstractContextManager[Advance]]  # a title and a total → the function that advances
+Models = Callable[[Request, Opened, Path], str]  # of a source and what was written: what was found, in words
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """``reused``: files that an interrupted run had finished. ``verified``: tensors compared (None: not asked).
-    ``left_out``: tensors that were asked not to be converted."""
+    ``models``: what was found of what they compute. ``left_out``: tensors that were asked not to be converted."""
 
     family: str
     source: str
@@ -38,16 +39,21 @@ class Report:
     files: int
     reused: int
     verified: int | None
+    models: str | None
     left_out: tuple[str, ...]
 
 
-def convert(request: Request, progress: Progress = lambda title, total: nullcontext(lambda n: None)) -> Report:
-    """Write ``request.output``.
+def convert(
+    request: Request,
+    progress: Progress = lambda title, total: nullcontext(lambda n: None),
+    models: Models = lambda request, source, folder: "no model was run",
+) -> Report:
+    """Write ``request.output``. ``models``: how ``request.verify`` compares what the models compute.
 
     The output appears whole or not at all. What an interrupted conversion has finished stands in `OUTPUT.writing`, and
     ``request.resume`` goes on from there. Raises ValueError for models that cannot be converted and requests that do
     not fit them, FileExistsError for an output that holds something, OSError for a disk that is full, WeightError if
-    verifying finds a difference.
+    verifying finds a difference, of tensors or of what the models compute.
     """
     output = request.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -60,12 +66,13 @@ def convert(request: Request, progress: Progress = lambda title, total: nullcont
     with single_threaded(), hashing(opened.files) as hashes:
         records, reused = _written(request, plan, journal, progress)
         plan.finish(aside, records)
-        compared = None
+        compared = said = None
         if request.verify:
             with progress("comparing", plan.total) as advance:
                 compared = verify.back(plan, opened, aside, advance)
+            said = models(request, opened, aside)
         _check_source(request.source, opened.files, hashes())
-        manifest = _manifest(aside, request, opened, plan, records, hashes(), compared)
+        manifest = _manifest(aside, request, opened, plan, records, hashes(), compared, said)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     (aside / JOURNAL).unlink()
     if output.exists():
@@ -73,7 +80,7 @@ def convert(request: Request, progress: Progress = lambda title, total: nullcont
     os.replace(aside, output)
     left_out = tuple(opened.details.get("left_out", ()))
     return Report(
-        opened.family.name, opened.format, len(plan.sources), plan.total, len(records), reused, compared, left_out
+        opened.family.name, opened.format, len(plan.sources), plan.total, len(records), reused, compared, said, left_out
     )
 
 
@@ -175,6 +182,7 @@ def _manifest(
     records: list[Record],
     hashes: list[Record],
     compared: int | None,
+    models: str | None,
 ) -> dict[str, Any]:
     names = [str(file.relative_to(request.source)) for file in opened.files]
     known = {record["name"]: {key: record[key] for key in ("size", "xxh3_128")} for record in records}
@@ -190,6 +198,6 @@ def _manifest(
         "vocab_size": opened.config.vocab_size,
         "tensors": len(plan.sources),
         **plan.details,
-        "verified": None if compared is None else f"{compared} tensors, bit for bit",
+        "verified": None if compared is None else f"{compared} tensors, bit for bit; {models}",
         "files": known | {name: digest(folder / name) for name in sorted(_names(folder) - known.keys() - {JOURNAL})},
     }

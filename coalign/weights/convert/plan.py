@@ -33,7 +33,7 @@ class Output:
 
     def __init__(self, request: Request, opened: Opened) -> None:
         self.request, self.opened = request, opened
-        self.dtypes = _dtypes(request, opened)
+        self.dtypes = dtypes(request, opened)
         self.sources = opened.family.sources(opened.config)
         self.specs = {name: Spec(source.shape, self.dtypes[name]) for name, source in self.sources.items()}
         self.changes = dict(opened.changes)
@@ -171,12 +171,12 @@ class ToMegatron(Output):
         (folder / ITERATION).write_text(f"{RELEASE}\n")
 
 
-def _dtypes(request: Request, opened: Opened) -> dict[str, torch.dtype]:
+def dtypes(request: Request, opened: Opened) -> dict[str, torch.dtype]:
     """What each Hugging Face tensor, and what is made of it, is in the output."""
-    dtypes = dict(opened.side.dtypes)
+    found = dict(opened.side.dtypes)
     if request.dtype is not None:
-        dtypes = dict.fromkeys(dtypes, getattr(torch, request.dtype))
+        found = dict.fromkeys(found, getattr(torch, request.dtype))
     for parameter in opened.family.parameters(opened.config).values():
         if parameter.dtype is not None:
-            dtypes |= dict.fromkeys(parameter.sources, parameter.dtype)
-    return dtypes
+            found |= dict.fromkeys(parameter.sources, parameter.dtype)
+    return found

@@ -138,7 +138,7 @@ def test_the_command(tmp_path, llama):
     given = [str(llama), "-o", str(tmp_path / "megatron"), "--to", "megatron", "--tp", "2", "--verify"]
     result = CliRunner().invoke(app, ["convert", *given])
     assert result.exit_code == 0, result.output
-    assert "llama" in result.stderr and "the same bit for bit (no model was run)" in result.stderr
+    assert "llama" in result.stderr and "the same bit for bit" in result.stderr
 
 
 # ---- pickles
