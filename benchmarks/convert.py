@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -45,7 +46,7 @@ CONFIG = {
 }
 
 
-def make(folder: Path) -> Path:
+def make(folder: Path) -> None:
     """The model, 0.99 GB of bfloat16."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -53,7 +54,6 @@ def make(folder: Path) -> Path:
     entries = [Entry(name, s.stored, torch.bfloat16) for name, s in family.sources(family.config(CONFIG)).items()]
     with writing(folder / "model.safetensors") as file:
         write(file, entries, (torch.randn(entry.shape).bfloat16() for entry in entries))
-    return folder
 
 
 def copied(file: Path, target: Path) -> float:
@@ -124,10 +124,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as home:
         base = Path(home)
-        source = make(base / "hf")
+        memory, source = Memory(), base / "hf"
+        maker = multiprocessing.get_context("spawn").Process(target=make, args=(source,))  # its memory is not ours
+        maker.start()
+        maker.join()
         file = source / "model.safetensors"
         size = file.stat().st_size
-        memory = Memory()
         print(f"{size / 1e6:.0f} MB, {options.processes} processes")
         for round in range(options.rounds):
             there, back = base / f"megatron{round}", base / f"back{round}"
