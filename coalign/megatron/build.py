@@ -22,7 +22,7 @@ from coalign.megatron.model import PackedGPT, ScalarGPT
 from coalign.megatron.ranks import Sizes
 from coalign.megatron.training import Pipeline
 from coalign.megatron.weights import SCORE, Weights, divisor
-from coalign.modules import pretrained
+from coalign.modules import float8, pretrained
 from coalign.modules.heads import Readings
 from coalign.modules.parallel.rows import Rows, Way
 from coalign.types import Context
@@ -90,9 +90,9 @@ def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: boo
     Raises what `weights_of` raises, and ValueError for weights that are missing, or too many, or misshapen.
     """
     device, model = torch.device(context.device), weights.layout.config
-    settings = transformer_config(
-        model, sizes_of(config), dtype=getattr(torch, config.compute_dtype or config.dtype), te=te, **_more(config)
-    )
+    dtype = getattr(torch, config.compute_dtype or config.dtype)
+    more = _more(config) | (_eight_bits(device, te=te) if config.fp8 else {})
+    settings = transformer_config(model, sizes_of(config), dtype=dtype, te=te, **more)
     vocabulary = -(-model.vocab_size // weights.vocabulary) * weights.vocabulary
     chunks = []
     for chunk in range(len(weights.layout.stages[0])):
@@ -105,7 +105,7 @@ def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: boo
         for parameter in made.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
         chunks.append(made.requires_grad_(not config.frozen))
-    rows = Rows(ranks.context(), Way(), multiple=config.tensor_parallel)
+    rows = Rows(ranks.context(), Way(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1))
     return Pipeline(
         chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
     )
@@ -145,6 +145,22 @@ def _head(config: ModelConfig, model: families.MegatronConfig, settings: Any, **
     # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
     read = Readings(temperature=config.sampling.temperature or 1.0, top=config.candidates)
     return PackedGPT(model, settings, read=read, **more)
+
+
+def _eight_bits(device: torch.device, *, te: bool) -> dict[str, Any]:
+    """Transformer Engine's hybrid recipe (2209.05433): E4M3 forward, E5M2 for gradients of outputs, factors scaled by
+    the largest entries of the last calls. Raises ValueError where it cannot be."""
+    float8.check_device(device, "fp8")
+    if not te:
+        raise ValueError(
+            "fp8 of Megatron's layers needs Transformer Engine (pip install 'transformer-engine[pytorch]')"
+        )
+    return {
+        "fp8": "hybrid",
+        "fp8_recipe": "delayed",
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
+    }
 
 
 def _more(config: ModelConfig) -> dict[str, Any]:

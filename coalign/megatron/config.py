@@ -82,6 +82,7 @@ OWNED = {
     "num_layers_in_first_pipeline_stage": "it is `megatron.first_stage_layers`",
     "num_layers_in_last_pipeline_stage": "it is `megatron.last_stage_layers`",
     "deterministic_mode": "it is `deterministic`",
+    "fp8": "it is `fp8`",
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), "it is `compute_dtype`"),
     **dict.fromkeys(("recompute_granularity", "recompute_method"), "it is `activation_checkpointing`"),
     "recompute_num_layers": "it is `megatron.recompute_num_layers`",

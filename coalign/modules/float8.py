@@ -18,13 +18,18 @@ MULTIPLE = 16  # of both sizes of a matrix, for the kernels
 ROUTERS = ("gate", "router")  # what they choose is not to be a matter of rounding
 
 
-def check(device: torch.device, key: str) -> None:
-    """Raises ValueError where ``device`` cannot multiply so, ImportError without torchao. ``key``: the setting."""
+def check_device(device: torch.device, key: str) -> None:
+    """Raises ValueError where ``device`` cannot multiply so. ``key``: the setting."""
     if device.type != "cuda":
         raise ValueError(f"{key} needs a GPU that multiplies 8-bit floats, and this model computes on {device.type}")
     if (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         needed, there = (".".join(map(str, version)) for version in (CAPABILITY, found))
         raise ValueError(f"{key} needs a GPU of compute capability {needed} or more; that of {device} is {there}")
+
+
+def check(device: torch.device, key: str) -> None:
+    """Raises what `check_device` raises, and ImportError without torchao."""
+    check_device(device, key)
     if find_spec("torchao") is None:
         raise ImportError(f"{key} needs torchao: pip install 'coalign[fp8]'")
 
