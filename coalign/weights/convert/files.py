@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import xxhash
 
-CHUNK = 8 * 2**20  # bytes read at a time
+CHUNK = 2**20  # bytes read at a time: they stay in the cache until they are hashed
 SYNC = 32 * 2**20  # bytes written before the disk is told
 
 
@@ -63,10 +63,10 @@ def writing(path: Path) -> Iterator[Hashed]:
 
 def digest(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, Any]:
     """Size and hash of a file; of a part of it, if ``ended`` says so."""
-    found = xxhash.xxh3_128()
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
-        while not ended() and (data := file.read(CHUNK)):
-            found.update(data)
+        while not ended() and (count := file.readinto(buffer)):
+            found.update(buffer[:count])
         return {"size": file.tell(), "xxh3_128": found.hexdigest()}
 
 

@@ -22,7 +22,7 @@ from coalign.weights.layout import Mesh
 from coalign.weights.shards import Piece, Shard, Spec, plan
 
 RELEASE = "release"
-FILES, SMALL = 16, 128 * 2**20  # at least so many files, unless they would be smaller: processes share them
+FILES, SMALL = 16, 512 * 2**20  # at least so many files, unless they would be smaller: processes share them
 OPEN = 16  # tensors of the source that are kept at hand; they are mapped, not read
 Advance = Callable[[int], None]
 Record = dict[str, Any]  # of a file that is written: name, size, xxh3_128, and for chunks their places
