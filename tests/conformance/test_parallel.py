@@ -16,7 +16,6 @@ TWO_SLOW = [
     Layout("untied", {"tensor_parallel": 2}),
     Layout("tied", {"context_parallel": 2}),
     Layout("tied", {"dp_replicate": 2}),
-    Layout("tied", {"compile": True}),
     Layout("untied", {"context_parallel": 2, "compile": True}),
     Layout("moe", {}),
     Layout("moe", {"tensor_parallel": 2, "expert_parallel": 2}),
