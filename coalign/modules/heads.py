@@ -107,21 +107,27 @@ class LanguageModel(PackedModel):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare with the model's own logits on a few tokens: training on wrong log-probs would go unnoticed."""
+        """Compare a row of two short sequences with the model's own logits of each: training on wrong log-probs would
+        go unnoticed."""
         self.eval()
-        tokens = torch.arange(8, device=self.model.device) % self.model.get_output_embeddings().weight.shape[0]
-        layout = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
-        own = self.model(
-            input_ids=tokens[None], position_ids=layout.positions[None], use_cache=False, layout=layout
-        ).logits[0, :-1]
-        expected = (own.double() / self.read.temperature).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        difference = float((self(layout)["logprobs"].double() - expected).abs().max())
-        rounding = 0.01 if own.dtype == torch.float32 else 0.5
+        lengths, device = [5, 3], self.model.device
+        tokens = torch.arange(8) % self.model.get_output_embeddings().weight.shape[0]
+        expected = torch.cat([self._own(part.to(device)) for part in tokens.split(lengths)])
+        row = pack(Batch(torch.tensor(lengths), {"tokens": tokens})).to(device)
+        difference = float((self(row)["logprobs"].double() - expected).abs().max())
+        rounding = 0.01 if self.model.dtype == torch.float32 else 0.5
         if not difference < rounding:
             raise NotImplementedError(
-                f"{type(self.model).__name__} changes its logits in a way that coalign.modules.heads does not know: "
-                f"log-probs differ by {difference:.3g}"
+                f"{type(self.model).__name__} changes its logits in a way that coalign.modules.heads does not know, or "
+                f"its attention does not call transformers' interface: log-probs differ by {difference:.3g}"
             )
+
+    def _own(self, tokens: Tensor) -> Tensor:
+        """f64[n - 1] of one sequence i64[n]."""
+        layout = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
+        given = {"input_ids": tokens[None], "position_ids": layout.positions[None], "use_cache": False}
+        logits = self.model(**given, layout=layout).logits[0, :-1].double() / self.read.temperature
+        return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
 class ScalarModel(PackedModel):
