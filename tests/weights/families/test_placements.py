@@ -8,6 +8,7 @@ import torch
 from coalign.weights import families
 from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
+from coalign.weights.shards import cut
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,6 +95,17 @@ def test_one_key_and_value_over_more_ranks_than_groups_is_a_flat_cut():
     full = parameter.from_hf({"transformer.h.0.attn.c_attn.weight": numbers(12, columns=8)})
     assert [rows(parameter.shard(full, rank, 4)) for rank in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     MegatronLayout(made(hf, n_embd=8)[1], Mesh(tensor=4), stages(1))
+
+
+def test_a_rank_of_more_than_there_are_groups_may_have_no_queries():
+    """Of two queries, a key and a value a group, flat over four ranks: rank 1 has the first group's key and value."""
+    shard = held(LLAMA, 1, tensor=4)[QKV]
+    at = "model.layers.0.self_attn."
+    assert [piece.name for piece in shard.pieces] == [f"{at}k_proj.weight", f"{at}v_proj.weight"]
+    full = {
+        f"{at}{name}_proj.weight": numbers(n, first) for name, n, first in (("q", 4, 0), ("k", 2, 10), ("v", 2, 20))
+    }
+    assert rows(dict(cut(full.__getitem__, [shard]))[QKV]) == [10, 20]
 
 
 def test_weights_that_are_stored_transposed():
