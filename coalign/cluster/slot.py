@@ -78,7 +78,8 @@ class Footprint:
             each = f", {per_process} for each" if per_process > 1 else ""
             raise ConfigError([Problem(key, f"is {processes}; num_gpu={config.num_gpu} does not divide by it{each}")])
         spread = None if config.placement is None else config.placement == "spread"
-        together, alike = (config.tensor_parallel, config.context_parallel) if spmd else (1, 1)
+        together = config.tensor_parallel if spmd else 1
+        alike = config.context_parallel * config.pipeline_parallel if spmd else 1
         return Footprint(processes, config.num_gpu // processes, together, spread, alike)
 
 

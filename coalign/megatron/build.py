@@ -18,32 +18,18 @@ from coalign.config.errors import near
 from coalign.config.schema import ModelConfig
 from coalign.megatron import ranks
 from coalign.megatron.config import OWNED, transformer_config
+from coalign.megatron.cut import sizes_of
 from coalign.megatron.model import PackedGPT, ScalarGPT
-from coalign.megatron.ranks import Sizes
 from coalign.megatron.training import Pipeline
-from coalign.megatron.weights import SCORE, Weights, divisor
+from coalign.megatron.weights import SCORE, Weights
 from coalign.modules import float8, pretrained
 from coalign.modules.heads import Readings
 from coalign.modules.parallel.rows import Rows, Way
 from coalign.types import Context
 from coalign.weights import families
-from coalign.weights.convert.huggingface import Reader, read_config
-from coalign.weights.families.layout import MegatronLayout, stages
+from coalign.weights.convert.huggingface import Reader
 
 OUTPUT = {"value": "values", "reward": "scores"}
-
-
-def sizes_of(config: ModelConfig) -> Sizes:
-    """In how many parts the model is cut."""
-    own = config.megatron
-    return Sizes(
-        config.tensor_parallel,
-        config.pipeline_parallel,
-        config.context_parallel,
-        config.expert_parallel,
-        own.expert_tensor_parallel or config.tensor_parallel,
-        own.virtual_pipeline,
-    )
 
 
 def with_engine(config: ModelConfig, device: torch.device) -> bool:
@@ -53,35 +39,6 @@ def with_engine(config: ModelConfig, device: torch.device) -> bool:
         reason = "it computes on GPUs only" if device.type == "cpu" else "it is not installed (transformer-engine)"
         raise ValueError(f"megatron.transformer_engine is true: {reason}")
     return there and device.type != "cpu" if wanted is None else wanted
-
-
-def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
-    """Which rank of ``count`` has what of the model in ``config.load``.
-
-    Raises ValueError for an architecture that is not known, for one that is not what the configuration says it is, and
-    for sizes that do not divide.
-    """
-    hf = read_config(Path(str(config.load)))
-    # The name of an architecture says which head the file has; which head this model has is the configuration's to say.
-    family = families.of(hf if config.head == "lm" else hf | {"architectures": None})
-    model, sizes, own = family.config(hf), sizes_of(config), config.megatron
-    said = {
-        "swiglu": model.gated_linear_unit and model.activation_func == "silu",
-        "position_embedding_type": model.position_embedding_type,
-        "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
-        "add_bias_linear": model.add_bias_linear,
-        "normalization": model.normalization,
-    }
-    for key, value in said.items():
-        if (wanted := getattr(own, key)) not in (None, value):
-            raise ValueError(f"megatron.{key} is {wanted}; the model in {config.load} has {value}")
-    if config.head != "lm":
-        model = replace(model, share_embeddings_and_output_weights=False)
-    split = stages(
-        model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
-    )
-    layout = MegatronLayout(model, sizes.mesh(count), split, "te" if te else "local")
-    return Weights(family, layout, divisor(model, sizes.tensor), scalar=config.head != "lm")
 
 
 def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: bool) -> Pipeline:

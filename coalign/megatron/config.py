@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from coalign.megatron.ranks import Sizes
+from coalign.megatron.cut import Sizes
 from coalign.megatron.rotary import attention_factor
 from coalign.weights.families import MegatronConfig
 

@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from coalign.megatron.cut import Sizes
 from coalign.modules.parallel.rows import Way
-from coalign.weights.layout import Mesh
 
 TIMEOUT = timedelta(minutes=10)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """In how many parts each thing is cut. ``virtual``: chunks of layers of a pipeline stage."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    virtual: int = 1
-
-    def mesh(self, ranks: int) -> Mesh:
-        """Of the weights: ranks that have parts of a row have the same ones, as data-parallel ranks do.
-
-        Raises ValueError where the sizes do not divide the ranks.
-        """
-        together = self.tensor * self.pipeline * self.context
-        if ranks % together:
-            raise ValueError(
-                f"{ranks} ranks do not divide by tensor_parallel × pipeline_parallel × context_parallel = {together}"
-            )
-        data = ranks // (self.tensor * self.pipeline)
-        return Mesh(self.tensor, self.pipeline, data, self.expert, self.expert_tensor)
 
 
 _joined: Sizes | None = None  # of this process

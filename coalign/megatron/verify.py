@@ -17,8 +17,8 @@ from coalign.data.batch import Batch
 from coalign.megatron import ranks
 from coalign.megatron.config import transformer_config
 from coalign.megatron.cpu import on_cpu
+from coalign.megatron.cut import Sizes
 from coalign.megatron.model import PackedGPT
-from coalign.megatron.ranks import Sizes
 from coalign.megatron.weights import Weights, divisor
 from coalign.modules.heads import Readings
 from coalign.modules.layout import pack

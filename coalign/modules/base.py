@@ -193,12 +193,11 @@ class TrainableModule(Module):
     @property
     def learning_rate(self) -> float:
         """Of the optimizer step under way, whose tokens are counted already."""
-        config = self.config.optimizer
-        if config.unit == "tokens":
-            return learning_rate(self.tokens - 1, config, total=self.context.tokens)
-        steps = self.context.steps - self.config.learns_after
-        total = steps * self.config.updates_per_batch * self.config.epochs_per_batch
-        return learning_rate(self.updates, config, total=total)
+        own, context = self.config, self.context
+        if own.optimizer.unit == "tokens":
+            return learning_rate(self.tokens - 1, own.optimizer, total=context.tokens)
+        total = (context.steps - own.learns_after) * own.updates_per_batch * own.epochs_per_batch
+        return learning_rate(self.updates, own.optimizer, total=total)
 
     @property
     def progress(self) -> dict[str, int]:

@@ -42,8 +42,7 @@ class MegatronModule(TrainableModule):
 
     @classmethod
     def check_parallel(cls, model: Any, config: ModelConfig, name: str) -> None:
-        _version()
-        from coalign.megatron.build import weights_of
+        from coalign.megatron.cut import weights_of
 
         try:
             weights_of(config, config.processes)
@@ -66,7 +65,7 @@ class MegatronModule(TrainableModule):
         """
         _version()
         self._check()
-        from coalign.megatron import build, ranks
+        from coalign.megatron import build, cut, ranks
         from coalign.megatron.training import Optimizer
 
         config, context = self.config, self.context
@@ -75,8 +74,8 @@ class MegatronModule(TrainableModule):
         with self._here():
             try:
                 te = build.with_engine(config, self.device)
-                self.weights = build.weights_of(config, count, te=te)
-                sizes = build.sizes_of(config)
+                self.weights = cut.weights_of(config, count, te=te)
+                sizes = cut.sizes_of(config)
                 ranks.join(
                     sizes, device=self.device, rank=rank, ranks=count, rendezvous=context.rendezvous, seed=context.seed
                 )

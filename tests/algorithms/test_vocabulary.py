@@ -1,4 +1,4 @@
-"""What two ranks compute of a vocabulary that they share out is what one computes of all of it, and so are gradients."""
+"""What two ranks compute of a vocabulary that they share out is what one computes of all of it, gradients too."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ def alone() -> Iterator[None]:
     pytest.importorskip("megatron.core")
     from coalign.megatron import ranks
     from coalign.megatron.cpu import on_cpu
+    from coalign.megatron.cut import Sizes
 
     with on_cpu():
-        ranks.join(ranks.Sizes(), device=torch.device("cpu"), rank=0, ranks=1, rendezvous=None, seed=0)
+        ranks.join(Sizes(), device=torch.device("cpu"), rank=0, ranks=1, rendezvous=None, seed=0)
         yield
         ranks.leave()

@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core")
 
 from coalign.megatron import ranks
 from coalign.megatron.cpu import on_cpu
-from coalign.megatron.ranks import Sizes
+from coalign.megatron.cut import Sizes
 from tests.megatron.models import EVERY, Megatron, Reference, reference
 
 FEW = ["gemma", "bloom", "deepseek_v2"]

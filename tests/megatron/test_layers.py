@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from coalign.megatron import layers
 from coalign.megatron.attention import PackedAttention
 from coalign.megatron.config import transformer_config
+from coalign.megatron.cut import Sizes
 from coalign.megatron.latent import LatentAttention
 from coalign.megatron.norm import Norm
-from coalign.megatron.ranks import Sizes
 from coalign.megatron.residual import ParallelLayer
 from coalign.megatron.router import Choice
 from coalign.weights import families

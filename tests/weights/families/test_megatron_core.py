@@ -108,8 +108,9 @@ def ours(config, mesh, rank, vocabulary):
     """Our model on this rank."""
     from coalign.megatron.config import transformer_config
     from coalign.megatron.cpu import on_cpu
+    from coalign.megatron.cut import Sizes
     from coalign.megatron.model import PackedGPT
-    from coalign.megatron.ranks import Sizes, seed_all
+    from coalign.megatron.ranks import seed_all
     from coalign.modules.heads import Readings
 
     sizes = Sizes(mesh.tensor, mesh.pipeline, expert=mesh.expert, expert_tensor=mesh.expert_tensor)
