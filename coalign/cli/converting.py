@@ -113,6 +113,6 @@ def _models():
     """How the models are compared, where megatron-core is installed."""
     if find_spec("megatron") is None:
         return lambda *_: "no model was run: megatron-core is not installed (coalign[megatron])"
-    from coalign.megatron.verify import models
+    from coalign.modules.megatron_core.verify import models
 
     return models

@@ -1,7 +1,8 @@
 """megatron-core (1909.08053, 2104.04473, 2205.05198) over packed rows: tensor, pipeline, context and expert parallel.
 
-The package itself is imported by coalign.megatron alone, when a model is set up. What this file adds is the order of
-events; the model's weights, cut and named as Megatron's, come from Hugging Face tensors and go back to them.
+The package itself is imported by coalign.modules.megatron_core alone, when a model is set up. What this file adds is
+the order of events; the model's weights, cut and named as Megatron's, come from Hugging Face tensors and go back to
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class MegatronModule(TrainableModule):
 
     @classmethod
     def check_parallel(cls, model: Any, config: ModelConfig, name: str) -> None:
-        from coalign.megatron.cut import weights_of
+        from coalign.modules.megatron_core.cut import weights_of
 
         try:
             weights_of(config, config.processes)
@@ -65,8 +66,8 @@ class MegatronModule(TrainableModule):
         """
         _version()
         self._check()
-        from coalign.megatron import build, cut, ranks
-        from coalign.megatron.training import Optimizer
+        from coalign.modules.megatron_core import build, cut, ranks
+        from coalign.modules.megatron_core.training import Optimizer
 
         config, context = self.config, self.context
         alone = not self.one_group(config)  # a replica
@@ -102,7 +103,7 @@ class MegatronModule(TrainableModule):
 
     def _fill(self) -> dict[str, Tensor]:
         """Read the weights. What rounding changes is given back, exact."""
-        from coalign.megatron import build
+        from coalign.modules.megatron_core import build
 
         held, exact = self.pipeline.held(), {}
         rounded = not self.config.frozen and self.config.compute_dtype not in (None, self.config.dtype)
@@ -116,7 +117,7 @@ class MegatronModule(TrainableModule):
         return exact
 
     def close(self) -> None:
-        from coalign.megatron import ranks
+        from coalign.modules.megatron_core import ranks
 
         if self.pipeline is not None:
             ranks.leave()
@@ -132,7 +133,7 @@ class MegatronModule(TrainableModule):
             return self.optimizer.step(self.learning_rate)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
-        from coalign.megatron import ranks
+        from coalign.modules.megatron_core import ranks
 
         all_of = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=ranks.data())
@@ -149,26 +150,26 @@ class MegatronModule(TrainableModule):
 
     @cached_property
     def _export(self) -> Any:
-        from coalign.megatron.weights import Export
+        from coalign.modules.megatron_core.weights import Export
 
         return Export(self.weights, self.context.rank, in_memory=True)
 
     def save(self, dir: str | Path) -> None:
         """As Megatron does, in the format `torch_dist`, which any layout of ranks reads."""
-        from coalign.megatron import checkpoint
+        from coalign.modules.megatron_core import checkpoint
 
         with self._here():
             checkpoint.save(dir, self.pipeline, self.optimizer, self.progress)
 
     def load(self, dir: str | Path) -> None:
-        from coalign.megatron import checkpoint
+        from coalign.modules.megatron_core import checkpoint
 
         with self._here():
             self.go_on_from(checkpoint.load(dir, self.pipeline, self.optimizer))
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         """Each rank writes a file of its share."""
-        from coalign.megatron.weights import Export
+        from coalign.modules.megatron_core.weights import Export
 
         if average:
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
@@ -216,7 +217,7 @@ class MegatronModule(TrainableModule):
         """megatron-core computes where this model does."""
         if self.device.type != "cpu":
             return nullcontext()
-        from coalign.megatron.cpu import on_cpu
+        from coalign.modules.megatron_core.cpu import on_cpu
 
         return on_cpu()
 

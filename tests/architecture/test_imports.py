@@ -41,12 +41,12 @@ ALLOWED = {
     "runtime": {"types", "cluster", "data", "algorithms", "rewards", "rollout", "config", "weights", "modules"},
     "recipes": {"types", "runtime", "algorithms", "config", "data"},
     "vocab": set(),
-    "cli": {"types", "config", "data", "runtime", "modules", "cluster", "vocab", "weights", "megatron"},
+    "cli": {"types", "config", "data", "runtime", "modules", "cluster", "vocab", "weights"},
 }
 HEAVY = {
     "ray": "cluster/ray.py",
     "vllm": "vllm/",
-    "megatron": "megatron/",
+    "megatron": "modules/megatron_core/",
     "deepspeed": "modules/deepspeed.py",
     "math_verify": "rewards/symbolic.py",
     "httpx2": "rewards/remote.py",

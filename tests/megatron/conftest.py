@@ -10,9 +10,9 @@ import torch
 def alone() -> Iterator[None]:
     """This process as the only rank, on the CPU."""
     pytest.importorskip("megatron.core")
-    from coalign.megatron import ranks
-    from coalign.megatron.cpu import on_cpu
-    from coalign.megatron.cut import Sizes
+    from coalign.modules.megatron_core import ranks
+    from coalign.modules.megatron_core.cpu import on_cpu
+    from coalign.modules.megatron_core.cut import Sizes
 
     with on_cpu():
         ranks.join(Sizes(), device=torch.device("cpu"), rank=0, ranks=1, rendezvous=None, seed=0)

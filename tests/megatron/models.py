@@ -1,5 +1,5 @@
-"""Megatron models of tiny checkpoints, on the ranks that have met (coalign.megatron.ranks.join), and what they must
-agree with."""
+"""Megatron models of tiny checkpoints, on the ranks that have met (coalign.modules.megatron_core.ranks.join), and what
+they must agree with."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coalign.data.batch import Batch
-from coalign.megatron import ranks
-from coalign.megatron.config import transformer_config
-from coalign.megatron.cut import Sizes
-from coalign.megatron.model import PackedGPT
-from coalign.megatron.weights import Export, Weights, divisor
 from coalign.modules.heads import Readings
 from coalign.modules.layout import pack
+from coalign.modules.megatron_core import ranks
+from coalign.modules.megatron_core.config import transformer_config
+from coalign.modules.megatron_core.cut import Sizes
+from coalign.modules.megatron_core.model import PackedGPT
+from coalign.modules.megatron_core.weights import Export, Weights, divisor
 from coalign.modules.parallel.rows import Rows, Way
 from coalign.weights import families
 from coalign.weights.families.layout import MegatronLayout, stages
@@ -115,7 +115,7 @@ def _outputs(logits: Any) -> dict[str, Tensor]:
 
 
 class Megatron:
-    """The same as a Megatron model of this rank. To be used within coalign.megatron.cpu.on_cpu."""
+    """The same as a Megatron model of this rank. To be used within coalign.modules.megatron_core.cpu.on_cpu."""
 
     def __init__(self, reference: Reference, sizes: Sizes, **settings: Any) -> None:
         self.rank, self.reference = dist.get_rank(), reference

@@ -15,9 +15,9 @@ from tests.weights.families.checkpoints import MOE
 
 pytest.importorskip("megatron.core")
 
-from coalign.megatron import ranks
-from coalign.megatron.cpu import on_cpu
-from coalign.megatron.cut import Sizes
+from coalign.modules.megatron_core import ranks
+from coalign.modules.megatron_core.cpu import on_cpu
+from coalign.modules.megatron_core.cut import Sizes
 from tests.megatron.models import EVERY, Megatron, Reference, reference
 
 FEW = ["gemma", "bloom", "deepseek_v2"]

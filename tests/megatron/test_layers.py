@@ -20,14 +20,14 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from coalign.megatron import layers
-from coalign.megatron.attention import PackedAttention
-from coalign.megatron.config import transformer_config
-from coalign.megatron.cut import Sizes
-from coalign.megatron.latent import LatentAttention
-from coalign.megatron.norm import Norm
-from coalign.megatron.residual import ParallelLayer
-from coalign.megatron.router import Choice
+from coalign.modules.megatron_core import layers
+from coalign.modules.megatron_core.attention import PackedAttention
+from coalign.modules.megatron_core.config import transformer_config
+from coalign.modules.megatron_core.cut import Sizes
+from coalign.modules.megatron_core.latent import LatentAttention
+from coalign.modules.megatron_core.norm import Norm
+from coalign.modules.megatron_core.residual import ParallelLayer
+from coalign.modules.megatron_core.router import Choice
 from coalign.weights import families
 from tests.weights.families.checkpoints import checkpoint
 

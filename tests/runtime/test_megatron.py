@@ -1,4 +1,4 @@
-"""GRPO on Ray with a trainer of two ranks, cut by megatron-core: what FSDP learns in one process, with either engine."""
+"""GRPO on Ray, the trainer cut by megatron-core over two ranks: what FSDP learns in one process, either engine."""
 
 from __future__ import annotations
 

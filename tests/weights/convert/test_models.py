@@ -43,7 +43,7 @@ class TestWithMegatron:
 
     def test_tensors_that_come_back_to_the_bit_but_mean_something_else(self, tmp_path, monkeypatch):
         """Gate and up swapped both ways: every tensor is the same, and the model is another."""
-        from coalign.megatron.verify import models
+        from coalign.modules.megatron_core.verify import models
 
         monkeypatch.setitem(LLAMA.layer, "mlp.linear_fc1", Joined(("mlp.up_proj", "mlp.gate_proj")))
         request = Request(source=source(tmp_path, "llama"), output=tmp_path / "dist", to="megatron", verify=True)

@@ -106,12 +106,12 @@ MESHES += [
 
 def ours(config, mesh, rank, vocabulary):
     """Our model on this rank."""
-    from coalign.megatron.config import transformer_config
-    from coalign.megatron.cpu import on_cpu
-    from coalign.megatron.cut import Sizes
-    from coalign.megatron.model import PackedGPT
-    from coalign.megatron.ranks import seed_all
     from coalign.modules.heads import Readings
+    from coalign.modules.megatron_core.config import transformer_config
+    from coalign.modules.megatron_core.cpu import on_cpu
+    from coalign.modules.megatron_core.cut import Sizes
+    from coalign.modules.megatron_core.model import PackedGPT
+    from coalign.modules.megatron_core.ranks import seed_all
 
     sizes = Sizes(mesh.tensor, mesh.pipeline, expert=mesh.expert, expert_tensor=mesh.expert_tensor)
     stage = mesh.at(rank).pipeline[0]

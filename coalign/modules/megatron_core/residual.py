@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from coalign.megatron.attention import Packed
+from coalign.modules.megatron_core.attention import Packed
 
 
 class ParallelLayer(TransformerLayer):

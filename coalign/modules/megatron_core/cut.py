@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coalign.config.schema import ModelConfig
-from coalign.megatron.weights import Weights, divisor
+from coalign.modules.megatron_core.weights import Weights, divisor
 from coalign.weights import families
 from coalign.weights.convert.huggingface import read_config
 from coalign.weights.families.layout import MegatronLayout, stages

@@ -14,12 +14,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from coalign.megatron.alibi import Alibi
-from coalign.megatron.attention import PackedAttention
-from coalign.megatron.latent import EPSILON, LatentAttention
-from coalign.megatron.norm import Norm
-from coalign.megatron.residual import ParallelLayer
-from coalign.megatron.router import GroupedRouter
+from coalign.modules.megatron_core.alibi import Alibi
+from coalign.modules.megatron_core.attention import PackedAttention
+from coalign.modules.megatron_core.latent import EPSILON, LatentAttention
+from coalign.modules.megatron_core.norm import Norm
+from coalign.modules.megatron_core.residual import ParallelLayer
+from coalign.modules.megatron_core.router import GroupedRouter
 from coalign.weights.families import MegatronConfig
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from coalign.config.errors import near
 from coalign.config.schema import ModelConfig
-from coalign.megatron import ranks
-from coalign.megatron.config import OWNED, transformer_config
-from coalign.megatron.cut import sizes_of
-from coalign.megatron.model import PackedGPT, ScalarGPT
-from coalign.megatron.training import Pipeline
-from coalign.megatron.weights import SCORE, Weights
 from coalign.modules import float8, pretrained
 from coalign.modules.heads import Readings
+from coalign.modules.megatron_core import ranks
+from coalign.modules.megatron_core.config import OWNED, transformer_config
+from coalign.modules.megatron_core.cut import sizes_of
+from coalign.modules.megatron_core.model import PackedGPT, ScalarGPT
+from coalign.modules.megatron_core.training import Pipeline
+from coalign.modules.megatron_core.weights import SCORE, Weights
 from coalign.modules.parallel.rows import Rows, Way
 from coalign.types import Context
 from coalign.weights import families
@@ -42,7 +42,7 @@ def with_engine(config: ModelConfig, device: torch.device) -> bool:
 
 
 def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: bool) -> Pipeline:
-    """The model on this rank, with its weights; ranks have met (coalign.megatron.ranks).
+    """The model on this rank, with its weights; ranks have met (coalign.modules.megatron_core.ranks).
 
     Raises what `weights_of` raises, and ValueError for weights that are missing, or too many, or misshapen.
     """

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from coalign.megatron.alibi import Alibi
 from coalign.modules.attention import attend
 from coalign.modules.layout import Block
+from coalign.modules.megatron_core.alibi import Alibi
 from coalign.modules.parallel.rows import Heads
 
 

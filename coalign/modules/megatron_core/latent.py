@@ -11,8 +11,8 @@ from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor
 
-from coalign.megatron.attention import Packed
-from coalign.megatron.rotary import attention_factor
+from coalign.modules.megatron_core.attention import Packed
+from coalign.modules.megatron_core.rotary import attention_factor
 from coalign.weights.families import RopeScaling
 
 # 0.16.1 asks whether a layer is of a class of Transformer Engine's that is a stand-in where that is not installed.

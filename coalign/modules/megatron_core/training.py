@@ -22,8 +22,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from coalign.data.batch import Batch
-from coalign.megatron.model import PackedGPT
 from coalign.modules.layout import pack
+from coalign.modules.megatron_core.model import PackedGPT
 from coalign.modules.parallel.rows import Rows
 
 # How a checkpoint has the optimizer's state, so that it can be dealt out to other ranks.
@@ -116,7 +116,7 @@ class Pipeline:
             chunk.zero_grad_buffer()
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters as coalign.megatron.weights names them."""
+        """Parameters as coalign.modules.megatron_core.weights names them."""
         for number, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 yield f"{number}/{name}", parameter

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from coalign.megatron.cut import Sizes
+from coalign.modules.megatron_core.cut import Sizes
 from coalign.modules.parallel.rows import Way
 
 TIMEOUT = timedelta(minutes=10)

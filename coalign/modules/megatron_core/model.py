@@ -12,12 +12,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from coalign.algorithms.vocabulary import Share
-from coalign.megatron import layers
-from coalign.megatron.attention import Packed
-from coalign.megatron.norm import Norm
-from coalign.megatron.rotary import angles
 from coalign.modules.heads import Readings
 from coalign.modules.layout import Layout
+from coalign.modules.megatron_core import layers
+from coalign.modules.megatron_core.attention import Packed
+from coalign.modules.megatron_core.norm import Norm
+from coalign.modules.megatron_core.rotary import angles
 from coalign.modules.parallel.rows import Heads
 from coalign.weights.families import MegatronConfig
 

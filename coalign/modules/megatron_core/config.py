@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from coalign.megatron.cut import Sizes
-from coalign.megatron.rotary import attention_factor
+from coalign.modules.megatron_core.cut import Sizes
+from coalign.modules.megatron_core.rotary import attention_factor
 from coalign.weights.families import MegatronConfig
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}

@@ -14,14 +14,14 @@ import transformers
 from torch import Tensor
 
 from coalign.data.batch import Batch
-from coalign.megatron import ranks
-from coalign.megatron.config import transformer_config
-from coalign.megatron.cpu import on_cpu
-from coalign.megatron.cut import Sizes
-from coalign.megatron.model import PackedGPT
-from coalign.megatron.weights import Weights, divisor
 from coalign.modules.heads import Readings
 from coalign.modules.layout import pack
+from coalign.modules.megatron_core import ranks
+from coalign.modules.megatron_core.config import transformer_config
+from coalign.modules.megatron_core.cpu import on_cpu
+from coalign.modules.megatron_core.cut import Sizes
+from coalign.modules.megatron_core.model import PackedGPT
+from coalign.modules.megatron_core.weights import Weights, divisor
 from coalign.weights.convert.huggingface import whole
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import dtypes

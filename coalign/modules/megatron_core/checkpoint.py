@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from coalign.megatron.training import BY_PARAMETER, Optimizer, Pipeline
+from coalign.modules.megatron_core.training import BY_PARAMETER, Optimizer, Pipeline
 
 # Given as copies: megatron-core notes groups of ranks there.
 METADATA = {"distrib_optim_sharding_type": BY_PARAMETER, "chained_optim_avoid_prefix": True}
