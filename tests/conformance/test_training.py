@@ -7,20 +7,14 @@ import pytest
 import torch
 
 from tests.conformance import reference
-from tests.conformance.backends import BACKENDS, DEEPSPEED, MEGATRON, train
+from tests.conformance.backends import BACKENDS, DEEPSPEED, MEGATRON, Backend, train
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
-
-def runs():
-    """Each backend with tied and untied embeddings. Processes take seconds to start: one such run is enough daily."""
-    for backend in BACKENDS:
-        for tied in (True, False):
-            few = backend.ranks == 1 or (tied and backend.config.get("compute_dtype") is None)
-            marks = [] if few and not backend.slow else [pytest.mark.slow]
-            marks += {"deepspeed": [DEEPSPEED], "megatron": [MEGATRON]}.get(backend.module, [])
-            name = f"{backend.name}-{'tied' if tied else 'untied'}"
-            yield pytest.param((backend, tied), id=name, marks=marks)
+TIED = {"tied": True, "untied": False}
+NEEDS = {"deepspeed": [DEEPSPEED], "megatron": [MEGATRON], "fsdp": []}
+# What needs two ranks shares one start of them.
+TWO = {"fsdp": [], "deepspeed": [pytest.mark.backends], "megatron": [pytest.mark.backends]}
 
 
 @cache
@@ -36,47 +30,43 @@ def case(tied: bool, folder: Path):
     return path, batch, reference.train(path, batch)
 
 
-@pytest.fixture(scope="session", params=runs())
-def reports(request, tmp_path_factory):
-    """(tolerance, what the backend did, what the reference did)."""
-    backend, tied = request.param
-    path, batch, expected = case(tied, tmp_path_factory.getbasetemp())
-    return backend.tolerance, train(backend, path, batch, tmp_path_factory.mktemp(backend.name)), expected
-
-
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def test_exported_names_and_values_are_hugging_faces(reports):
-    _, got, expected = reports
-    assert set(got.before) == set(expected.before)
-    given = got.before
-    assert all(torch.equal(given[name], tensor.to(given[name].dtype)) for name, tensor in expected.before.items())
-
-
-def test_logprobs(reports):
-    tolerance, got, expected = reports
+def check(backend: Backend, got: reference.Report, expected: reference.Report) -> None:
+    """The weights it starts from, log-probs, losses, gradient norms, and the weights after three steps."""
+    tolerance = backend.tolerance
+    assert got.before.keys() == expected.before.keys()
+    assert all(torch.equal(got.before[name], t.to(got.before[name].dtype)) for name, t in expected.before.items())
     assert relative(got.logprobs, expected.logprobs) < tolerance
-
-
-def test_losses(reports):
-    tolerance, got, expected = reports
     assert got.losses == pytest.approx(expected.losses, rel=100 * tolerance, abs=10 * tolerance)
-
-
-def test_gradient_norms(reports):
-    tolerance, got, expected = reports
     assert got.norms[0] == pytest.approx(expected.norms[0], rel=2 * tolerance)
     if tolerance < 1e-3:  # a coarser backend is at other weights by now
         assert got.norms == pytest.approx(expected.norms, rel=20 * tolerance)
-
-
-def test_weights_after_three_steps(reports):
     # AdamW's first steps are of the size of lr, whatever the gradient: where that is near 0, rounding decides the sign.
-    tolerance, got, expected = reports
     moves = [
         (got.after[name] - got.before[name], tensor - expected.before[name]) for name, tensor in expected.after.items()
     ]
     whole = [torch.cat([move[i].flatten() for move in moves]) for i in (0, 1)]
     assert relative(*whole) < max(1e-4, 10 * tolerance)
+
+
+@pytest.mark.parametrize("tied", TIED)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(each, id=each.name, marks=NEEDS[each.module]) for each in BACKENDS if each.ranks == 1]
+)
+def test_a_backend_learns_what_the_reference_does(backend, tied, tmp_path_factory):
+    path, batch, expected = case(TIED[tied], tmp_path_factory.getbasetemp())
+    [got] = train([(backend, path, batch)], tmp_path_factory.mktemp(backend.name))
+    check(backend, got, expected)
+
+
+@pytest.mark.parametrize("module", [pytest.param(name, marks=NEEDS[name] + marks) for name, marks in TWO.items()])
+def test_two_ranks_learn_what_the_reference_does(module, tmp_path, subtests):
+    given = {tied: case(TIED[tied], tmp_path) for tied in TIED}
+    runs = [(each, tied) for each in BACKENDS if (each.module, each.ranks) == (module, 2) for tied in TIED]
+    reports = train([(backend, *given[tied][:2]) for backend, tied in runs], tmp_path)
+    for (backend, tied), got in zip(runs, reports, strict=True):
+        with subtests.test(f"{backend.name}-{tied}"):
+            check(backend, got, given[tied][2])
