@@ -210,50 +210,32 @@ def _two(rank: int, port: int, path: str, folder: Path, batches: list[Batch]) ->
     return result
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    path = str(tiny_model_dir(folder / "model"))
-    batches = [rollout((5, 9, 7), 3, seed=i) for i in range(4)]
-    return path, folder, batches, on_ranks(2, _two, folder, path, folder, batches)
-
-
 @pytest.mark.backends
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_resume_bit_for_bit_and_write_what_transformers_reads(two, stage):
-    _, folder, _, (first, _) = two
-    assert same(first[stage]["ended"], first[stage]["resumed"])
-    loaded = AutoModelForCausalLM.from_pretrained(folder / f"hf-{stage}", dtype=torch.float32)
-    assert same(first[stage]["middle"], dict(loaded.named_parameters()))
-
-
-@pytest.mark.backends
-@pytest.mark.parametrize("stage", STAGES)
-def test_two_ranks_learn_what_one_process_learns(two, stage):
-    path, _, batches, (first, second) = two
+def test_two_ranks(tmp_path, subtests):
+    """One start of the processes, so one test."""
+    path, batches = str(tiny_model_dir(tmp_path / "model")), [rollout((5, 9, 7), 3, seed=i) for i in range(4)]
+    first, second = ranks = on_ranks(2, _two, tmp_path, path, tmp_path, batches)
     alone = build(Backend("alone", "fsdp"), path)
     for batch in batches:
         alone.train_step(batch)
-    for name, tensor in alone.export_weights():
-        torch.testing.assert_close(tensor.detach(), first[stage]["ended"][name], rtol=1e-3, atol=1e-4)
-    assert first[stage]["alone"] == second[stage]["alone"] > 0
-
-
-@pytest.mark.backends
-def test_one_process_refuses_what_two_wrote(two):
-    path, folder, _, _ = two
-    trainer = build(backend(1), path)
-    with pytest.raises(ValueError, match="processes is 2 there and 1 here"):
-        trainer.load(folder / "checkpoint-1")
-    trainer.close()
-
-
-@pytest.mark.backends
-def test_a_frozen_model_is_shared_at_stage_3(two):
-    path, folder, batches, ranks = two
-    alone = build(Backend("alone", "fsdp"), path, frozen=True)
-    scored = torch.cat([rank["scored"] for rank in ranks])
-    torch.testing.assert_close(scored, alone.forward_step(batches[0])["ref_logprobs"])
-    whole = sum(p.nbytes for p in alone.tensors("weights"))
-    assert all(rank["held"] < 0.6 * whole for rank in ranks)
-    assert json.loads((folder / "checkpoint-3" / "layout.json").read_text())["processes"] == 2
+    for stage in STAGES:
+        with subtests.test(f"stage {stage} resumes bit for bit and writes what transformers reads"):
+            assert same(first[stage]["ended"], first[stage]["resumed"])
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{stage}", dtype=torch.float32)
+            assert same(first[stage]["middle"], dict(loaded.named_parameters()))
+        with subtests.test(f"stage {stage} learns what one process learns"):
+            for name, tensor in alone.export_weights():
+                torch.testing.assert_close(tensor.detach(), first[stage]["ended"][name], rtol=1e-3, atol=1e-4)
+            assert first[stage]["alone"] == second[stage]["alone"] > 0
+    with subtests.test("one process refuses what two wrote"):
+        trainer = build(backend(1), path)
+        with pytest.raises(ValueError, match="processes is 2 there and 1 here"):
+            trainer.load(tmp_path / "checkpoint-1")
+        trainer.close()
+    with subtests.test("a frozen model is shared at stage 3"):
+        frozen = build(Backend("alone", "fsdp"), path, frozen=True)
+        scored = torch.cat([rank["scored"] for rank in ranks])
+        torch.testing.assert_close(scored, frozen.forward_step(batches[0])["ref_logprobs"])
+        whole = sum(p.nbytes for p in frozen.tensors("weights"))
+        assert all(rank["held"] < 0.6 * whole for rank in ranks)
+        assert json.loads((tmp_path / "checkpoint-3" / "layout.json").read_text())["processes"] == 2
