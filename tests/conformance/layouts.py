@@ -51,6 +51,11 @@ class Layout:
     config: dict[str, Any] = field(default_factory=dict)
     module: str = "fsdp"
 
+    @property
+    def shows_gradients(self) -> bool:
+        """Not where each rank has a part of them alone."""
+        return not self.config.get("megatron", {}).get("distributed_optimizer", False)
+
     def __str__(self) -> str:
         short = {"tensor_parallel": "tp", "context_parallel": "cp", "expert_parallel": "ep", "dp_replicate": "copies"}
         short |= {"pipeline_parallel": "pp", "virtual_pipeline": "vpp", "expert_tensor_parallel": "etp"}
@@ -168,7 +173,7 @@ def _noting_megatron(module: Any, gradients: dict[str, torch.Tensor]) -> Abstrac
 
     def noting() -> None:
         finish()
-        if not module.config.megatron.distributed_optimizer:  # else each rank has its part alone
+        if not module.config.megatron.distributed_optimizer:  # Layout.shows_gradients
             own = module.pipeline.held() | {name: p.main_grad for name, p in module.pipeline.named()}
             gradients.update({name: tensor.clone() for name, tensor in module._export.tensors(own)})
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.conformance.layouts import Layout, batch, expected, models, train
+from tests.conformance.layouts import Layout, Result, batch, expected, models, train
 
 TWO = [
     Layout("tied", {"tensor_parallel": 2}),
@@ -42,28 +44,45 @@ FOUR_SLOW = [
     Layout("shared", {"tensor_parallel": 2, "expert_parallel": 2}),
 ]
 slow = (pytest.mark.backends, pytest.mark.timeout(1800))
-RUNS = [(2, TWO, ()), (2, TWO_SLOW, slow), (4, FOUR_SLOW, slow)]
-CASES = [pytest.param((n, layout), id=f"{n}x-{layout}", marks=marks) for n, all_, marks in RUNS for layout in all_]
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory):
-    """The models, a batch for each, what the reference makes of it, and what layouts did (filled when first asked)."""
-    folder = tmp_path_factory.mktemp("layouts")
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        pytest.param(2, TWO, id="two"),
+        pytest.param(2, TWO_SLOW, id="two-more", marks=slow),
+        pytest.param(4, FOUR_SLOW, id="four", marks=slow),
+    ],
+)
+def test_layouts_compute_and_learn_what_one_process_does(ranks, layouts, tmp_path, subtests):
+    check_each(ranks, layouts, tmp_path, subtests)
+
+
+def check_each(ranks: int, layouts: list[Layout], folder: Path, subtests: pytest.Subtests) -> None:
+    """The layouts of a list share one start of the processes, so they are one test; each reports by itself."""
     paths = models(folder)
     batches = {name: batch(path) for name, path in paths.items()}
-    return folder, paths, batches, {name: expected(path, batches[name]) for name, path in paths.items()}, {}
+    references = {name: expected(paths[name], batches[name]) for name in {layout.model for layout in layouts}}
+    done = train(ranks, layouts, paths, batches, folder)
+    for layout in layouts:
+        with subtests.test(str(layout)):
+            check(layout, done[str(layout)], references[layout.model])
 
 
-@pytest.fixture(params=CASES)
-def pair(request, given):
-    """(what a layout did, what the reference did). The layouts of a list share one start of the processes."""
-    folder, paths, batches, references, done = given
-    ranks, layout = request.param
-    if (ranks, str(layout)) not in done:
-        together = next(all_ for n, all_, _ in RUNS if n == ranks and layout in all_)
-        done |= {(ranks, name): result for name, result in train(ranks, together, paths, batches, folder).items()}
-    return done[ranks, str(layout)], references[layout.model]
+def check(layout: Layout, got: Result, want: Result) -> None:
+    assert got.before.keys() == want.before.keys()
+    assert all(torch.equal(got.before[name], tensor) for name, tensor in want.before.items())
+    assert relative(got.logprobs, want.logprobs) < 1e-6
+    assert float((got.logprobs - want.logprobs).abs().max()) < 1e-5
+    if layout.shows_gradients:
+        assert relative(joined(got.gradients, want.gradients), joined(want.gradients, want.gradients)) < 1e-5
+    assert got.losses == pytest.approx(want.losses, rel=1e-4, abs=1e-5)
+    assert got.norms == pytest.approx(want.norms, rel=2e-5)
+    # AdamW's first steps are of the size of lr, whatever the gradient: where that is near 0, rounding decides the sign.
+    moves = ({name: tensor - want.before[name] for name, tensor in each.after.items()} for each in (got, want))
+    first, second = moves
+    assert relative(joined(first, second), joined(second, second)) < 1e-4
+    assert relative(joined(got.after, want.after), joined(want.after, want.after)) < 1e-4
 
 
 def joined(tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -73,18 +92,3 @@ def joined(tensors: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> t
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
-
-
-def test_a_layout_computes_and_learns_what_one_process_does(pair):
-    got, want = pair
-    assert all(torch.equal(got.before[name], tensor) for name, tensor in want.before.items())
-    assert relative(got.logprobs, want.logprobs) < 1e-6
-    assert float((got.logprobs - want.logprobs).abs().max()) < 1e-5
-    assert relative(joined(got.gradients, want.gradients), joined(want.gradients, want.gradients)) < 1e-5
-    assert got.losses == pytest.approx(want.losses, rel=1e-4, abs=1e-5)
-    assert got.norms == pytest.approx(want.norms, rel=2e-5)
-    # AdamW's first steps are of the size of lr, whatever the gradient: where that is near 0, rounding decides the sign.
-    moves = ({name: tensor - want.before[name] for name, tensor in each.after.items()} for each in (got, want))
-    first, second = moves
-    assert relative(joined(first, second), joined(second, second)) < 1e-4
-    assert relative(joined(got.after, want.after), joined(want.after, want.after)) < 1e-4
