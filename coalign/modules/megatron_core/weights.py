@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -28,19 +28,22 @@ class Weights:
     layout: MegatronLayout
     vocabulary: int
     scalar: bool = False
+    _known: dict[bool, dict[str, Parameter]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def parameters(self, *, in_memory: bool) -> dict[str, Parameter]:
         """Of the whole model; ``in_memory``: made of the tensors of a transformers model, not of a file."""
+        if in_memory not in self._known:  # thousands of experts take seconds
+            self._known[in_memory] = self._parameters(in_memory)
+        return self._known[in_memory]
+
+    def _parameters(self, in_memory: bool) -> dict[str, Parameter]:
         config = self.layout.config
         found = self.family.parameters(config, vocab_divisor=self.vocabulary, in_memory=in_memory)
         if self.scalar:
-            shape = (1, config.hidden_size)
+            name, shape = "output_layer.weight", (1, config.hidden_size)
             box: Box = tuple((0, size) for size in shape)
-            head = Source(SCORE, shape)
-            found["output_layer.weight"] = Parameter(
-                "output_layer.weight", shape, "replicated", None, None, False, None, {SCORE: head},
-                (Piece(SCORE, box, box),),
-            )  # fmt: skip
+            sources, pieces = {SCORE: Source(SCORE, shape)}, (Piece(SCORE, box, box),)
+            found[name] = Parameter(name, shape, "replicated", None, None, False, None, sources, pieces)
         return found
 
     def sources(self, *, in_memory: bool) -> dict[str, Source]:
@@ -75,9 +78,9 @@ class Export:
         self.stage = [r for r in range(mesh.size) if mesh.at(r).pipeline == mesh.at(rank).pipeline]
         self.held = [weights.shards(r, in_memory=in_memory) for r in self.stage]
         # A tied embedding is on the last stage, too, where it is not made once more.
-        first = {name for p in weights.parameters(in_memory=in_memory).values() for name in p.sources
-                 if weights.layout.stage_of(p)[0] == mesh.at(rank).pipeline[0]}  # fmt: skip
-        self.names = [name for name in self.sources if name in first]
+        parameters, own = weights.parameters(in_memory=in_memory), mesh.at(rank).pipeline[0]
+        here = {name for p in parameters.values() if weights.layout.stage_of(p)[0] == own for name in p.sources}
+        self.names = [name for name in self.sources if name in here]
 
     @cached_property
     def moves(self) -> dict[str, list[Move]]:
