@@ -65,22 +65,19 @@ def _run(
     return results
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """What one process did, and two."""
-    folder = tmp_path_factory.mktemp("kinds")
-    paths = {name: str(tiny_model_dir(folder / name, **MODELS[name])) for name in ("tied", "untied", "moe")}
-    paths["scores"] = str(tiny_reward_model_dir(folder / "scores", tied=False))
+def test_two_ranks_do_what_one_process_does(tmp_path, subtests):
+    """All in one start of the processes."""
+    paths = {name: str(tiny_model_dir(tmp_path / name, **MODELS[name])) for name in ("tied", "untied", "moe")}
+    paths["scores"] = str(tiny_reward_model_dir(tmp_path / "scores", tied=False))
     batch = rollout((5, 9, 12, 7), 3)
     batch = batch.with_(values=batch["returns"] * 0.5)
-    return [on_ranks(ranks, _run, folder, ranks, paths, batch, folder) for ranks in (1, 2)]
+    [alone], together = (on_ranks(ranks, _run, tmp_path, ranks, paths, batch, tmp_path) for ranks in (1, 2))
+    for name, (*_, tolerance) in KINDS.items():
+        with subtests.test(name):
+            check(alone[name], [each[name] for each in together], tolerance)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_do_what_one_process_does(done, name):
-    [alone], together = done
-    tolerance = KINDS[name][-1]
-    one, shares = alone[name], [each[name] for each in together]
+def check(one: dict[str, Any], shares: list[dict[str, Any]], tolerance: float) -> None:
     shares = list({each["share"]: each for each in reversed(shares)}.values())[::-1]
     first = shares[0]
     assert first["before"].keys() == one["before"].keys()
