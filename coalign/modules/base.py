@@ -68,9 +68,9 @@ class Module:
         return cls.spmd and not config.frozen
 
     @classmethod
-    def check_parallel(cls, model: Any, config: ModelConfig, name: str) -> None:
-        """Raises ValueError, naming a key of ``models.<name>``, if ``model``, an architecture of transformers without
-        storage, cannot be cut as ``config`` says."""
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        """Raises ValueError, naming a key of ``models.<name>``, if the architecture in ``config.load`` cannot be cut or
+        adapted as ``config`` says. No weights are read."""
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config

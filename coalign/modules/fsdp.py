@@ -43,7 +43,8 @@ class FSDPModule(HuggingFaceModule):
         return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
 
     @classmethod
-    def check_parallel(cls, model: pretrained.PreTrainedModel, config: ModelConfig, name: str) -> None:
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        model = pretrained.skeleton(config, name=name)
         checks.check(model, decoder_layers(model), config, name)
 
     def setup(self) -> None:
@@ -119,7 +120,7 @@ class FSDPModule(HuggingFaceModule):
             with torch.no_grad():
                 known = full.eval()(pack(PROBE))[HEADS[self.config.head][0]].float()
         model = self._wrap(pretrained.skeleton(self.config, name=self.context.model))
-        self.check_parallel(model.model, self.config, self.context.model)
+        checks.check(model.model, decoder_layers(model.model), self.config, self.context.model)
         model.heads = self.rows.heads
         if self.config.fp8:
             float8.convert(decoder_layers(model.model))

@@ -43,6 +43,10 @@ class HuggingFaceModule(TrainableModule):
     average: Average | None = None  # of a backend that keeps one
     data: dist.ProcessGroup | None = None  # the ranks that have other rows than this one and each other; None: all
 
+    @classmethod
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        pretrained.skeleton(config, name=name)
+
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
         self.device = torch.device(context.device)

@@ -42,7 +42,7 @@ class MegatronModule(TrainableModule):
         return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
 
     @classmethod
-    def check_parallel(cls, model: Any, config: ModelConfig, name: str) -> None:
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
         from coalign.modules.megatron_core.cut import weights_of
 
         try:

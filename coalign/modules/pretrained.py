@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ from coalign.modules import attention, lora
 
 log = logging.getLogger(__name__)
 
+OWN_ATTENTION = (
+    "{} does not call transformers' attention interface, so it cannot compute packed sequences; `module: megatron` "
+    "computes some such families (docs/backends.md)"
+)
 MIXERS = {"full_attention", "sliding_attention"}
 
 
@@ -61,12 +65,12 @@ def load(config: ModelConfig, *, seed: int, name: str = "*") -> PreTrainedModel:
     if config.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = auto.from_config(hf, **options)
+            model = _made(auto.from_config, hf, **options)
         missing: set[str] = set()
     else:
         # Weights of another shape are refused below, by name.
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = auto.from_pretrained(config.load, config=hf, **loading, **options, **quantization)
+        model, info = _made(auto.from_pretrained, config.load, config=hf, **loading, **options, **quantization)
         _refuse_other_shapes(config.load, info["mismatched_keys"])
         missing = set(info["missing_keys"])
         if quantization:
@@ -79,7 +83,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*") -> PreTrainedModel:
         hint = f"; {new}" if "score.weight" in missing else ""
         raise ValueError(f"{config.load} lacks {sorted(missing)} for a model with head '{config.head}'{hint}")
     if not model._supports_attention_backend:
-        raise NotImplementedError(f"{type(model).__name__} does not call transformers' attention interface")
+        raise NotImplementedError(OWN_ATTENTION.format(type(model).__name__))
     if has_adapters(config):
         lora.attach(model, config, seed=seed, name=name)
         if config.lora.load:
@@ -99,7 +103,7 @@ def _refuse_other_shapes(directory: str, found: Iterable[tuple[str, torch.Size, 
 def skeleton(config: ModelConfig, *, name: str = "*") -> PreTrainedModel:
     """The model without storage."""
     with torch.device("meta"):
-        model = _auto(config).from_config(read_config(config), **_options(config))
+        model = _made(_auto(config).from_config, read_config(config), **_options(config))
         if has_adapters(config):
             lora.attach(model, config, seed=0, name=name)
     return model
@@ -136,6 +140,16 @@ def save_beside(config: ModelConfig, dir: str | Path) -> None:
         hf |= {"architectures": [kind], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     (Path(dir) / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     read_tokenizer(config).save_pretrained(dir)
+
+
+def _made(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Some classes look attention up among a few of their own, and know no other."""
+    try:
+        return make(*arguments, **options)
+    except KeyError as problem:
+        if problem.args != (attention.NAME,):
+            raise
+        raise NotImplementedError(OWN_ATTENTION.format("the class of this model")) from problem
 
 
 def _options(config: ModelConfig) -> dict[str, Any]:

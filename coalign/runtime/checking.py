@@ -108,7 +108,7 @@ def _try_architectures(models: Mapping[str, ModelConfig]) -> None:
         module = module_class(model)
         cut = module.spmd and any(getattr(model, key) > 1 for key in PARALLEL)
         if model.load and (cut or pretrained.has_adapters(model)):
-            module.check_parallel(pretrained.skeleton(model, name=name), model, name)
+            module.check_architecture(model, name)
 
 
 def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Any:

@@ -8,13 +8,14 @@ from coalign.config.schema import ModelConfig
 from coalign.modules import pretrained
 from coalign.modules.fsdp import FSDPModule
 from tests.tiny import tiny_model_dir
+from tests.weights.families.checkpoints import native
 
 MOE = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def try_out(path, **config) -> None:
     config = ModelConfig(load=str(path), **config)
-    FSDPModule.check_parallel(pretrained.skeleton(config, name="trainer"), config, "trainer")
+    FSDPModule.check_architecture(config, "trainer")
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,10 @@ def test_the_processes_of_a_frozen_model_are_one_group_only_if_they_share_it():
 def test_offload_needs_shards():
     with pytest.raises(ValueError, match="needs a model that several processes share"):
         ModelConfig(cpu_offload=True)
+
+
+@pytest.mark.parametrize("case", ["falcon_7b", "bloom"])
+def test_attention_of_its_own_is_refused(case, tmp_path):
+    native(case).save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="cannot compute packed sequences; `module: megatron`"):
+        pretrained.load(ModelConfig(load=str(tmp_path)), seed=0)
