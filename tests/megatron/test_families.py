@@ -76,18 +76,24 @@ def test_what_layers_of_ours_do_not_compute_again_is_refused(case, module, alone
         Megatron(reference(case), Sizes(), recompute_granularity="selective", recompute_modules=[module])
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory) -> dict[Any, Any]:
-    """By (layout, case) what each rank found, all in one start."""
-    path = tmp_path_factory.mktemp("ranks")
+@pytest.mark.backends
+@pytest.mark.timeout(900)
+def test_every_family_on_two_ranks(tmp_path, subtests):
+    """All in one start of the processes."""
     # transformers would save the checkpoints on the first rank only, once they have met.
-    torch.save({case: reference(case) for case in EVERY}, path / "references")
+    torch.save({case: reference(case) for case in EVERY}, tmp_path / "references")
     with socket.socket() as one, socket.socket() as other:  # beside that of `on_ranks`: ranks meet once for each layout
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         ports = [one.getsockname()[1], other.getsockname()[1]]
-    first, second = on_ranks(2, _every, path, path / "references", ports)
-    return {key: (first[key], second[key]) for key in first}
+    ranks_found = on_ranks(2, _every, tmp_path, tmp_path / "references", ports)
+    for layout, (_, cases) in LAYOUTS.items():
+        for case in cases:
+            with subtests.test(f"{layout}-{case}"):
+                for found in ranks_found:
+                    check(*found[layout, case])
+    with subtests.test("gate and up are cut each by itself: as one tensor they load as well, into another model"):
+        assert min(found["halves", "llama"] for found in ranks_found) > 0.1
 
 
 def _every(rank: int, port: int, file: Path, ports: list[int]) -> dict[Any, Any]:
@@ -113,18 +119,3 @@ def _cut_in_halves(made: Megatron) -> float:
         made.own()[f"0/decoder.layers.{layer}.mlp.linear_fc1.weight"].copy_(parts[made.rank])
     with torch.no_grad():
         return float((made.outputs()["logprobs"] - made.reference.outputs["logprobs"]).abs().max())
-
-
-@pytest.mark.backends
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("layout", "case"), [(name, case) for name, (_, cases) in LAYOUTS.items() for case in cases])
-def test_every_family_on_two_ranks(layout, case, on_two_ranks):
-    for found in on_two_ranks[layout, case]:
-        check(*found)
-
-
-@pytest.mark.backends
-@pytest.mark.timeout(900)
-def test_gate_and_up_are_cut_each_by_itself(on_two_ranks):
-    """Cut as one tensor they load as well, into another model."""
-    assert min(on_two_ranks["halves", "llama"]) > 0.1
