@@ -67,52 +67,55 @@ class MegatronModule(TrainableModule):
         _version()
         self._check()
         from coalign.modules.megatron_core import build, cut, ranks
-        from coalign.modules.megatron_core.training import Optimizer
 
         config, context = self.config, self.context
-        alone = not self.one_group(config)  # a replica
-        rank, count = (0, 1) if alone else (context.rank, context.world_size)
         with self._here():
             try:
                 te = build.with_engine(config, self.device)
-                self.weights = cut.weights_of(config, count, te=te)
-                sizes = cut.sizes_of(config)
-                ranks.join(
-                    sizes, device=self.device, rank=rank, ranks=count, rendezvous=context.rendezvous, seed=context.seed
-                )
-                self.pipeline = build.pipeline(config, context, self.weights, te=te)
+                self.weights = cut.weights_of(config, context.world_size, te=te)
+                place = {"rank": context.rank, "ranks": context.world_size, "rendezvous": context.rendezvous}
+                ranks.join(cut.sizes_of(config), device=self.device, seed=context.seed, **place)
+                try:
+                    self._build(te=te)
+                except BaseException:
+                    ranks.leave()
+                    raise
             except ValueError as problem:
                 raise ValueError(f"models.{context.model}: {problem}") from problem
-            exact = self._fill()
-            if not config.frozen:
-                optimizer = config.optimizer
-                self.optimizer = Optimizer(
-                    self.pipeline,
-                    {
-                        "lr": optimizer.lr,
-                        "weight_decay": optimizer.weight_decay,
-                        "adam_beta1": optimizer.betas[0],
-                        "adam_beta2": optimizer.betas[1],
-                        "adam_eps": optimizer.eps,
-                    },
-                    clip=optimizer.clip_grad_norm,
-                    distributed=config.megatron.distributed_optimizer,
-                )
-                if exact:
-                    self.optimizer.start_from(exact)
 
-    def _fill(self) -> dict[str, Tensor]:
+    def _build(self, *, te: bool) -> None:
+        from coalign.modules.megatron_core import build
+        from coalign.modules.megatron_core.training import Optimizer
+
+        config, own = self.config, self.config.optimizer
+        pipeline = build.pipeline(config, self.context, self.weights, te=te)
+        exact = self._fill(pipeline)
+        if not config.frozen:
+            settings = {
+                "lr": own.lr,
+                "weight_decay": own.weight_decay,
+                "adam_beta1": own.betas[0],
+                "adam_beta2": own.betas[1],
+                "adam_eps": own.eps,
+            }
+            distributed = config.megatron.distributed_optimizer
+            self.optimizer = Optimizer(pipeline, settings, clip=own.clip_grad_norm, distributed=distributed)
+            if exact:
+                self.optimizer.start_from(exact)
+        self.pipeline = pipeline
+
+    def _fill(self, pipeline: Any) -> dict[str, Tensor]:
         """Read the weights. What rounding changes is given back, exact."""
         from coalign.modules.megatron_core import build
 
-        held, exact = self.pipeline.held(), {}
+        held, exact = pipeline.held(), {}
         rounded = not self.config.frozen and self.config.compute_dtype not in (None, self.config.dtype)
         with torch.no_grad():
             for name, tensor in build.read(self.config, self.context, self.weights):
                 held.pop(name).copy_(tensor)
                 if rounded:
                     exact[name] = tensor.float()
-        if left := [name for name, tensor in self.pipeline.named() if name in held]:
+        if left := [name for name, _ in pipeline.named() if name in held]:
             raise RuntimeError(f"model '{self.context.model}': no tensor of the checkpoint is made into {left}")
         return exact
 

@@ -16,6 +16,7 @@ TIMEOUT = timedelta(minutes=10)
 
 _joined: Sizes | None = None  # of this process
 _models = 0  # that use the groups
+_met = False  # whether the process group beneath is ours to end
 
 
 def join(sizes: Sizes, *, device: torch.device, rank: int, ranks: int, rendezvous: str | None, seed: int) -> None:
@@ -23,7 +24,7 @@ def join(sizes: Sizes, *, device: torch.device, rank: int, ranks: int, rendezvou
 
     Raises ValueError for a second model of a process that is cut in another way.
     """
-    global _joined, _models
+    global _joined, _models, _met
     if _joined not in (None, sizes):
         raise ValueError(
             f"megatron-core cuts all models of a process alike: {_joined} before, {sizes} now; give the models "
@@ -32,10 +33,9 @@ def join(sizes: Sizes, *, device: torch.device, rank: int, ranks: int, rendezvou
     if _joined is None:
         if not dist.is_initialized():
             backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device.type]
-            where = (
-                {"init_method": f"tcp://{rendezvous}"} if ranks > 1 else {"store": dist.HashStore()}  # alone
-            )
+            where = {"init_method": f"tcp://{rendezvous}"} if ranks > 1 else {"store": dist.HashStore()}
             dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=TIMEOUT, **where)
+            _met = True
         parallel_state.initialize_model_parallel(
             sizes.tensor,
             sizes.pipeline,
@@ -52,12 +52,13 @@ def join(sizes: Sizes, *, device: torch.device, rank: int, ranks: int, rendezvou
 
 def leave() -> None:
     """The last model of the process ends the groups."""
-    global _joined, _models
+    global _joined, _models, _met
     _models -= 1
     if _models == 0:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-        _joined = None
+        if _met:
+            dist.destroy_process_group()
+        _joined, _met = None, False
 
 
 def seed_all(seed: int) -> None:
