@@ -18,15 +18,16 @@ import threading
 import time
 from coalign.cluster.stacks import listen
 
-def waits_for_ever(lock):
+def waits_for_ever(lock, say_so):
+    say_so()
     lock.acquire()
 
-lock = threading.Lock()
+lock, inside = threading.Lock(), threading.Event()
 lock.acquire()
-threading.Thread(target=waits_for_ever, args=(lock,), daemon=True).start()
+threading.Thread(target=waits_for_ever, args=(lock, inside.set), daemon=True).start()
+inside.wait()
 listening = listen()
-print(listening.pid, listening.file, flush=True)
-waits_for_ever(lock)
+waits_for_ever(lock, lambda: print(listening.pid, listening.file, flush=True))
 """
 
 
