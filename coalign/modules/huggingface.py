@@ -20,7 +20,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory.copying import storage_of
 from coalign.modules import lora, pretrained, recompute
-from coalign.modules.base import Measure, Outputs, TrainableModule
+from coalign.modules.base import HEADS, Measure, Outputs, TrainableModule
 from coalign.modules.ema import Average
 from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.modules.layout import Layout, pack
@@ -176,7 +176,7 @@ class HuggingFaceModule(TrainableModule):
             # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
             temperature = self.config.sampling.temperature or 1.0
             return LanguageModel(model, temperature=temperature, top=self.config.candidates)
-        return ScalarModel(model, output={"value": "values", "reward": "scores"}[self.config.head])
+        return ScalarModel(model, output=HEADS[self.config.head][0])
 
     def _autocast(self) -> AbstractContextManager[object]:
         # Over several ranks the library that shards the parameters also casts them.

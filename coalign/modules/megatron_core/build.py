@@ -17,6 +17,7 @@ from torch import Tensor
 from coalign.config.errors import near
 from coalign.config.schema import ModelConfig
 from coalign.modules import float8, pretrained
+from coalign.modules.base import HEADS
 from coalign.modules.heads import Readings
 from coalign.modules.megatron_core import ranks
 from coalign.modules.megatron_core.config import OWNED, transformer_config
@@ -28,8 +29,6 @@ from coalign.modules.parallel.rows import Rows, Way
 from coalign.types import Context
 from coalign.weights import families
 from coalign.weights.convert.huggingface import Reader
-
-OUTPUT = {"value": "values", "reward": "scores"}
 
 
 def with_engine(config: ModelConfig, device: torch.device) -> bool:
@@ -50,7 +49,6 @@ def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: boo
     dtype = getattr(torch, config.compute_dtype or config.dtype)
     more = _more(config) | (_eight_bits(device, te=te) if config.fp8 else {})
     settings = transformer_config(model, sizes_of(config), dtype=dtype, te=te, **more)
-    vocabulary = -(-model.vocab_size // weights.vocabulary) * weights.vocabulary
     chunks = []
     for chunk in range(len(weights.layout.stages[0])):
         virtual = chunk if len(weights.layout.stages[0]) > 1 else None
@@ -58,7 +56,7 @@ def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: boo
             "first": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
             "last": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
         }
-        made = _head(config, model, settings, vocabulary=vocabulary, chunk=virtual, te=te, **place).to(device)
+        made = _head(config, model, settings, vocabulary=weights.padded, chunk=virtual, te=te, **place).to(device)
         for parameter in made.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
         chunks.append(made.requires_grad_(not config.frozen))
@@ -98,7 +96,7 @@ def _stored(config: ModelConfig, weights: Weights, reader: Reader) -> Callable[[
 
 def _head(config: ModelConfig, model: families.MegatronConfig, settings: Any, **more: Any) -> PackedGPT:
     if config.head != "lm":
-        return ScalarGPT(model, settings, output=OUTPUT[config.head], **more)
+        return ScalarGPT(model, settings, output=HEADS[config.head][0], **more)
     # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
     read = Readings(temperature=config.sampling.temperature or 1.0, top=config.candidates)
     return PackedGPT(model, settings, read=read, **more)

@@ -52,17 +52,15 @@ def load(dir: str | Path, pipeline: Pipeline, optimizer: Optimizer) -> dict[str,
     if not dist_checkpointing.check_is_distributed_checkpoint(str(dir)):
         raise FileNotFoundError(f"{dir} holds no checkpoint of a Megatron model (no metadata.json there)")
     state = dist_checkpointing.load(_state(pipeline, optimizer, loading=True), str(dir))
-    several = len(pipeline.models) > 1
-    for number, model in enumerate(pipeline.models):
-        model.load_state_dict(state[f"model{number}" if several else "model"])
+    for title, model in zip(pipeline.titles, pipeline.models, strict=True):
+        model.load_state_dict(state[title])
     optimizer.load(state["optimizer"], state["steps"])
     return state["progress"]
 
 
 def _state(pipeline: Pipeline, optimizer: Optimizer, *, loading: bool) -> dict[str, Any]:
-    several = len(pipeline.models) > 1
     state = {
-        f"model{number}" if several else "model": model.sharded_state_dict(metadata=dict(METADATA))
-        for number, model in enumerate(pipeline.models)
+        title: model.sharded_state_dict(metadata=dict(METADATA))
+        for title, model in zip(pipeline.titles, pipeline.models, strict=True)
     }
     return state | {"optimizer": optimizer.inner.sharded_state_dict(state, is_loading=loading, metadata=dict(METADATA))}

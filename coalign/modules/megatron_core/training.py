@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from coalign.data.batch import Batch
 from coalign.modules.layout import pack
 from coalign.modules.megatron_core.model import PackedGPT
+from coalign.modules.megatron_core.weights import held
 from coalign.modules.parallel.rows import Rows
 
 # How a checkpoint has the optimizer's state, so that it can be dealt out to other ranks.
@@ -115,6 +117,12 @@ class Pipeline:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
+    @property
+    def titles(self) -> list[str]:
+        """What Megatron calls each chunk in a state dict."""
+        count = len(self.models)
+        return [f"model{number}" for number in range(count)] if count > 1 else ["model"]
+
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters as coalign.modules.megatron_core.weights names them."""
         for number, model in enumerate(self.models):
@@ -123,11 +131,7 @@ class Pipeline:
 
     def held(self) -> dict[str, Tensor]:
         """The same, and buffers that belong to the weights (an expert's bias)."""
-        tensors = {}
-        for number, model in enumerate(self.models):
-            state = model.state_dict(keep_vars=True)
-            tensors |= {f"{number}/{name}": t for name, t in state.items() if isinstance(t, Tensor)}
-        return tensors
+        return held(self.models)
 
 
 class Optimizer:
@@ -157,11 +161,10 @@ class Optimizer:
 
     def start_from(self, exact: Mapping[str, Tensor]) -> None:
         """The weights to go on from, before they were rounded, by the names of `Pipeline.named`."""
-        chunks: dict[str, dict[str, Tensor]] = {}
-        several = len(self.pipeline.models) > 1
+        chunks: dict[str, dict[str, Tensor]] = {title: {} for title in self.pipeline.titles}
         for name, tensor in exact.items():
             number, own = name.split("/")
-            chunks.setdefault(f"model{number}" if several else "model", {})[own] = tensor
+            chunks[self.pipeline.titles[int(number)]][own] = tensor
         for part in self.parts:
             part.reload_model_params(chunks)
 
@@ -190,8 +193,13 @@ class Optimizer:
         if parameter.dtype == torch.float32:
             return parameter
         if not self.distributed:
-            pairs = (zip(*lists, strict=True) for part in self.parts for lists in _low_and_exact(part))
-            return next(exact for pair in pairs for own, exact in pair if own is parameter)
+            pairs = (zip(part.float16_groups, part.fp32_from_float16_groups, strict=True) for part in self.parts)
+            return next(
+                exact
+                for low_and_exact in chain.from_iterable(pairs)
+                for own, exact in zip(*low_and_exact, strict=True)
+                if own is parameter
+            )
         whole = torch.zeros(parameter.numel(), device=parameter.device)
         for part in self.parts:
             if parameter in part.model_param_gbuf_map:  # this rank has some of it
@@ -233,11 +241,9 @@ class Optimizer:
             self.inner.load_state_dict(state)
         for group, own in zip(self.groups(), settings, strict=True):
             group.update(own)
-        for part in self.parts:
+        for part in self.parts:  # megatron-core gives all parameters one count of steps, which each would count up
             for entries in () if HAVE_APEX_OR_TE else part.optimizer.state.values():
-                entries["step"] = entries[
-                    "step"
-                ].clone()  # megatron-core gives all of them one, which each would count up
+                entries["step"] = entries["step"].clone()
 
     def groups(self) -> Iterator[dict[str, Any]]:
         for part in self.parts:
@@ -250,11 +256,6 @@ class Optimizer:
                 for parameter in group["params"]:
                     yield parameter
                     yield from (v for v in part.optimizer.state[parameter].values() if isinstance(v, Tensor))
-
-
-def _low_and_exact(part: Any) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Parameters, and what an optimizer without shards steps on in their place."""
-    yield from zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
 
 
 def _with_steps(part: Any) -> tuple[str, Callable[[Any, dict[str, Tensor]], None]]:

@@ -21,7 +21,7 @@ from coalign.modules.megatron_core.config import transformer_config
 from coalign.modules.megatron_core.cpu import on_cpu
 from coalign.modules.megatron_core.cut import Sizes
 from coalign.modules.megatron_core.model import PackedGPT
-from coalign.modules.megatron_core.weights import Weights, divisor
+from coalign.modules.megatron_core.weights import Weights, divisor, held
 from coalign.weights.convert.huggingface import whole
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import dtypes
@@ -87,9 +87,8 @@ def _megatron(opened: Opened, dtypes: Mapping[str, torch.dtype], tokens: Tensor)
     with alone():
         multiple = divisor(config, 1)
         weights = Weights(opened.family, MegatronLayout(config, Sizes().mesh(1), stages(config.num_layers)), multiple)
-        padded = -(-config.vocab_size // multiple) * multiple
-        model = PackedGPT(config, transformer_config(config, Sizes()), vocabulary=padded, read=Readings())
-        own = {f"0/{name}": t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+        model = PackedGPT(config, transformer_config(config, Sizes()), vocabulary=weights.padded, read=Readings())
+        own = held([model])
         sources = opened.family.sources(config)
         views = {name: whole(source) for name, source in sources.items()}
         specs = {name: Spec(source.shape, dtypes[name]) for name, source in sources.items()}

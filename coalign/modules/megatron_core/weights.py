@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from coalign.weights.families import Family, MegatronConfig, Parameter
 from coalign.weights.families.layout import MegatronLayout
@@ -29,6 +29,11 @@ class Weights:
     vocabulary: int
     scalar: bool = False
     _known: dict[bool, dict[str, Parameter]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def padded(self) -> int:
+        """Rows of the embedding and the output layer."""
+        return -(-self.layout.config.vocab_size // self.vocabulary) * self.vocabulary
 
     def parameters(self, *, in_memory: bool) -> dict[str, Parameter]:
         """Of the whole model; ``in_memory``: made of the tensors of a transformers model, not of a file."""
@@ -156,3 +161,9 @@ def _size(box: Box) -> int:
 def divisor(config: MegatronConfig, ranks: int) -> int:
     """What the padded vocabulary is a multiple of: Megatron's 128 for each rank, if that leaves every rank tokens."""
     return 128 * ranks if config.vocab_size > 128 * ranks * (ranks - 1) else ranks
+
+
+def held(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The live tensors of a rank's chunks by `<chunk>/<name in the chunk>`."""
+    states = enumerate(chunk.state_dict(keep_vars=True) for chunk in chunks)
+    return {f"{i}/{name}": t for i, state in states for name, t in state.items() if isinstance(t, Tensor)}
