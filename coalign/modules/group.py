@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -13,15 +14,23 @@ TIMEOUT = timedelta(minutes=10)  # of a collective
 
 
 def join(context: Context, *, host: bool = False) -> None:
-    """Make the process group of this model's ranks, which meet at ``context.rendezvous``. ``host``: they exchange what
-    lies in the host's memory, too."""
-    if context.rendezvous is None:
+    """Make the process group of this model's ranks, which meet at ``context.rendezvous``; one rank needs no place to
+    meet. ``host``: they exchange what lies in the host's memory, too."""
+    alone = context.world_size == 1
+    if context.rendezvous is None and not alone:
         raise ValueError(f"model '{context.model}' has {context.world_size} ranks and no rendezvous address")
     device = torch.device(context.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else {"cpu": "gloo", "cuda": "nccl"}[device.type],
-        init_method=f"tcp://{context.rendezvous}",
         rank=context.rank,
         world_size=context.world_size,
         timeout=TIMEOUT,
+        **({"store": dist.HashStore()} if alone else {"init_method": f"tcp://{context.rendezvous}"}),
     )
+
+
+def all_reduced(values: Sequence[float], op: str, device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """The ``sum`` or ``max`` of each value over the ranks of ``group`` (None: all)."""
+    all_of = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)
+    return all_of.tolist()

@@ -6,7 +6,6 @@ from coalign.modules.attention, the order of events from coalign.modules.base.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,9 +18,10 @@ from torch import Tensor, nn
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory.copying import storage_of
-from coalign.modules import lora, pretrained, recompute
+from coalign.modules import deterministic, lora, pretrained, recompute
 from coalign.modules.base import HEADS, Measure, Outputs, TrainableModule
 from coalign.modules.ema import Average
+from coalign.modules.group import all_reduced
 from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.modules.layout import Layout, pack
 from coalign.types import Context
@@ -52,9 +52,8 @@ class HuggingFaceModule(TrainableModule):
         self.device = torch.device(context.device)
         compute = getattr(torch, config.compute_dtype or config.dtype)
         self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
-        if config.deterministic:  # in all of this process
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+        if config.deterministic:
+            deterministic.enforce()
 
     # ---- what a library may do in its own way
 
@@ -101,9 +100,7 @@ class HuggingFaceModule(TrainableModule):
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         if self.context.world_size == 1:
             return list(values)
-        all_of = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=self.data)
-        return all_of.tolist()
+        return all_reduced(values, op, self.device, self.data)
 
     @property
     def exports(self) -> bool:

@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -23,8 +22,9 @@ from torch import Tensor
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules import pretrained
+from coalign.modules import deterministic, pretrained
 from coalign.modules.base import IDLE, Measure, Outputs, TrainableModule
+from coalign.modules.group import all_reduced
 from coalign.types import Context
 
 SUPPORTED = "0.16.1"
@@ -53,10 +53,8 @@ class MegatronModule(TrainableModule):
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
         self.device = torch.device(context.device)
-        if config.deterministic:  # in all of this process
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-            torch.use_deterministic_algorithms(True)
+        if config.deterministic:
+            deterministic.enforce(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
 
     def setup(self) -> None:
         """Meet the other ranks and read this rank's part of the weights.
@@ -73,8 +71,7 @@ class MegatronModule(TrainableModule):
             try:
                 te = build.with_engine(config, self.device)
                 self.weights = cut.weights_of(config, context.world_size, te=te)
-                place = {"rank": context.rank, "ranks": context.world_size, "rendezvous": context.rendezvous}
-                ranks.join(cut.sizes_of(config), device=self.device, seed=context.seed, **place)
+                ranks.join(cut.sizes_of(config), context)
                 try:
                     self._build(te=te)
                 except BaseException:
@@ -138,9 +135,7 @@ class MegatronModule(TrainableModule):
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         from coalign.modules.megatron_core import ranks
 
-        all_of = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=ranks.data())
-        return all_of.tolist()
+        return all_reduced(values, op, self.device, ranks.data())
 
     @property
     def exports(self) -> bool:

@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+
+from coalign.types import Context
 
 
 @pytest.fixture
@@ -15,6 +16,6 @@ def alone() -> Iterator[None]:
     from coalign.modules.megatron_core.cut import Sizes
 
     with on_cpu():
-        ranks.join(Sizes(), device=torch.device("cpu"), rank=0, ranks=1, rendezvous=None, seed=0)
+        ranks.join(Sizes(), Context())
         yield
         ranks.leave()

@@ -18,6 +18,7 @@ pytest.importorskip("megatron.core")
 from coalign.modules.megatron_core import ranks
 from coalign.modules.megatron_core.cpu import on_cpu
 from coalign.modules.megatron_core.cut import Sizes
+from coalign.types import Context
 from tests.megatron.models import EVERY, Megatron, Reference, reference
 
 FEW = ["gemma", "bloom", "deepseek_v2"]
@@ -101,8 +102,7 @@ def _every(rank: int, port: int, file: Path, ports: list[int]) -> dict[Any, Any]
     found: dict[Any, Any] = {}
     with on_cpu():
         for (name, (sizes, cases)), at in zip(LAYOUTS.items(), [port, *ports], strict=True):
-            place = {"rank": rank, "ranks": 2, "rendezvous": f"127.0.0.1:{at}", "device": torch.device("cpu")}
-            ranks.join(sizes, **place, seed=0)
+            ranks.join(sizes, Context(rank=rank, world_size=2, rendezvous=f"127.0.0.1:{at}"))
             for case in cases:
                 found[name, case] = Megatron(references[case], sizes).differences()
             if name == "tensor":

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from coalign.modules import group
 from coalign.modules.megatron_core.cut import Sizes
 from coalign.modules.parallel.rows import Way
-
-TIMEOUT = timedelta(minutes=10)
-
+from coalign.types import Context
 
 _joined: Sizes | None = None  # of this process
 _models = 0  # that use the groups
 _met = False  # whether the process group beneath is ours to end
 
 
-def join(sizes: Sizes, *, device: torch.device, rank: int, ranks: int, rendezvous: str | None, seed: int) -> None:
+def join(sizes: Sizes, context: Context) -> None:
     """Meet the other ranks. Models of one process share megatron-core's groups, which are global to it.
 
     Raises ValueError for a second model of a process that is cut in another way.
@@ -32,9 +28,7 @@ def join(sizes: Sizes, *, device: torch.device, rank: int, ranks: int, rendezvou
         )
     if _joined is None:
         if not dist.is_initialized():
-            backend = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device.type]
-            where = {"init_method": f"tcp://{rendezvous}"} if ranks > 1 else {"store": dist.HashStore()}
-            dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=TIMEOUT, **where)
+            group.join(context, host=True)
             _met = True
         parallel_state.initialize_model_parallel(
             sizes.tensor,
@@ -43,9 +37,9 @@ def join(sizes: Sizes, *, device: torch.device, rank: int, ranks: int, rendezvou
             context_parallel_size=sizes.context,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
-            distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+            distributed_timeout_minutes=int(group.TIMEOUT.total_seconds() // 60),
         )
-        seed_all(seed)
+        seed_all(context.seed)
         _joined = sizes
     _models += 1
 
@@ -68,8 +62,8 @@ def seed_all(seed: int) -> None:
 
 def context() -> Way:
     """This rank's place among those that have parts of its rows."""
-    group = parallel_state.get_context_parallel_group()
-    return Way(group.rank(), group.size(), group)
+    found = parallel_state.get_context_parallel_group()
+    return Way(found.rank(), found.size(), found)
 
 
 def data() -> dist.ProcessGroup:

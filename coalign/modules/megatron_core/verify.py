@@ -22,6 +22,7 @@ from coalign.modules.megatron_core.cpu import on_cpu
 from coalign.modules.megatron_core.cut import Sizes
 from coalign.modules.megatron_core.model import PackedGPT
 from coalign.modules.megatron_core.weights import Weights, divisor, held
+from coalign.types import Context
 from coalign.weights.convert.huggingface import whole
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import dtypes
@@ -109,7 +110,7 @@ def _megatron(opened: Opened, dtypes: Mapping[str, torch.dtype], tokens: Tensor)
 def alone() -> Iterator[None]:
     """This process as the only rank."""
     with on_cpu():
-        ranks.join(Sizes(), device=torch.device("cpu"), rank=0, ranks=1, rendezvous=None, seed=0)
+        ranks.join(Sizes(), Context())
         try:
             yield
         finally:
