@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,17 +44,19 @@ FOUR_SLOW = [
     Layout("moe", {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2}),
     Layout("shared", {"tensor_parallel": 2, "expert_parallel": 2}),
 ]
-slow = (pytest.mark.backends, pytest.mark.timeout(1800))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layouts"),
-    [
-        pytest.param(2, TWO, id="two"),
-        pytest.param(2, TWO_SLOW, id="two-more", marks=slow),
-        pytest.param(4, FOUR_SLOW, id="four", marks=slow),
-    ],
-)
+def starts(two: list[Layout], more: list[Layout], four: list[Layout]) -> list[Any]:
+    """(ranks, layouts) of each start of processes: a short one on two ranks in the fast suite, the others apart."""
+    slow = (pytest.mark.backends, pytest.mark.timeout(1800))
+    return [
+        pytest.param(2, two, id="two"),
+        pytest.param(2, more, id="two-more", marks=slow),
+        pytest.param(4, four, id="four", marks=slow),
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "layouts"), starts(TWO, TWO_SLOW, FOUR_SLOW))
 def test_layouts_compute_and_learn_what_one_process_does(ranks, layouts, tmp_path, subtests):
     check_each(ranks, layouts, tmp_path, subtests)
 

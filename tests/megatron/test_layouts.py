@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.layouts import Layout
-from tests.conformance.test_parallel import check_each
+from tests.conformance.test_parallel import check_each, starts
 
 pytest.importorskip("megatron.core")
 
@@ -50,16 +50,8 @@ FOUR_SLOW = [
     cut("shared", **{TP: 2, EP: 4}, own={"expert_tensor_parallel": 1}),
     cut("moe", **{CP: 2, EP: 2}),
 ]
-slow = (pytest.mark.backends, pytest.mark.timeout(1800))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layouts"),
-    [
-        pytest.param(2, TWO, id="two"),
-        pytest.param(2, TWO_SLOW, id="two-more", marks=slow),
-        pytest.param(4, FOUR_SLOW, id="four", marks=slow),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "layouts"), starts(TWO, TWO_SLOW, FOUR_SLOW))
 def test_layouts_compute_and_learn_what_one_process_does(ranks, layouts, tmp_path, subtests):
     check_each(ranks, layouts, tmp_path, subtests)

@@ -1,16 +1,20 @@
-"""GRPO on Ray, the trainer cut by megatron-core over two ranks: what FSDP learns in one process, either engine."""
+"""GRPO on Ray with a trainer of two ranks of any backend: what FSDP learns in one process, with either engine."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.conformance.backends import MEGATRON
+from tests.conformance.backends import DEEPSPEED, MEGATRON
 from tests.conformance.engines import SMALL, VLLM, model_dir
 from tests.runs import metrics, run, settings
 
-pytestmark = [MEGATRON, pytest.mark.backends, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.backends, pytest.mark.timeout(900)]
 pytest.importorskip("ray")
-CUTS = {"tensor_parallel": {"tensor_parallel": 2}, "pipeline_parallel": {"pipeline_parallel": 2}}
+ZERO = {"module": "deepspeed", "deepspeed": {"stage": 3}}
+TENSOR = {"module": "megatron", "tensor_parallel": 2}
+STAGES = {"module": "megatron", "pipeline_parallel": 2}
+REACHING_VLLM = [pytest.param(ZERO, id="deepspeed", marks=DEEPSPEED), pytest.param(TENSOR, id="tensor", marks=MEGATRON)]
+TRAINERS = [*REACHING_VLLM, pytest.param(STAGES, id="pipeline", marks=MEGATRON)]
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +31,31 @@ def config(tmp_path_factory):
     return config, metrics(config)
 
 
-def on_ray(config, name: str, policy: dict, cut: dict) -> list[dict]:
-    trainer = config["models"]["trainer"] | {"module": "megatron", "num_process": 2, **cut}
-    models = {"policy": config["models"]["policy"] | policy, "trainer": trainer}
-    models["reference"] = {"module": "megatron"}  # cut as the trainer is
+def on_ray(config, name: str, policy: dict, trainer: dict) -> list[dict]:
+    models = {
+        "policy": config["models"]["policy"] | policy,
+        "trainer": config["models"]["trainer"] | {"num_process": 2, **trainer},
+        "reference": {"module": trainer["module"]},  # its weights are shared over the ranks as the trainer's are
+    }
     runtime = config["runtime"] | {"cluster": "ray"}
     own = config | {"output": f"{config['output']}-{name}", "models": models, "runtime": runtime}
     assert run(own) == 0
     return metrics(own)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_curve_is_that_of_fsdp_in_one_process(config, cut):
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_curve_is_that_of_fsdp_in_one_process(config, trainer, request):
     given, alone = config
-    found = on_ray(given, cut, {"module": "native"}, CUTS[cut])
+    found = on_ray(given, request.node.name, {"module": "native"}, trainer)
     for key in ("loss/value", "loss/grad_norm", "loss/kl_ref", "reward/mean", "tokens/trained"):
         one, two = ([line[key] for line in lines] for lines in (alone, found))
         assert two == pytest.approx(one, rel=1e-4, abs=1e-5), key
 
 
 @VLLM
-def test_its_weights_reach_a_policy_of_vllm(config):
-    found = on_ray(config[0], "vllm", {"module": "vllm", "vllm": SMALL}, CUTS["tensor_parallel"])
+@pytest.mark.parametrize("trainer", REACHING_VLLM)
+def test_its_weights_reach_a_policy_of_vllm(config, trainer, request):
+    found = on_ray(config[0], request.node.name, {"module": "vllm", "vllm": SMALL}, trainer)
     for line, alone in zip(found, config[1], strict=True):
         assert line["loss/mismatch"] < 1e-4
         assert line["reward/mean"] == pytest.approx(alone["reward/mean"], rel=0.1, abs=0.02)
