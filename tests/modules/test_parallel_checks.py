@@ -86,7 +86,7 @@ def test_offload_needs_shards():
         ModelConfig(cpu_offload=True)
 
 
-@pytest.mark.parametrize("case", ["falcon_7b", "bloom"])
+@pytest.mark.parametrize("case", ["falcon_7b", "falcon_40b", "falcon_rw", "falcon_11b", "bloom"])
 def test_attention_of_its_own_is_refused(case, tmp_path):
     native(case).save_pretrained(tmp_path)
     with pytest.raises(NotImplementedError, match="cannot compute packed sequences; `module: megatron`"):
