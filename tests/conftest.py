@@ -1,7 +1,13 @@
 """Tests run on one thread and without a network."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
+if "COALIGN_CACHE" not in os.environ:  # all processes of a test session, Ray's workers too, choose the same kernels
+    os.environ["COALIGN_CACHE"] = tempfile.mkdtemp(prefix="coalign-tests-")
+    atexit.register(shutil.rmtree, os.environ["COALIGN_CACHE"], ignore_errors=True)
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",

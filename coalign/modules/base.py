@@ -72,6 +72,14 @@ class Module:
         """Raises ValueError, naming a key of ``models.<name>``, if the architecture in ``config.load`` cannot be cut or
         adapted as ``config`` says. No weights are read."""
 
+    @classmethod
+    def notes(cls, config: ModelConfig) -> Sequence[str]:
+        """What `coalign check` says of how this machine will compute the model. No weights are read.
+
+        Raises ValueError for an architecture that the backend cannot compute.
+        """
+        return ()
+
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config
         self.context = context

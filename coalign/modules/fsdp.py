@@ -26,6 +26,8 @@ from coalign.modules.layout import Layout, pack
 from coalign.modules.parallel import blocks, checks, experts
 from coalign.modules.parallel.ranks import Ranks
 from coalign.modules.parallel.rows import Rows, Way
+from coalign.native import kernels
+from coalign.types import Context
 
 # A row that every model can read.
 PROBE = Batch(torch.tensor([16]), {"tokens": torch.arange(16, dtype=torch.int32)})
@@ -46,6 +48,17 @@ class FSDPModule(HuggingFaceModule):
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         model = pretrained.skeleton(config, name=name)
         checks.check(model, decoder_layers(model), config, name)
+
+    @classmethod
+    def notes(cls, config: ModelConfig) -> Sequence[str]:
+        if config.num_gpu or config.compute_dtype != "bfloat16" or kernels.has_bf16():
+            return ()
+        return (kernels.FLOAT32_INSTEAD,)
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        super().__init__(config, context)
+        if self.compute_dtype is not None and kernels.computing_dtype(self.compute_dtype, self.device) == torch.float32:
+            self.compute_dtype = None
 
     def setup(self) -> None:
         """Load the model; with several ranks join the others first. Raises what coalign.modules.pretrained raises."""

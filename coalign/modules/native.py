@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from coalign.config.schema import ModelConfig
+from coalign.modules import pretrained
 from coalign.modules.generating import RolloutModule
+from coalign.native import kernels
 from coalign.native.engine import NativeEngine
 from coalign.native.model import Model
 
@@ -19,11 +22,29 @@ class NativeModule(RolloutModule):
     adopts = True
     engine: NativeEngine
 
+    @classmethod
+    def notes(cls, config: ModelConfig) -> Sequence[str]:
+        if config.num_gpu:
+            return ()
+        device = torch.device("cpu")
+        model = Model(
+            pretrained.read_config(config),
+            dtype=_dtype(config, device),
+            device="cpu",
+            trust_remote_code=config.trust_remote_code,
+        )
+        notes = [str(model.kernel)] if model.kernel else []
+        if config.compute_dtype == "bfloat16" and model.dtype == torch.float32:
+            notes.append(kernels.FLOAT32_INSTEAD)
+        if model.variant_parts:
+            notes.append(f"log-probs may differ in their last bits from batch to batch: {', '.join(model.variant_parts)}")
+        return notes
+
     def build(self, architecture: PreTrainedConfig) -> NativeEngine:
         config, native = self.config, self.config.native
         model = Model(
             architecture,
-            dtype=getattr(torch, config.compute_dtype or config.dtype),
+            dtype=_dtype(config, torch.device(self.context.device)),
             device=self.context.device,
             trust_remote_code=config.trust_remote_code,
         )
@@ -44,3 +65,7 @@ class NativeModule(RolloutModule):
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         return self.engine.model.module.parameters() if part == "weights" else ()
+
+
+def _dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    return kernels.computing_dtype(getattr(torch, config.compute_dtype or config.dtype), device)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
+ROWS = 8  # the engine computes multiples of this many rows: never one, and no vector loop ends inside a row
 STRIDE = 16  # decode attends over a whole number of such column blocks
 _ROWS_AT_ONCE = 64
 
@@ -97,14 +98,18 @@ class Prefill:
             keys[slots, past : past + stop - start] = key[0, :, start:stop].transpose(0, 1)
             values[slots, past : past + stop - start] = value[0, :, start:stop].transpose(0, 1)
             if whole := stop - decoded - start:
-                q, k, v = (x[:, :, start : start + whole] for x in (query, key, value))
-                out[:, start : start + whole] = rules.attend(q, k, v, rules.causal_mask(whole, q)).transpose(1, 2)
-            # A few at a time: some kernels copy the keys for every row.
+                filled = (0, 0, 0, -whole % ROWS)  # causal: no row sees what follows it
+                q, k, v = (F.pad(x[:, :, start : start + whole], filled) for x in (query, key, value))
+                seen = rules.attend(q, k, v, rules.causal_mask(q.shape[2], q))
+                out[:, start : start + whole] = seen[:, :, :whole].transpose(1, 2)
+            # A few at a time: some kernels copy the keys for every row. Never fewer than decoding has, as one row may
+            # be rounded in another way: the last one fills up.
             for row in range(stop - decoded, stop, _ROWS_AT_ONCE):
-                rows = slice(row, min(row + _ROWS_AT_ONCE, stop))
-                positions = torch.arange(rows.start, rows.stop, device=query.device) - start + past
-                same = (x[slots.start].expand(rows.stop - row, *x.shape[1:]) for x in (keys, values))
-                out[0, rows] = Past(positions, self.cache.length).attend(query[:, :, rows], *same, rules)[0]
+                end = min(row + _ROWS_AT_ONCE, stop)
+                rows = torch.arange(row, row + -(-(end - row) // ROWS) * ROWS, device=query.device).clamp(max=end - 1)
+                same = (x[slots.start].expand(len(rows), *x.shape[1:]) for x in (keys, values))
+                past_rows = Past(rows - start + past, self.cache.length)
+                out[0, row:end] = past_rows.attend(query[:, :, rows], *same, rules)[0, : end - row]
         return out
 
 
@@ -142,10 +147,13 @@ class Past:
         """query [1, heads, B, d]; keys, values [B, length, kv heads, d] -> [1, B, heads, d]."""
         batch, heads, groups = query.shape[2], query.shape[1], keys.shape[2]
         keys, values = (x[:, : self.columns].transpose(1, 2) for x in (keys, values))
-        # The query heads that share a key head stand as the rows of one product (no repetition of keys).
-        q = query[0].transpose(0, 1).reshape(batch, groups, heads // groups, -1)
+        # The query heads that share a key head stand as the rows of one product (no repetition of keys). MKL rounds by
+        # the alignment of its operands, and with another number of rows than a multiple of four the buffers of torch's
+        # attention lie otherwise in each thread.
+        shared = heads // groups
+        q = F.pad(query[0].transpose(0, 1).reshape(batch, groups, shared, -1), (0, 0, 0, -shared % 4))
         out = rules.attend(q, keys, values, self._mask(rules.window, query.dtype))
-        return out.reshape(1, batch, heads, -1)
+        return out[:, :, :shared].reshape(1, batch, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, 1, columns]: each row sees its own past, at most ``window`` tokens of it."""
@@ -187,8 +195,10 @@ class Rules:
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = torch.tanh(query @ key.transpose(2, 3) * (scale / self.softcap)) * self.softcap + mask
-        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+        # The products get contiguous matrices: strides choose the kernel, and they depend on the batch.
+        keys = key.transpose(2, 3).contiguous()
+        scores = torch.tanh(query.contiguous() @ keys * (scale / self.softcap)) * self.softcap + mask
+        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value.contiguous()
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

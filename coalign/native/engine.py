@@ -1,11 +1,12 @@
 """The embedded generation engine: computes with the trainer's own tensors where it can.
 
-What a token will be depends on the weights and on (seed, group, index, position) only; linear.py says how the
-arithmetic keeps to that.
+What a token will be depends on the weights and on (seed, group, index, position) only, as far as the arithmetic of this
+machine keeps to that: kernels.py chooses it so, and probe.py tests it on every model.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -19,15 +20,19 @@ from coalign.native import probe
 from coalign.native.model import Model
 from coalign.native.run import NativeRun
 
+log = logging.getLogger(__name__)
+
 
 class NativeEngine(Engine):
-    """Generates with ``model``.
+    """Generates with ``model``. ``is_invariant``, once weights are there: a token has the same bits in any batch.
 
     seed: of the sampling. max_sequences: decoded at once. kv_tokens: tokens the KV cache may hold (None: enough for
     max_sequences of the longest). prefill_tokens: prompt tokens in one forward (a longer prompt goes alone).
     end_tokens: ids that end a response. decoder: see coalign.generation.stops. reserve: hears how many bytes the KV
     cache is about to have, and may raise.
     """
+
+    is_invariant = False
 
     def __init__(
         self,
@@ -69,5 +74,14 @@ class NativeEngine(Engine):
         self.model.load(weights, adopt=adopt)
         if self.version < 0:
             probe.check(self.model)
+            with self.model.packed():
+                self.is_invariant = probe.is_invariant(self.model)
+            if not self.is_invariant:
+                parts = ", ".join(self.model.variant_parts) or "its attention"
+                log.warning(
+                    "native engine: log-probs of %s may differ in their last bits from one batch to another (%s)",
+                    type(self.model.module).__name__,
+                    parts,
+                )
         if self._running is not None:
             self.model.pack()

@@ -10,13 +10,14 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from coalign.native import attention
-from coalign.native.linear import ROWS, replace_linears
+from coalign.native import attention, kernels
+from coalign.native.linear import Linear, replace_linears
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -108,8 +109,26 @@ class Model:
 
     def pack(self) -> None:
         """Derive the packed copies from the current weights."""
-        for linear in self.linears:
-            linear.pack()
+        if self.kernel is not None:
+            for linear in self.linears:
+                linear.pack(self.kernel)
+
+    @cached_property
+    def kernel(self) -> kernels.KernelChoice | None:
+        """Computes the linear layers. None: they are plain ones."""
+        if self.device.type != "cpu" or self.dtype not in kernels.KERNELS or not self.linears:
+            return None
+        return kernels.choose(((layer.in_features, layer.out_features) for layer in self.linears), self.dtype)
+
+    @property
+    def variant_parts(self) -> list[str]:
+        """What may compute a row in other bits when its batch changes, as far as it is known without computing."""
+        if self.kernel is None:
+            return [f"linear layers in {self.dtype} on {self.device.type}"]
+        parts = [] if self.kernel.is_invariant else [f"linear layers by {self.kernel.name}"]
+        known = (nn.Embedding, Linear)
+        others = {type(m).__name__ for m in self.module.modules() if not isinstance(m, known) and _has_matrix(m)}
+        return parts + sorted(others)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: attention.Prefill | attention.Decode, rows: Tensor | None
@@ -118,11 +137,15 @@ class Model:
 
         ``rows`` i64: where logits are wanted (None: everywhere).
         """
-        keep = 0 if rows is None else torch.cat([rows, rows[-1:].expand(-len(rows) % ROWS)])
+        keep = 0 if rows is None else torch.cat([rows, rows[-1:].expand(-len(rows) % attention.ROWS)])
         out = self.module(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, kv=kv
         )
         return out.logits[0] if rows is None else out.logits[0, : len(rows)]
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
 
 
 def _refuse_foreign_state(module: nn.Module) -> None:

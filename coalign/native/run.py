@@ -11,8 +11,7 @@ from torch import Tensor
 from coalign.generation.engine import OnToken, Run
 from coalign.generation.request import OnDone, Request
 from coalign.generation.sampling import Sampling, sample, stream_key, uniforms
-from coalign.native.attention import Decode, Prefill, Segment
-from coalign.native.linear import ROWS
+from coalign.native.attention import ROWS, Decode, Prefill, Segment
 from coalign.native.request import Active, Queued
 from coalign.native.slots import KEY, POSITION, TOKEN, Slots
 from coalign.types import Status

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coalign.native.attention import STRIDE, KVCache
-from coalign.native.linear import ROWS
+from coalign.native.attention import ROWS, STRIDE, KVCache
 from coalign.native.model import Model
 from coalign.native.request import Active
 

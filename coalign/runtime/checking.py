@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -42,13 +42,14 @@ def check(config: RunConfig, display: Display) -> None:
     display.show(draw(graph) + "\n")
     with located(config):
         _try_architectures(models)
+        notes = [f"{name}: {note}" for name, model in models.items() for note in _notes(name, model)]
     if rewards := composition(models, config):
         display.show(rewards + "\n")
     with located(config):
         display.show(asked(started(cls, models, config), config))
     display.show("")
     display.show(_memory(cls, models, config))
-    for line in _sharing(cls, models, config):
+    for line in [*_sharing(cls, models, config), *notes]:
         display.show(line)
     display.show("\nno problem found")
 
@@ -109,6 +110,15 @@ def _try_architectures(models: Mapping[str, ModelConfig]) -> None:
         cut = module.spmd and any(getattr(model, key) > 1 for key in PARALLEL)
         if model.load and (cut or pretrained.has_adapters(model)):
             module.check_architecture(model, name)
+
+
+def _notes(name: str, model: ModelConfig) -> Sequence[str]:
+    if not model.load:
+        return ()
+    try:
+        return module_class(model).notes(model)
+    except (ValueError, NotImplementedError) as problem:
+        raise ValueError(f"models.{name}.load: {problem}") from problem
 
 
 def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Any:

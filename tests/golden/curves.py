@@ -56,6 +56,10 @@ def configuration(name: str, directory: Path) -> dict[str, Any]:
     if algorithm in FAMILY:
         config["models"]["policy"]["sampling"] |= {"stop": ENDS}
         config["models"]["trainer"]["updates_per_batch"] = 2
+    if algorithm in ("rloo", "remax"):
+        # The reward has the KL in it, which is rounding alone before the first update. In a group whose rewards are
+        # all equal that is the whole gradient, and Adam would make full steps of it, others on every processor.
+        config["models"]["trainer"]["optimizer"] |= {"eps": 1e-5}
     if algorithm == "cispo":
         config["loss"] = {"fn": "cispo", "clip_high": 0.02}
     if variant == "token":

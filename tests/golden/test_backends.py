@@ -1,4 +1,4 @@
-"""Whichever backend trains, a run makes the same samples and learns the same from them."""
+"""Whichever backend trains, a policy makes the same samples, and the trainer learns the same from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from tests.conformance.backends import DEEPSPEED, MEGATRON
 from tests.golden.curves import curve
+from tests.golden.rollouts import recorded, replayed
 
 BACKENDS = {
     "deepspeed": ({"module": "deepspeed", "deepspeed": {"stage": 2}}, DEEPSPEED),
@@ -25,7 +26,9 @@ def test_the_curve_is_that_of_fsdp(backend, name, tmp_path):
     # An update without advantages has a gradient of rounding alone, which Adam would make whole steps of.
     steady = {"optimizer": {"lr": 3e-3, "eps": 1e-3}}
     (tmp_path / "other").mkdir()
-    expected = curve(name, tmp_path, steady)
-    found = curve(name, tmp_path / "other", steady | BACKENDS[backend][0])
+    with recorded() as rollouts:
+        expected = curve(name, tmp_path, steady)
+    with replayed(rollouts):
+        found = curve(name, tmp_path / "other", steady | BACKENDS[backend][0])
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4, abs=1e-6), key
