@@ -6,11 +6,12 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 
-.PHONY: help demo test test-backends test-all lint format bench clean
+.PHONY: help demo test test-backends test-processors test-all lint format bench clean
 help:
 	@echo "make demo      install, then SFT and GRPO on a small model: the accuracy climbs in minutes on a CPU"
 	@echo "make test      install, then the test suite (under ten minutes on two cores)"
 	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
+	@echo "make test-processors  the numeric tests as other processors compute them, four times"
 	@echo "make test-all  all of the slow tests too"
 	@echo "make lint      ruff"
 	@echo "make bench     install TRL, then time Coalign against it and compare losses"
@@ -37,6 +38,9 @@ test: $(VENV)/.installed
 
 test-backends: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m backends
+
+test-processors: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.processors
 
 test-all: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m 'not gpu'

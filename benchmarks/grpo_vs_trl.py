@@ -1,6 +1,6 @@
 """GRPO step: Coalign against TRL in turns, each in its own process: same model, prompts, lengths, KL and precision.
 
-    python benchmarks/grpo_vs_trl.py [--rounds 3] [--steps 3] [--precision fp32 bf16]
+    python benchmarks/grpo_vs_trl.py [--rounds 3] [--steps 3] [--precision fp32 bf16] [--new 128]
 
 Prints medians and ratios, split by phase, with the FLOP floor: the least work the step needs (generation with the
 prompt computed once per group, reference forward, forward and backward; head only where a token is chosen) over the
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import make_model, matmul_rate, median, peak_mib, prompts, stopwatch
 
-PROMPTS, SAMPLES, NEW, KL = 8, 8, 128, 0.04
+PROMPTS, SAMPLES, KL = 8, 8, 0.04
 
 
 def reward_length(sample) -> float:
@@ -30,7 +30,7 @@ def reward_length(sample) -> float:
     return float(sum(sample.tokens.tolist()) % 97) / 97
 
 
-def run_coalign(model: Path, precision: str, steps: int) -> dict:
+def run_coalign(model: Path, precision: str, steps: int, new: int) -> dict:
     from coalign.config import load
     from coalign.runtime.build import recipe
     from coalign.runtime.display import Display
@@ -62,7 +62,7 @@ def run_coalign(model: Path, precision: str, steps: int) -> dict:
                     "policy": {
                         "load": str(model),
                         "compute_dtype": dtype,
-                        "sampling": {"max_new_tokens": NEW},
+                        "sampling": {"max_new_tokens": new},
                     },
                     "trainer": {"optimizer": {"lr": 1e-6}, "max_tokens_per_micro": 16384},
                 },
@@ -86,7 +86,7 @@ def run_coalign(model: Path, precision: str, steps: int) -> dict:
     }
 
 
-def run_trl(model: Path, precision: str, steps: int) -> dict:
+def run_trl(model: Path, precision: str, steps: int, new: int) -> dict:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -128,8 +128,8 @@ def run_trl(model: Path, precision: str, steps: int) -> dict:
         output_dir=work,
         per_device_train_batch_size=PROMPTS * SAMPLES,
         num_generations=SAMPLES,
-        max_completion_length=NEW,
-        generation_kwargs={"min_new_tokens": NEW},
+        max_completion_length=new,
+        generation_kwargs={"min_new_tokens": new},
         beta=KL,
         learning_rate=1e-6,
         max_steps=steps + 1,
@@ -187,13 +187,14 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--steps", type=int, default=3)
     options.add_argument("--precision", nargs="+", default=["fp32", "bf16"])
+    options.add_argument("--new", type=int, default=128, help="tokens of a response")
     options.add_argument("--worker", choices=["coalign", "trl"], help=argparse.SUPPRESS)
     options.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     options.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:
         run = {"coalign": run_coalign, "trl": run_trl}[given.worker]
-        given.result.write_text(json.dumps(run(given.model, given.precision[0], given.steps)))
+        given.result.write_text(json.dumps(run(given.model, given.precision[0], given.steps, given.new)))
         return
 
     import torch
@@ -208,12 +209,12 @@ def main() -> None:
                 for worker in ("coalign", "trl"):
                     file = Path(work) / "result.json"
                     command = [sys.executable, __file__, "--worker", worker, "--precision", precision]
-                    command += ["--steps", str(given.steps), "--model", str(model), "--result", str(file)]
+                    command += ["--steps", str(given.steps), "--new", str(given.new), "--model", str(model), "--result", str(file)]
                     subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
                     for key, value in json.loads(file.read_text()).items():
                         results[precision, worker][key] += value if isinstance(value, list) else [value]
         print(
-            f"model: {parameters / 1e6:.1f}M parameters; {PROMPTS} prompts x {SAMPLES} samples x {NEW} tokens; KL {KL}"
+            f"model: {parameters / 1e6:.1f}M parameters; {PROMPTS} prompts x {SAMPLES} samples x {given.new} tokens; KL {KL}"
         )
         for precision in given.precision:
             ours, theirs = results[precision, "coalign"], results[precision, "trl"]

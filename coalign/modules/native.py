@@ -36,8 +36,8 @@ class NativeModule(RolloutModule):
         notes = [str(model.kernel)] if model.kernel else []
         if config.compute_dtype == "bfloat16" and model.dtype == torch.float32:
             notes.append(kernels.FLOAT32_INSTEAD)
-        if model.variant_parts:
-            notes.append(f"log-probs may differ in their last bits from batch to batch: {', '.join(model.variant_parts)}")
+        if parts := model.variant_parts:
+            notes.append(f"log-probs may differ in their last bits from batch to batch: {', '.join(parts)}")
         return notes
 
     def build(self, architecture: PreTrainedConfig) -> NativeEngine:

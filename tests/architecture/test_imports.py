@@ -113,12 +113,6 @@ def test_nothing_heavy_is_imported_until_it_is_used():
     assert run(code).strip() == "[]"
 
 
-def test_files_stay_small():
-    """A hub file doubles every year; nothing here needs more than this."""
-    for file in FILES:
-        assert len(file.read_text().splitlines()) <= 420, f"{file} has outgrown one purpose"
-
-
 @pytest.mark.slow
 def test_start_up_times():
     def best(*command: str) -> float:

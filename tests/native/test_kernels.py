@@ -1,4 +1,4 @@
-"""The kernel of linear layers: each computes the product, the choice is the fastest that is invariant, and it is kept."""
+"""Kernels of linear layers: each computes the product, the fastest invariant one is chosen, and the choice is kept."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_babble_is_read_in_linear_time(piece):
 
 
 @needs_data
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.slow), "test"])
 def test_every_gsm8k_solution_is_right(split):
     rows = lines(f"gsm8k_{split}.jsonl")
     wrong = [row["answer"] for row in rows if math(sample(row["answer"], answer=row["answer"]), strict=True) != 1.0]

@@ -162,13 +162,13 @@ def raising(patch, owner, name, times):
 @pytest.mark.parametrize(
     ("owner", "name", "times"),
     [
-        pytest.param(Partial, "add", 1, id="while generating"),
+        pytest.param(Partial, "add", 1, id="while generating", marks=pytest.mark.slow),
         pytest.param(Partial, "finish", 1, id="between a stage's output and its record"),
         pytest.param(Partial, "add", 3, id="while scoring", marks=pytest.mark.slow),
         pytest.param(type(KINDS["select"]), "run", 1, id="after selecting", marks=pytest.mark.slow),
         pytest.param(Record, "after_step", 2, id="while training", marks=pytest.mark.slow),
         pytest.param(type(KINDS["train"]), "run", 1, id="after training", marks=pytest.mark.slow),
-        pytest.param(Record, "after_step", 5, id="while training in the second round"),
+        pytest.param(Record, "after_step", 5, id="while training in the second round", marks=pytest.mark.slow),
     ],
 )
 def test_killed_anywhere_the_weights_are_the_same(home, whole, monkeypatch, request, owner, name, times):

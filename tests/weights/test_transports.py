@@ -186,7 +186,10 @@ def test_broadcast_is_refused_between_models_that_take_turns(make, syncing):
         syncing(*make(turns=True), "broadcast")(0)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport",
+    ["shared_memory", "broadcast", *(pytest.param(t, marks=pytest.mark.slow) for t in ("disk", "object_store"))],
+)
 def test_a_sender_that_stalls_is_named(make, syncing, transport):
     trainer, policy = make()
     sync = syncing(trainer, policy, transport, timeout=2.0, bucket_mib=1)
