@@ -209,12 +209,22 @@ def main() -> None:
                 for worker in ("coalign", "trl"):
                     file = Path(work) / "result.json"
                     command = [sys.executable, __file__, "--worker", worker, "--precision", precision]
-                    command += ["--steps", str(given.steps), "--new", str(given.new), "--model", str(model), "--result", str(file)]
+                    command += [
+                        "--steps",
+                        str(given.steps),
+                        "--new",
+                        str(given.new),
+                        "--model",
+                        str(model),
+                        "--result",
+                        str(file),
+                    ]
                     subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
                     for key, value in json.loads(file.read_text()).items():
                         results[precision, worker][key] += value if isinstance(value, list) else [value]
         print(
-            f"model: {parameters / 1e6:.1f}M parameters; {PROMPTS} prompts x {SAMPLES} samples x {given.new} tokens; KL {KL}"
+            f"model: {parameters / 1e6:.1f}M parameters; "
+            f"{PROMPTS} prompts x {SAMPLES} samples x {given.new} tokens; KL {KL}"
         )
         for precision in given.precision:
             ours, theirs = results[precision, "coalign"], results[precision, "trl"]

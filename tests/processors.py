@@ -1,4 +1,4 @@
-"""`python -m tests.processors [NAME …]`: the numeric tests as other processors would compute them 
+"""`python -m tests.processors [NAME …]`: the numeric tests as other processors would compute them
 
 torch, oneDNN and MKL choose their kernels by what the processor says that it can do; these variables make it say less.
 Of a processor that has no more than that itself, an emulation changes nothing.
