@@ -199,6 +199,8 @@ def main() -> None:
 
     import torch
 
+    from coalign.native.kernels import computing_dtype
+
     with tempfile.TemporaryDirectory() as work:
         model = Path(work) / "model"
         parameters = make_model(model)
@@ -228,7 +230,8 @@ def main() -> None:
         )
         for precision in given.precision:
             ours, theirs = results[precision, "coalign"], results[precision, "trl"]
-            rate = matmul_rate(torch.float32 if precision == "fp32" else torch.bfloat16)
+            dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+            rate = matmul_rate(computing_dtype(dtype, torch.device("cpu")))
             floors = floor_flops(parameters, embedding, median(ours["tokens"]), median(ours["prompt"]))
             print(f"\n{precision}: matmul {rate / 1e9:.0f} GFLOP/s   (median of {len(ours['step'])} steps)")
             print(f"{'phase':<10}{'Coalign s':>11}{'TRL s':>9}{'ratio':>8}{'floor s':>9}{'of floor':>10}")
