@@ -69,7 +69,8 @@ class RuntimeConfig(Section):
     threads: ResultNeutral[PositiveInt | None] = None
     """CPU threads of each process; None: all cores of its machine."""
     resume: ResultNeutral[str] = "auto"
-    """`auto`: the newest good checkpoint of the run folder; `never`; or a checkpoint directory."""
+    """`auto`: the newest good checkpoint of the run folder; `never`: the run starts at step 0, and moves the
+    checkpoints and metrics of an earlier run aside; or a checkpoint directory."""
     save_every: ResultNeutral[NonNegativeInt] = 0
     """Steps between checkpoints; 0: only at the end."""
     keep: ResultNeutral[PositiveInt] = 2
