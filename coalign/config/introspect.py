@@ -6,7 +6,7 @@ import types
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from coalign.config.errors import Key
-from coalign.config.schema import Input, RunConfig, Section
+from coalign.config.schema import Input, NoEffect, RunConfig, Section
 
 
 def type_at(key: Key, root: type[Section] = RunConfig) -> Any:
@@ -54,6 +54,12 @@ def input_at(key: Key, root: type[Section] = RunConfig) -> Input | None:
     if get_origin(bare(kind)) is list:
         kind = get_args(bare(kind))[0]
     return next((mark for mark in _marks(kind) if isinstance(mark, Input)), None)
+
+
+def changes_results(key: Key, root: type[Section] = RunConfig) -> bool:
+    """Whether results depend on the value at ``key``: neither it nor a section around it is marked as NoEffect."""
+    kinds = (type_at(key[:depth], root) for depth in range(1, len(key) + 1))
+    return not any(isinstance(mark, NoEffect) for kind in kinds for mark in _marks(kind))
 
 
 def _inside(kind: Any, part: str | int) -> Any:

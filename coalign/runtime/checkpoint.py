@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from coalign.files import move_aside
+
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -52,7 +54,9 @@ class Checkpoints:
             aside.mkdir(parents=True)
             fill(aside)
             _seal(aside)
-            shutil.rmtree(final, ignore_errors=True)
+            if (final / MANIFEST).exists():
+                log.warning("%s was there before; it is now %s", final, move_aside(final))
+            shutil.rmtree(final, ignore_errors=True)  # what an interrupted `prune` left
             os.replace(aside, final)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from coalign.files import move_aside
 from coalign.types import Metric
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,12 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def move_records_aside(self) -> None:
+        """Move the checkpoints and lines of an earlier run aside, for a run that does not go on from them."""
+        for path in (self.checkpoints, self.metrics.path, self.samples.path):
+            if path.exists():
+                log.warning("%s is of an earlier run; it is now %s", path, move_aside(path))
 
     def begin(self, config_text: str, step: int) -> None:
         """Write config.yaml and forget what was logged after ``step``."""

@@ -42,7 +42,7 @@ def generate(config: GenerateConfig, output: Path | None, display: Display, *, r
     begun, fresh = time.perf_counter(), 0
     with (
         _judged(config) as judge,
-        _kept(config, output, display, loader, count, size, round) as partial,
+        _kept(config, output, display, size, round) as partial,
         bar as advance,
     ):
         advance(min(partial.done * size, count) * config.samples)
@@ -73,19 +73,12 @@ def _judged(config: GenerateConfig) -> Any:
     return closing(judge) if judge else nullcontext()
 
 
-def _kept(
-    config: GenerateConfig, output: Path | None, display: Display, loader: Loader, count: int, size: int, round: int
-) -> Partial | Unkept:
+def _kept(config: GenerateConfig, output: Path | None, display: Display, size: int, round: int) -> Partial | Unkept:
     """Where the records go: a file that survives a kill, or the screen."""
     if output is None:
         return Unkept(lambda record: display.show(record["response"]))
-    depends = {
-        "prompts": [loader.state_dict()["sources"], count, round, size],
-        "model": fingerprint.of_path(config.model),
-        "reward model": config.reward_model and fingerprint.of_path(config.reward_model),
-        "settings": config.model_dump(exclude={"model", "reward_model", "data", "native", "prompts"}),
-    }
-    return Partial(output, depends)
+    # Finished units are counted, so their size matters here, though `native`, which sets it, changes no response.
+    return Partial(output, {"round": round, "prompts of a unit": size, **fingerprint.of_settings(config)})
 
 
 def _draws(loader: Loader, first: int, count: int, size: int, done: int) -> Iterator[Batch]:

@@ -2,7 +2,8 @@
 
 ``<output>/round_K/NN_NAME/`` holds a stage's output and ``stage.json``: what it depends on (settings, and the contents
 of every file and model that they name), whether it is done, its counts and seconds. A stage that depends on something
-else than when it was done is done anew, and so is whatever depends on its output.
+else than when it was done is done anew, and so is whatever depends on its output. The old folder is moved aside, never
+deleted.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coalign.config.errors import Key, dotted
-from coalign.config.introspect import input_at
 from coalign.config.pipelines import PipelineFile
 from coalign.config.schema import Section
+from coalign.files import move_aside
 from coalign.runtime import fingerprint
 from coalign.runtime.build import recipe
 from coalign.runtime.display import Display
@@ -30,22 +29,6 @@ from coalign.runtime.folder import lock
 from coalign.runtime.stages import KINDS, trains_a_policy
 from coalign.runtime.stepline import number
 
-# Settings that do not change what comes out.
-WITHOUT_EFFECT: Mapping[str, Any] = {
-    "output": True,
-    "native": True,
-    "runtime": {
-        "resume",
-        "save_every",
-        "keep",
-        "threads",
-        "log_samples",
-        "plots",
-        "tensorboard",
-        "wandb",
-        "call_timeout",
-    },
-}
 Record = dict[str, Any]
 
 
@@ -111,11 +94,11 @@ def check(file: PipelineFile, display: Display) -> None:
 def _ensure(stage: Stage, display: Display) -> int:
     """Do a stage unless it is done; goes on with one that was interrupted."""
     record = stage.folder / "stage.json"
-    before, depends = _read(record), dict(_depends(stage.settings))
+    before, depends = _read(record), fingerprint.of_settings(stage.settings)
     if before and before["depends"] != depends:
         changed = [key for key in {**before["depends"], **depends} if before["depends"].get(key) != depends.get(key)]
-        display.note(f"{stage} is done anew: {', '.join(changed)} changed")
-        shutil.rmtree(stage.folder)
+        moved = move_aside(stage.folder)
+        display.note(f"{stage} is done anew: {', '.join(changed)} changed; what was there is now in {moved}")
         before = {}
     if before.get("done") and stage.output.exists():
         display.show(f"{stage}: done before ({_told(before['counts'])})")
@@ -138,24 +121,6 @@ def _free_memory() -> None:
     """Let go of the stage's models before the next one loads its own, maybe in another process."""
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _depends(settings: Section) -> Iterator[tuple[str, Any]]:
-    """Every setting that matters, by its dotted key: of a path the contents of what lies there, and of a function of
-    one's own its source, too."""
-    for key, value in _leaves(settings.model_dump(mode="json", exclude=WITHOUT_EFFECT), ()):
-        is_input = value is not None and input_at(key, type(settings)) is not None
-        yield dotted(key), fingerprint.of_path(value) if is_input else value
-        if key and key[-1] in ("fn", "algorithm", "module") and ":" in (value or ""):
-            yield f"{dotted(key)} (source)", fingerprint.of_code(value)
-
-
-def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not items:
-        yield key, value
-    for name, item in items:
-        yield from _leaves(item, (*key, name))
 
 
 def _read(record: Path) -> Record:

@@ -64,7 +64,7 @@ def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchd
     profile = [Profile(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
     engine.cluster.on_end = timeline.note
     engine.hooks = [guards, timeline, *profile, *_evaluation(engine, record), record, save]
-    if (found := _resume_from(config, checkpoints)) is not None:
+    if (found := _resume_from(config, folder, checkpoints)) is not None:
         restore(engine, found)
         log.info("continuing from %s", found)
     folder.begin(dump(config), engine.step)
@@ -107,9 +107,10 @@ def _evaluation(engine: Engine, record: Record) -> list[Hook]:
     return [Evaluate(runtime.eval_every, runtime.eval_at_start, report), *stopping]
 
 
-def _resume_from(config: RunConfig, checkpoints: Checkpoints) -> Path | None:
+def _resume_from(config: RunConfig, folder: RunFolder, checkpoints: Checkpoints) -> Path | None:
     resume = config.runtime.resume
     if resume == "never":
+        folder.move_records_aside()
         return None
     if resume == "auto":
         return checkpoints.newest()

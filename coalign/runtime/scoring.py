@@ -30,11 +30,7 @@ def score(config: ScoreConfig, output: Path, display: Display) -> dict[str, floa
     """
     rows = [row for source in config.data.train for row in _rows(config, source)]
     works = list(_chunks(rows))
-    depends = {
-        "data": [fingerprint.of_path(source.path) for source in config.data.train],
-        "reward model": config.reward_model and fingerprint.of_path(config.reward_model),
-        "settings": config.model_dump(exclude={"reward_model": True, "data": {"train": {"__all__": {"path"}}}}),
-    }
+    depends = fingerprint.of_settings(config)
     bar = display.progress("scoring", len(rows))
     with closing(open_judge(config)) as judge, Partial(output, depends) as partial, bar as advance:
         advance(sum(map(len, works[: partial.done])))

@@ -1,11 +1,14 @@
 """Transport through files: a directory of safetensors on a file system that all hosts see.
 
-``version_N`` is written aside and renamed when it is whole, so nobody ever reads half of it. Only the newest is kept.
+``version_N`` is written aside and renamed when it is whole, so nobody ever reads half of it. Of what this module
+wrote only the newest is kept.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coalign.files import move_aside
 from coalign.weights.buckets import pack
 from coalign.weights.checksum import checksum, tensor_bytes
 from coalign.weights.transport import Sent, Staged, Wanted, WeightError, exported, installing
 
+log = logging.getLogger(__name__)
+
+FILE = re.compile(r"rank_\d+-\d+\.safetensors")
 Files = dict[str, dict[str, int]]  # of each file, the checksum of each tensor
 
 
@@ -32,7 +39,10 @@ class Disk(Staged):
             size = self.config.bucket_mib * 2**20
             sent = self.source.run(write, str(aside), self.wanted(changing), size, fatal=False).result()
             final = _folder(folder, version)
-            shutil.rmtree(final, ignore_errors=True)
+            if _is_version(final):
+                shutil.rmtree(final)
+            elif final.exists():
+                log.warning("%s holds no weights of a sync; it is now %s", final, move_aside(final))
             os.replace(aside, final)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
@@ -44,12 +54,17 @@ class Disk(Staged):
         final = _folder(Path(self.config.directory), version)
         self.target.run(install, str(final), _files(sent), version, fatal=False).result()
         for other in final.parent.glob("version_*"):
-            if other != final:
+            if other != final and _is_version(other):
                 shutil.rmtree(other)
 
 
 def _folder(directory: Path, version: int) -> Path:
     return directory / f"version_{version}"
+
+
+def _is_version(folder: Path) -> bool:
+    """Whether a folder holds only what ``write`` writes: a person may keep a `version_1` of their own there."""
+    return folder.is_dir() and all(FILE.fullmatch(file.name) for file in folder.iterdir())
 
 
 def _files(sent: list[Sent]) -> Files:

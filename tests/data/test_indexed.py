@@ -270,6 +270,15 @@ def test_parts_of_another_build_are_refused(tmp_path):
         build(plan, tmp_path / "a", processes=1)
 
 
+def test_a_folder_that_no_build_made_is_moved_aside(tmp_path, caplog):
+    plan = corpus(tmp_path)
+    (tmp_path / "a.parts").mkdir()
+    (tmp_path / "a.parts" / "mine.txt").write_text("kept")
+    build(plan, tmp_path / "a", processes=1)
+    assert not (tmp_path / "a.parts").exists() and "a.parts.before-1" in caplog.text
+    assert (tmp_path / "a.parts.before-1" / "mine.txt").read_text() == "kept"
+
+
 def test_a_row_without_the_key(tmp_path):
     corpus(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"content": "b"}\n')

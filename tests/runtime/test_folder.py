@@ -75,6 +75,19 @@ def test_two_runs_cannot_share_a_folder(tmp_path):
     RunFolder(tmp_path / "run").close()
 
 
+def test_the_records_of_an_earlier_run_are_moved_aside(tmp_path, caplog):
+    folder = RunFolder(tmp_path / "run")
+    folder.move_records_aside()  # there are none
+    for number in (1, 2):
+        folder.metrics.append({"step": number})
+        (folder.checkpoints / f"step_{number}").mkdir(parents=True)
+        folder.move_records_aside()
+        assert lines(tmp_path / "run" / f"metrics.jsonl.before-{number}") == [{"step": number}]
+        assert [p.name for p in (tmp_path / "run" / f"checkpoints.before-{number}").iterdir()] == [f"step_{number}"]
+        assert f"checkpoints.before-{number}" in caplog.text
+    folder.close()
+
+
 def test_metrics_merge_exactly():
     merged = merge_stats(
         [{"a": Stat(1.0, 2.0), "m": Max(3.0)}, {"a": Stat(5.0, 1.0), "t": Total(2.0)}, {"t": Total(0.5)}]

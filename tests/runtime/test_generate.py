@@ -158,8 +158,8 @@ def test_a_line_cut_in_half_is_made_again(home, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("what", "change"),
     [
-        ("settings", {"sampling": SamplingConfig(max_new_tokens=6, temperature=0.5)}),
-        ("settings", {"seed": 1}),
+        ("sampling.temperature", {"sampling": SamplingConfig(max_new_tokens=6, temperature=0.5)}),
+        ("seed", {"seed": 1}),
         ("prompts", {"prompts": 5}),
         ("model", None),
     ],

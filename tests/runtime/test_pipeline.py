@@ -126,6 +126,54 @@ def test_a_changed_setting_makes_that_stage_and_what_follows_again(home, whole):
     assert weights(home / "changed" / "round_1" / "04_train") == weights(whole / "round_1" / "04_train")
 
 
+NEUTRAL = {
+    "cluster": "auto",
+    "ray_address": "127.0.0.1:1",
+    "wait_for_devices": 1.0,
+    "device_memory": 2.0,
+    "call_timeout": 60.0,
+    "stall": 5.0,
+    "timeline_every": 1,
+    "profile": "{steps: [2], models: [trainer]}",
+}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(f"stages.train.runtime.{key}={value}" for key, value in NEUTRAL.items()),
+        "stages.train.sync.transport=disk",
+        "stages.train.data.cache=nowhere",
+        "stages.train.models.trainer.placement=spread",
+        "stages.generate.data.cache=nowhere",
+    ],
+)
+def test_a_setting_without_effect_keeps_a_finished_stage(whole, override):
+    states = {path: path.read_text() for path in whole.rglob("stage.json")}
+    code, shown = run(whole.with_name("whole.yaml"), override)
+    assert code == 0 and shown.count("done before") == 8 == len(states)
+    assert {path: path.read_text() for path in whole.rglob("stage.json")} == states
+
+
+def test_a_stage_that_no_longer_fits_is_moved_aside(home):
+    text = TINY[: TINY.index("  - train:")]
+    path = write(home, "aside", rounds=1, text=text)
+    assert run(path)[0] == 0
+    stage = home / "aside" / "round_1" / "03_select"
+    contents = []
+    for number, threshold in ((1, 0.0), (2, 0.05)):
+        contents.append((stage / "selected.jsonl").read_bytes())
+        (stage / "notes.txt").write_text(f"mine {number}")
+        code, shown = run(path, f"stages.select.threshold={threshold}")
+        assert code == 0
+        assert f"03_select.before-{number}" in shown.replace("\n", "")
+    for number, expected in enumerate(contents, start=1):
+        moved = stage.with_name(f"03_select.before-{number}")
+        assert (moved / "selected.jsonl").read_bytes() == expected
+        assert (moved / "notes.txt").read_text() == f"mine {number}"
+    assert not (stage / "notes.txt").exists() and (stage / "selected.jsonl").exists()
+
+
 def test_a_changed_reward_function_is_another_setting(home, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     source = tmp_path / "rewards_of_mine.py"

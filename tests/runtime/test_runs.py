@@ -62,6 +62,22 @@ def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm, staleness
         assert [line[key] for line in metrics(resumed)] == [line[key] for line in metrics(whole)]
 
 
+def test_a_run_that_resumes_never_keeps_what_an_earlier_run_made(tmp_path):
+    config = settings(tmp_path, "sft", save_every=1, keep=2, eval_at_start=False)
+    run(config)
+    folder = Path(config["output"])
+    before = weights_hash(config, 4)
+    with stopping_after(1):
+        run(config, "runtime.resume=never")
+    assert [line["step"] for line in metrics(config)] == [1]
+    assert (folder / "model").resolve() == (folder / "checkpoints" / "step_1" / "hf").resolve()
+    (folder / "checkpoints").rename(folder / "checkpoints.second")
+    (folder / "checkpoints.before-1").rename(folder / "checkpoints")
+    assert weights_hash(config, 4) == before
+    kept = [json.loads(line)["step"] for line in (folder / "metrics.jsonl.before-1").read_text().splitlines()]
+    assert kept == [1, 2, 3, 4]
+
+
 def test_staleness_shows_in_the_samples_and_stays_within_the_bound(tmp_path):
     config = settings(tmp_path, "grpo", steps=5, max_staleness=2, eval_at_start=False)
     run(config)

@@ -92,6 +92,22 @@ def test_versions_may_come_again_and_go_back(make, syncing, transport):
         trainer.call("learn")
 
 
+def test_a_sync_through_files_deletes_only_its_own(make, syncing, tmp_path):
+    for version in (1, 7):
+        (tmp_path / "sync" / f"version_{version}").mkdir(parents=True)
+        (tmp_path / "sync" / f"version_{version}" / "model.safetensors").write_text("mine")
+    sync = syncing(*make(), "disk")
+    for version in range(3):
+        sync(version)
+    found = {str(file.relative_to(tmp_path / "sync")) for file in (tmp_path / "sync").rglob("model.safetensors")}
+    assert found == {"version_1.before-1/model.safetensors", "version_7/model.safetensors"}
+    assert sorted(folder.name for folder in (tmp_path / "sync").glob("version_*")) == [
+        "version_1.before-1",
+        "version_2",
+        "version_7",
+    ]
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_training_does_not_show_through(make, syncing, transport):
     trainer, policy = make(module="Adopter")

@@ -4,7 +4,7 @@ Unknown keys are refused (``extra="forbid"``) except where a section configures 
 function's keyword-only arguments are the schema, checked by coalign.config.functions. Imports no torch.
 """
 
-from coalign.config.schema.base import Function, Input, Section
+from coalign.config.schema.base import Function, Input, NoEffect, Section
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig
 from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
@@ -44,6 +44,7 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "NativeConfig",
+    "NoEffect",
     "OptimizerConfig",
     "PipelineConfig",
     "ProfileConfig",

@@ -20,6 +20,15 @@ class Input:
     kind: Literal["file", "directory"]
 
 
+class NoEffect:
+    """Marks a setting that does not change what is computed, whatever its value."""
+
+
+ResultNeutral = Annotated[Item, NoEffect()]
+"""A setting that leaves results as they are. A finished stage of a pipeline stays valid when it changes. A setting
+without this mark counts as one that changes results."""
+
+
 class Section(BaseModel):
     """A mapping of known keys. ``shorthand`` names the key that a plain text in place of the mapping stands for."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
 from coalign.config.errors import Conflict, near
-from coalign.config.schema.base import Input, Section, Several
+from coalign.config.schema.base import Input, ResultNeutral, Section, Several
 
 
 class SourceConfig(Section):
@@ -46,7 +46,7 @@ class DataConfig(Section):
     are shuffled within a window; the run's length must be given in steps or tokens."""
     stream_window: PositiveInt = 10_000
     """Rows shuffled together when streaming."""
-    cache: str | None = None
+    cache: ResultNeutral[str | None] = None
     """A directory where tokenised sources are kept, by content of file, tokenizer, template and keys."""
     prompt_key: str = "prompt"
     """A string, or a list of {role, content} messages."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Function, Input, Probability, Section, Several
+from coalign.config.schema.base import Function, Input, Probability, ResultNeutral, Section, Several
 from coalign.config.schema.functions import LossConfig
 from coalign.config.schema.sampling import NativeConfig, SamplingConfig
 
@@ -169,7 +169,7 @@ class ModelConfig(Section):
     dp_replicate: PositiveInt = 1
     """Of a trainer: copies of the sharded model (HSDP). The processes of one copy gather weights from each other alone;
     gradients are summed over all."""
-    placement: Literal["pack", "spread"] | None = None
+    placement: ResultNeutral[Literal["pack", "spread"] | None] = None
     """`pack` the model on few nodes, or `spread` it over many (never a tensor-parallel group); None: pack devices,
     spread CPU processes."""
     offload: Literal["auto"] | list[Literal["weights", "gradients", "optimizer", "kv"]] = "auto"
@@ -185,7 +185,7 @@ class ModelConfig(Section):
     spread_samples: bool = False
     """Of a policy with several replicas: deal out single samples, not prompts with all of their samples. The load is
     more even; but every replica that has some of a prompt's samples computes the prompt."""
-    threads: PositiveInt | None = None
+    threads: ResultNeutral[PositiveInt | None] = None
     """CPU threads of each process; None: `runtime.threads`."""
     max_tokens_per_micro: PositiveInt | None = 16384
     """Token budget of one forward / backward: bounds activation memory."""

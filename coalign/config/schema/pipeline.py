@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Input, Section, Several
+from coalign.config.schema.base import Input, ResultNeutral, Section, Several
 from coalign.config.schema.data import DataConfig
 from coalign.config.schema.functions import RewardConfig, check_rewards
 from coalign.config.schema.run import RunConfig
@@ -62,7 +62,7 @@ class GenerateConfig(JudgeConfig):
     """`best`: of the responses to a prompt only the one with the highest score."""
     sampling: SamplingConfig = SamplingConfig()
     seed: NonNegativeInt = 0
-    native: NativeConfig = NativeConfig()
+    native: ResultNeutral[NativeConfig] = NativeConfig()
 
     @model_validator(mode="after")
     def _the_best_is_scored(self) -> Self:

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Priva
 
 from coalign.config.errors import Conflict, Key, near
 from coalign.config.places import Places
-from coalign.config.schema.base import Function, Section, Several
+from coalign.config.schema.base import Function, ResultNeutral, Section, Several
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig, check_rewards
 from coalign.config.schema.model import ModelConfig
@@ -39,7 +39,7 @@ class RunConfig(Section):
     algorithm: str
     """A recipe (`sft`, `grpo`, `ppo`) or a dotted path to an Engine subclass."""
     seed: NonNegativeInt = 0
-    output: str = "runs/run"
+    output: ResultNeutral[str] = "runs/run"
     """The run folder."""
     runtime: RuntimeConfig = RuntimeConfig()
     data: DataConfig = DataConfig()

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Probability, Section
+from coalign.config.schema.base import Probability, ResultNeutral, Section
 from coalign.config.schema.observing import ProfileConfig
 from coalign.config.schema.rollout import GuardsConfig
 
@@ -38,14 +38,14 @@ class EarlyStopConfig(Section):
 
 
 class RuntimeConfig(Section):
-    cluster: Literal["local", "ray", "auto"] = "auto"
+    cluster: ResultNeutral[Literal["local", "ray", "auto"]] = "auto"
     """`auto`: Ray when an address is given or a model needs more than one process; else this process."""
-    ray_address: str | None = None
+    ray_address: ResultNeutral[str | None] = None
     """None: start Ray here, on demand."""
     accelerator: str = "GPU"
     """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`, … Any other name stands for devices on a
     machine that has none: models take turns on them, and compute on the CPU."""
-    wait_for_devices: NonNegativeFloat = 0.0
+    wait_for_devices: ResultNeutral[NonNegativeFloat] = 0.0
     """Seconds to wait for devices that other jobs hold or that nodes still bring, before the run is refused."""
     steps: PositiveInt | None = None
     """Training steps; None: as many as `epochs` give."""
@@ -62,17 +62,18 @@ class RuntimeConfig(Section):
     """How many weight versions a batch may lag behind the trainer; 0 is synchronous."""
     colocation: list[list[str]] = []
     """Groups of models that share their devices in turn."""
-    device_memory: PositiveFloat | None = None
+    device_memory: ResultNeutral[PositiveFloat | None] = None
     """GiB of a device that its models may use. Then they leave it (`offload`) only if there is no room for all, and
     what is called next comes early; None: they take turns. A CPU that stands for a device counts weights, gradients,
     optimizer and KV cache, and refuses more."""
-    threads: PositiveInt | None = None
+    threads: ResultNeutral[PositiveInt | None] = None
     """CPU threads of each process; None: all cores of its machine."""
-    resume: str = "auto"
-    """`auto`: the newest good checkpoint of the run folder; `never`; or a checkpoint directory."""
-    save_every: NonNegativeInt = 0
+    resume: ResultNeutral[str] = "auto"
+    """`auto`: the newest good checkpoint of the run folder; `never`: the run starts at step 0, and moves the
+    checkpoints and metrics of an earlier run aside; or a checkpoint directory."""
+    save_every: ResultNeutral[NonNegativeInt] = 0
     """Steps between checkpoints; 0: only at the end."""
-    keep: PositiveInt = 2
+    keep: ResultNeutral[PositiveInt] = 2
     """Newest checkpoints kept (the best one besides)."""
     best: str | None = None
     """Metric whose best checkpoint is kept, e.g. `eval/mean`."""
@@ -86,20 +87,20 @@ class RuntimeConfig(Section):
     eval_samples: PositiveInt = 1
     """n for mean@n and pass@k."""
     eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
-    log_samples: NonNegativeInt = 4
+    log_samples: ResultNeutral[NonNegativeInt] = 4
     """Samples written to samples.jsonl each step."""
-    plots: bool = True
+    plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
-    tensorboard: bool = True
-    wandb: str | None = None
+    tensorboard: ResultNeutral[bool] = True
+    wandb: ResultNeutral[str | None] = None
     """Project name; needs the extra [wandb]."""
-    call_timeout: PositiveFloat = 3600.0
+    call_timeout: ResultNeutral[PositiveFloat] = 3600.0
     """Seconds any one call to a model may take before the run stops with its name."""
-    stall: PositiveFloat | None = 900.0
+    stall: ResultNeutral[PositiveFloat | None] = 900.0
     """Seconds after which a call is reported, with the Python stacks of every process in `stalls/`; None: never."""
-    timeline_every: NonNegativeInt = 0
+    timeline_every: ResultNeutral[NonNegativeInt] = 0
     """Steps between timelines (`timeline/step_N.json`: who computed what, when, and who waited); 0: none."""
-    profile: Annotated[ProfileConfig | None, Field(examples=[{"steps": [3]}])] = None
+    profile: ResultNeutral[Annotated[ProfileConfig | None, Field(examples=[{"steps": [3]}])]] = None
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:

@@ -7,6 +7,7 @@ at all; at the end they are joined in the order of the files, so the result does
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections import Counter
@@ -25,6 +26,9 @@ from coalign.data.documents import DocumentSource
 from coalign.data.indexed.format import Indexed, Writer, dtype_for, files
 from coalign.data.sources import START, Place, open_rows
 from coalign.data.templates import load_template
+from coalign.files import move_aside
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,8 @@ def _claim(parts: Path, plan: Plan) -> None:
                 f"{parts} holds parts of a build with other {', '.join(differing)}; remove it to begin anew"
             )
         return
+    if parts.exists() and not told.exists() and any(parts.iterdir()):
+        log.warning("%s holds files that no build wrote; it is now %s", parts, move_aside(parts))
     parts.mkdir(parents=True, exist_ok=True)
     _write(told, now)
 

@@ -1,0 +1,68 @@
+"""Which settings results depend on, as the marks of the schema say."""
+
+import pytest
+
+from coalign.config.introspect import changes_results
+from coalign.config.schema import GenerateConfig, RewardConfig, RunConfig, SelectConfig
+from coalign.runtime import fingerprint
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("output",),
+        ("runtime", "cluster"),
+        ("runtime", "ray_address"),
+        ("runtime", "timeline_every"),
+        ("runtime", "profile"),
+        ("runtime", "profile", "steps", 0),
+        ("runtime", "stall"),
+        ("runtime", "device_memory"),
+        ("models", "trainer", "threads"),
+        ("data", "cache"),
+        ("sync", "transport"),
+    ],
+)
+def test_settings_that_leave_results_as_they_are(key):
+    assert not changes_results(key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ("seed",),
+        ("runtime", "steps"),
+        ("runtime", "eval_sampling", "temperature"),
+        ("sync", "every"),
+        ("models", "trainer", "optimizer", "betas", 1),
+        ("models", "trainer", "native", "max_sequences"),
+        ("data", "train", 0, "path"),
+        ("reward", 0, "keep"),  # arguments of functions, whatever they are called
+        ("loss", "threads"),
+        ("models", "trainer", "vllm", "output"),
+        ("nothing", "of", "the", "kind"),
+    ],
+)
+def test_every_other_setting_changes_results(key):
+    assert changes_results(key)
+
+
+def test_the_mark_of_a_section_holds_for_all_of_it():
+    assert not changes_results(("native", "kv_tokens"), GenerateConfig)
+
+
+def test_settings_by_their_key(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    config = SelectConfig(keep="best", data=[str(tmp_path / "a.jsonl")])
+    found = fingerprint.of_settings(config)
+    assert found["keep"] == "best" and found["data[0]"] == fingerprint.of_path(tmp_path / "a.jsonl")
+
+
+def test_arguments_of_functions_are_in_the_fingerprint():
+    rewards = [RewardConfig(fn="tests.runs:digits", threads=3, weight=0.5)]
+    found = fingerprint.of_settings(RunConfig(algorithm="grpo", output="a", reward=rewards))
+    assert found["reward[0].threads"] == 3 and found["reward[0].weight"] == 0.5
+    assert found["reward[0].fn (source)"] == fingerprint.of_code("tests.runs:digits")
+    assert "output" not in found and not any(key.startswith("runtime.profile") for key in found)
+    other = RunConfig(algorithm="grpo", output="b", reward=rewards, runtime={"ray_address": "x", "stall": None})
+    assert fingerprint.of_settings(other) == found
