@@ -191,9 +191,15 @@ def sync_between(engine: Engine, source: str, target: str) -> WeightSync:
     return WeightSync(models[source], models[target], settings, overlap=config.runtime.max_staleness > 0)
 
 
-def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) -> Engine:
-    """Data, models and engine, ready to ``learn``; with ``only`` these models alone, ready to be evaluated."""
-    cls, models = prepare(config)
+def build(
+    cls: type[Engine],
+    models: Mapping[str, ModelConfig],
+    config: RunConfig,
+    cluster: Any,
+    only: Sequence[str] | None = None,
+) -> Engine:
+    """Data, models and engine of what `prepare` gave, ready to ``learn``; with ``only`` these models alone, ready to be
+    evaluated."""
     if only is not None:
         only = [*only, *(reward_names(config) if "reward" in only else [])]
         models = {name: model for name, model in models.items() if name in only}
