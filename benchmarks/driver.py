@@ -13,6 +13,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,7 @@ class StandIn:
         answer, cell = concurrent.futures.Future(), Cell()
         batch, stats = getattr(self, verb)(*arguments)
         meta = Meta(stats=stats) if batch is None else Meta.of(batch, stats)
-        answer.set_result(
-            Meta(meta.lengths, meta.group, meta.work, meta.columns, stats, None, verb, clock, 1e-3, 2**30)
-        )
+        answer.set_result(replace(meta, stats=stats, verb=verb, start=clock, seconds=1e-3, memory=2**30))
         cell.value = batch
         with self.counting:
             StandIn.seconds += time.thread_time() - begun
@@ -86,11 +85,12 @@ class StandIn:
             return Batch(rows.lengths, {}, {"scored": torch.zeros(len(rows))}), stats
         return None, stats
 
-    def apply(self, function: Callable[..., Any], inputs: list[Share], keywords: Any) -> tuple[Batch, Stats]:
-        return inputs[0].gather(self.store), {f"{function.__name__}/count": Total(1.0)}
+    def apply(self, function: Callable[..., Any], given: Share, keywords: Any) -> tuple[None, Stats]:
+        given.gather(self.store)
+        return None, {f"{function.__name__}/count": Total(1.0)}
 
     def transform(self, function: Callable[..., Any], inputs: list[Share], keywords: Any) -> tuple[Batch, Stats]:
-        batch, stats = self.apply(function, inputs, keywords)
+        batch, stats = inputs[0].gather(self.store), {f"{function.__name__}/count": Total(1.0)}
         if function is not filter_groups:
             return batch, stats
         kept = batch["group"] % 10 > 0

@@ -23,7 +23,6 @@ from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.modules.base import Module
 from coalign.recipes.grpo import GRPO
-from coalign.runtime.engine import join
 from coalign.runtime.timeline import Timeline
 from coalign.runtime.timeline_plot import plot_timeline
 from coalign.types import Context
@@ -76,7 +75,7 @@ def step(cluster: Cluster, number: int, products: float) -> tuple[Future, list[F
         cluster.models[name].forward_step(out, into=f"reward/{name}", pace=pace, products=products)
         for name, pace in SCORERS.items()
     ]
-    cluster.apply(join, out, *scored).result()
+    cluster.join(out, *scored).result()
     return out, scored
 
 

@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from coalign.config.functions import columns_of
 from coalign.data.batch import Batch
-from coalign.types import Metric, Stats, Status, Total
+from coalign.types import Metric, Stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.future import BatchRef
 
 DERIVED = ("segment", "lengths")  # columns that every batch can make
 
 
 def apply_columns(
-    function: Callable[..., Any], batches: Sequence[Batch], keywords: Mapping[str, Any]
-) -> tuple[Batch, Stats]:
-    """Call ``function`` on the merged columns of the batches, without the rows whose status is ERROR.
+    function: Callable[..., Any], batch: Batch, keywords: Mapping[str, Any]
+) -> tuple[dict[str, Any], Stats]:
+    """Call ``function`` on columns of a batch; the columns and the metrics that it returns.
 
-    The function returns a mapping: tensors and lists become columns of the result, those of the metrics' types become
-    metrics. Raises ValueError for batches that do not belong together, for a column that nobody produced, and for a
-    result of another kind.
+    The function returns a mapping: tensors and lists are columns, values of the metrics' types are metrics. Raises
+    ValueError for a column that nobody produced, and for a result of another kind.
     """
-    batch, stats = drop_errors(merge_columns(batches))
     result = function(*bind(function, batch), **keywords)
     if not isinstance(result, Mapping):
         raise ValueError(
@@ -40,7 +41,7 @@ def apply_columns(
             f"{name_of(function)} returned {', '.join(f'{k!r} of type {type(v).__name__}' for k, v in others.items())}"
             "; expected tensors or lists (columns) and Stat, Max, Total or EffectiveSize (metrics)"
         )
-    return batch.with_(**columns), stats | metrics
+    return columns, metrics
 
 
 def transform_batches(
@@ -58,24 +59,21 @@ def merge_columns(batches: Sequence[Batch]) -> Batch:
     """One batch with the columns of all; of one name, the later. Same sequences throughout."""
     base = batches[0]
     for position, other in enumerate(batches[1:], start=2):
-        if not torch.equal(base.lengths, other.lengths):
-            raise ValueError(
-                f"batches of one apply must hold the same sequences: the first has {len(base)} with "
-                f"{base.tokens_total} tokens, number {position} has {len(other)} with {other.tokens_total}"
-            )
-    token, sequence = dict(base.token), dict(base.sequence)
+        check_same_sequences(base, other, position)
+    token, sequence = base.token, base.sequence
     for other in batches[1:]:
-        token |= other.token
-        sequence |= other.sequence
+        token = {k: v for k, v in token.items() if k not in other.sequence} | other.token
+        sequence = {k: v for k, v in sequence.items() if k not in other.token} | other.sequence
     return Batch(base.lengths, token, sequence)
 
 
-def drop_errors(batch: Batch) -> tuple[Batch, Stats]:
-    """The batch without its ERROR rows, and how many there were (`samples/dropped`)."""
-    if "status" not in batch:
-        return batch, {}
-    good = batch["status"] != Status.ERROR
-    return batch.select(good), {"samples/dropped": Total(float((~good).sum()))}
+def check_same_sequences(base: Batch | BatchRef, other: Batch | BatchRef, position: int) -> None:
+    """ValueError if the batch at this ``position`` (from 1) has other lengths than the first one."""
+    if not torch.equal(base.lengths, other.lengths):
+        raise ValueError(
+            f"batches of one apply must hold the same sequences: the first has {len(base)} with {base.tokens_total} "
+            f"tokens, number {position} has {len(other)} with {other.tokens_total}"
+        )
 
 
 def bind(function: Callable[..., Any], batch: Batch) -> list[Any]:

@@ -88,26 +88,35 @@ class Cluster(ABC):
         return BatchRef.of(Meta.of(batch), self.store.put(batch), self.store)
 
     def apply(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
-        """A pure function on the merged columns of the inputs, in a CPU worker: a BatchRef with its columns added."""
-        return self._compute("apply", function, inputs, keywords)
+        """A pure function on the merged columns of the inputs, in a CPU worker: a BatchRef with its columns added. Rows
+        whose status is ERROR are left out. What the inputs hold is not stored again."""
+
+        def work(future: Future) -> Outcome:
+            given, dropped = BatchRef.join(self._batches("apply", future, inputs)).without_errors()
+            outcome = self._compute(future, "apply", function, given.share, keywords)
+            added = [outcome.result] if isinstance(outcome.result, BatchRef) else []  # no columns: statistics alone
+            return replace(outcome, result=BatchRef.join([given, *added]), stats=dropped | outcome.stats)
+
+        return self.launch(name_of(function), work, in_thread)
+
+    def join(self, *inputs: BatchRef | Batch | Future) -> Future:
+        """The columns of several batches of the same sequences as one BatchRef, without the rows whose status is ERROR.
+        Nothing is computed or stored."""
+
+        def work(future: Future) -> Outcome:
+            return Outcome(*BatchRef.join(self._batches("join", future, inputs)).without_errors())
+
+        return self.launch("join", work, in_thread)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """A pure function from whole batches to another one (other rows, other tokens), in a CPU worker: a BatchRef.
 
         It returns the batch, or the batch and metrics.
         """
-        return self._compute("transform", function, inputs, keywords)
 
-    def _compute(
-        self, verb: str, function: Callable[..., Any], inputs: Sequence[Any], keywords: dict[str, Any]
-    ) -> Future:
         def work(future: Future) -> Outcome:
-            refs = [self.resolve(value) for value in inputs]
-            for ref in refs:
-                if not isinstance(ref, BatchRef):
-                    raise TypeError(f"{verb}({future.label}, ...): expected batches, got a {type(ref).__name__}")
-            running = [self._helper().execute(verb, function, [ref.share for ref in refs], keywords)]
-            return combine(running, wait(future, running, self.timeout), self.store)
+            shares = [ref.share for ref in self._batches("transform", future, inputs)]
+            return self._compute(future, "transform", function, shares, keywords)
 
         return self.launch(name_of(function), work, in_thread)
 
@@ -184,6 +193,19 @@ class Cluster(ABC):
         return slot.hold(*models)
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _batches(self, verb: str, future: Future, inputs: Sequence[Any]) -> list[BatchRef]:
+        """The inputs of a function, once they are there. TypeError for what is no batch."""
+        refs = [self.resolve(value) for value in inputs]
+        for ref in refs:
+            if not isinstance(ref, BatchRef):
+                raise TypeError(f"{verb}({future.label}, ...): expected batches, got a {type(ref).__name__}")
+        return refs
+
+    def _compute(self, future: Future, verb: str, *arguments: Any) -> Outcome:
+        """A verb of the worker of pure functions."""
+        running = [self._helper().execute(verb, *arguments)]
+        return combine(running, wait(future, running, self.timeout), self.store)
 
     @contextmanager
     def _turn(self, name: str, future: Future, method: str, needs: Mapping[str, Sequence[str]]) -> Iterator[None]:

@@ -8,12 +8,12 @@ mean nothing: everything that a model would compute is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 
-from coalign.cluster.apply import apply_columns, merge_columns, name_of, sort_result, transform_batches
+from coalign.cluster.apply import apply_columns, merge_columns, name_of, transform_batches
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
 from coalign.cluster.graph import Graph
 from coalign.cluster.local import Cell, LocalStore
@@ -65,16 +65,14 @@ class DryCluster:
         given, sources = merge_columns([ref.fetch() for ref in refs]), self.sources(refs)
         needed, optional = columns_of(function)
         reads = _by_source(sources, [name for name in (*needed, *optional) if name in sources])
-        results: list[Any] = []
+        columns, stats = apply_columns(function, given, keywords)
+        return self.answer(name_of(function), given.with_(**columns), stats, reads, list(columns), sources, given)
 
-        @wraps(function)
-        def noted(*columns: Any, **arguments: Any) -> Any:
-            results.append(function(*columns, **arguments))
-            return results[0]
-
-        batch, stats = apply_columns(noted, [given], keywords)
-        made = list(sort_result(results[0])[0])
-        return self.answer(name_of(function), batch, stats, reads, made, sources, given)
+    def join(self, *inputs: BatchRef | Batch | Future) -> Future:
+        """The columns of all, each as made by whom it was made by."""
+        refs = [self.resolve(value) for value in inputs]
+        given = merge_columns([ref.fetch() for ref in refs])
+        return self.answer("join", given, {}, {}, [], self.sources(refs), given)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """Runs the function; every column of its result counts as made by it."""

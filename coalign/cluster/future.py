@@ -10,20 +10,23 @@ import concurrent.futures
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from coalign.cluster.apply import check_same_sequences, merge_columns
 from coalign.data.batch import Batch
-from coalign.types import Stats
+from coalign.types import Stats, Status, Total
 
 if TYPE_CHECKING:
     from coalign.cluster.answers import Running
 
 
+# What a driver knows of each row beside its length, where there is such a column: fields of BatchRef and Meta.
+KNOWN = ("group", "work", "status")
 MOVE = "move"  # the verb that makes room for a call, or has what it needs come (coalign.cluster.residency)
 
 
@@ -57,17 +60,37 @@ class Share:
         by_payload = np.argsort(self.which, kind="stable")
         cuts = np.searchsorted(self.which[by_payload], np.arange(1, len(self.payloads)))
         rows = np.split(self.rows[by_payload], cuts)
-        batch = Batch.concat([store.rows(payload, some) for payload, some in zip(self.payloads, rows, strict=True)])
+        pairs = zip(self.payloads, rows, strict=True)
+        batch = Batch.concat(
+            [p.gather(store, some) if isinstance(p, PayloadJoin) else store.rows(p, some) for p, some in pairs]
+        )
         batch = batch.select(np.argsort(by_payload)) if len(self.payloads) > 1 else batch
         return batch if self.update is None else batch.with_(update=torch.tensor(self.update))
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadJoin:
+    """A payload that nobody has stored: its columns lie in several shares, each of the same sequences. Of one name, the
+    later column counts."""
+
+    shares: tuple[Share, ...]
+
+    def gather(self, store: Store, rows: np.ndarray) -> Batch:
+        """Some sequences, in this order (i64)."""
+        parts = []
+        for share in self.shares:
+            used, which = np.unique(share.which[rows], return_inverse=True)  # others may lie on another node
+            payloads = tuple(share.payloads[number] for number in used) or share.payloads[:1]
+            parts.append(Share(payloads, which, share.rows[rows]).gather(store))
+        return merge_columns(parts)
 
 
 @dataclass(frozen=True)
 class BatchRef:
     """A batch that lies elsewhere: row i is row ``rows[i]`` of ``payloads[which[i]]`` (i64[N] both).
 
-    lengths i64[N], group i64[N] (None without that column), and ``work`` i64[N]: what it will take to generate each
-    row, in comparison (None: the same for all).
+    lengths i64[N], group i64[N] and status u8[N] (None without that column), and ``work`` i64[N]: what it will take to
+    generate each row, in comparison (None: the same for all).
     """
 
     payloads: tuple[Any, ...] = field(repr=False)
@@ -78,6 +101,7 @@ class BatchRef:
     columns: tuple[str, ...]
     store: Store = field(repr=False)
     work: Tensor | None = field(default=None, repr=False)
+    status: Tensor | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -90,9 +114,8 @@ class BatchRef:
     def of(meta: Meta, payload: Any, store: Store) -> BatchRef:
         """A whole stored batch, from its description."""
         rows = torch.arange(len(meta.lengths))
-        return BatchRef(
-            (payload,), torch.zeros_like(rows), rows, meta.lengths, meta.group, meta.columns, store, meta.work
-        )
+        which, lengths = torch.zeros_like(rows), meta.lengths
+        return BatchRef((payload,), which, rows, lengths, meta.group, meta.columns, store, meta.work, meta.status)
 
     @property
     def share(self) -> Share:
@@ -106,8 +129,8 @@ class BatchRef:
         """The sequences ``rows`` (i64, in any order), nothing moved. None of them is still a batch with its columns."""
         used, which = torch.unique(self.which[rows], return_inverse=True)
         payloads = tuple(self.payloads[number] for number in used.tolist()) or self.payloads[:1]
-        group, work = (None if column is None else column[rows] for column in (self.group, self.work))
-        return BatchRef(payloads, which, self.rows[rows], self.lengths[rows], group, self.columns, self.store, work)
+        known = {name: None if (own := getattr(self, name)) is None else own[rows] for name in KNOWN}
+        return replace(self, payloads=payloads, which=which, rows=self.rows[rows], lengths=self.lengths[rows], **known)
 
     def fetch(self, rows: int | None = None) -> Batch:
         """Bring the first ``rows`` sequences (None: all) into this process."""
@@ -120,17 +143,36 @@ class BatchRef:
         refs = [ref for ref in refs if len(ref)] or refs[:1]
         number = {id(payload): payload for ref in refs for payload in ref.payloads}
         at = {key: index for index, key in enumerate(number)}
-        groups, works = [ref.group for ref in refs], [ref.work for ref in refs]
+        known = {name: [getattr(ref, name) for ref in refs] for name in KNOWN}
         return BatchRef(
             tuple(number.values()),
             torch.cat([torch.tensor([at[id(payload)] for payload in ref.payloads])[ref.which] for ref in refs]),
             torch.cat([ref.rows for ref in refs]),
             torch.cat([ref.lengths for ref in refs]),
-            None if any(group is None for group in groups) else torch.cat(groups),
-            refs[0].columns,
-            refs[0].store,
-            None if any(work is None for work in works) else torch.cat(works),
+            columns=refs[0].columns,
+            store=refs[0].store,
+            **{name: None if any(own is None for own in each) else torch.cat(each) for name, each in known.items()},
         )
+
+    @staticmethod
+    def join(refs: list[BatchRef]) -> BatchRef:
+        """The columns of all, of one name the later; nothing moved. ValueError if the sequences are not the same."""
+        base = refs[0]
+        for position, other in enumerate(refs[1:], start=2):
+            check_same_sequences(base, other, position)
+        if len(refs) == 1:
+            return base
+        payload = PayloadJoin(tuple(ref.share for ref in refs))
+        known = {name: own for name in KNOWN for ref in refs if (own := getattr(ref, name)) is not None}
+        columns = tuple(dict.fromkeys(name for ref in refs for name in ref.columns))
+        return BatchRef.of(Meta(base.lengths, columns=columns, **known), payload, base.store)
+
+    def without_errors(self) -> tuple[BatchRef, Stats]:
+        """The rows whose status is not ERROR, nothing moved, and how many the others were (`samples/dropped`)."""
+        if self.status is None:
+            return self, {}
+        good = self.status != Status.ERROR
+        return self if bool(good.all()) else self.select(good), {"samples/dropped": Total(float((~good).sum()))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +201,8 @@ class Use:
 class Meta:
     """What a driver learns of one worker's result; small, whatever the size of the payload.
 
-    lengths i64[N], group i64[N], work i64[N] and columns describe the stored batch (None / empty without one);
+    lengths i64[N], group i64[N], work i64[N], status u8[N] and columns describe the stored batch (None / empty without
+    one);
     ``stats`` is None unless the call gave some; ``value`` is a plain result; ``verb``, ``start`` (seconds since the
     epoch, by the worker's clock) and ``seconds`` say what was done, and when; ``memory`` is the process's peak in bytes
     (the device's, if the module computes on one).
@@ -168,6 +211,7 @@ class Meta:
     lengths: Tensor | None = None
     group: Tensor | None = None
     work: Tensor | None = None
+    status: Tensor | None = None
     columns: tuple[str, ...] = ()
     stats: Stats | None = None
     value: Any = None
@@ -183,7 +227,8 @@ class Meta:
         """The description of a batch that is about to be stored."""
         given = [batch[name].long() for name in ("expected_tokens", "samples") if name in batch]
         work = math.prod(given) if given else None
-        return Meta(batch.lengths, batch.get("group"), work, (*batch.token, *batch.sequence), stats)
+        columns = (*batch.token, *batch.sequence)
+        return Meta(batch.lengths, batch.get("group"), work, batch.get("status"), columns, stats)
 
 
 class WorkerError(RuntimeError):

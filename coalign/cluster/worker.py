@@ -134,10 +134,11 @@ class Worker:
         with self.tracer.range(f"{self.context.model}.{function.__name__}"):
             return Meta(value=function(self.module, self.store, *arguments)), None
 
-    def apply(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
-        """A pure function on the merged columns of the inputs; see coalign.cluster.apply."""
-        batch, stats = apply_columns(function, [share.gather(self.store) for share in inputs], keywords)
-        return Meta.of(batch, stats), batch
+    def apply(self, function: Callable[..., Any], given: Share, keywords: Mapping[str, Any]) -> Answer:
+        """A pure function on columns (coalign.cluster.apply); its own columns alone, no batch if it returns none."""
+        batch = given.gather(self.store)
+        columns, stats = apply_columns(function, batch, keywords)
+        return _answer({**columns, **stats}, batch)
 
     def transform(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
         """A pure function from whole batches to another one; see coalign.cluster.apply."""

@@ -146,6 +146,10 @@ class TrainableModule(Module):
     updates = 0
     tokens = 0
 
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self._objectives: dict[str | None, Objective] = {}  # bound once: of the configured loss (None), and by name
+
     # ---- what a backend supplies
 
     def run(
@@ -338,7 +342,7 @@ class TrainableModule(Module):
         totals = self._totals(batch)
         if totals.tokens == 0:
             return {}
-        micros, measure, seen = self._prepare(batch, Objective("sft"), totals)
+        micros, measure, seen = self._prepare(batch, self._objective("sft"), totals)
         self.run(micros, lambda micro, outputs: coef * measure(micro, outputs), needs=("plain",))
         return {"loss/ptx": merge_stats(seen).get("loss/nll", Stat(0.0, 0.0))}
 
@@ -381,6 +385,11 @@ class TrainableModule(Module):
         return micros + [IDLE] * (int(most) - len(micros))
 
     def _objective(self, name: str | None) -> Objective:
+        if name not in self._objectives:
+            self._objectives[name] = self._bind_loss(name)
+        return self._objectives[name]
+
+    def _bind_loss(self, name: str | None) -> Objective:
         own = self.config.loss
         settings = own.model_dump(exclude_none=True) if own else dict(self.context.loss or {})
         if name is not None:

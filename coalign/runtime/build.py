@@ -31,6 +31,7 @@ from coalign.runtime.refusing import (
     check_loss,
     check_room,
     check_sections,
+    is_trained_by_loss,
     token_budgets,
 )
 from coalign.runtime.rewarding import Reward, reward_models, reward_names, reward_parts
@@ -68,14 +69,16 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
                 hint = "give a reward function (`reward:`) or a model" if name == "reward" else "add it"
                 raise ValueError(f"models.{name}: {needed} and the configuration has none; {hint}")
         learning = [name for name, role in roles.items() if role is Trainable]
-        for name in learning:
+        by_loss = [name for name in learning if is_trained_by_loss(models[name])]
+        for name in by_loss:
             check_loss(name, models[name], config)
+        for name in learning:
             check_it_learns(name, models[name], config.runtime.steps or math.inf)
         check_room(roles, models, config)
         check_adapters(cls, models, config)
         check_transport(cls, {name: models[name] for name in roles}, config)
-        for main in learning[:1]:
-            check_guards(main, models[main], config)
+        if by_loss and by_loss[0] == learning[0]:
+            check_guards(by_loss[0], models[by_loss[0]], config)
     return cls, {name: models[name] for name in roles}
 
 
@@ -188,9 +191,15 @@ def sync_between(engine: Engine, source: str, target: str) -> WeightSync:
     return WeightSync(models[source], models[target], settings, overlap=config.runtime.max_staleness > 0)
 
 
-def build(config: RunConfig, cluster: Any, only: Sequence[str] | None = None) -> Engine:
-    """Data, models and engine, ready to ``learn``; with ``only`` these models alone, ready to be evaluated."""
-    cls, models = prepare(config)
+def build(
+    cls: type[Engine],
+    models: Mapping[str, ModelConfig],
+    config: RunConfig,
+    cluster: Any,
+    only: Sequence[str] | None = None,
+) -> Engine:
+    """Data, models and engine of what `prepare` gave, ready to ``learn``; with ``only`` these models alone, ready to be
+    evaluated."""
     if only is not None:
         only = [*only, *(reward_names(config) if "reward" in only else [])]
         models = {name: model for name, model in models.items() if name in only}

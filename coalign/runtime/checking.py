@@ -25,7 +25,7 @@ from coalign.runtime.engine import Engine
 from coalign.runtime.guards import check_reported
 from coalign.runtime.memory import Estimate, estimate, largest_phase
 from coalign.runtime.placing import asked, started
-from coalign.runtime.refusing import loss_of
+from coalign.runtime.refusing import is_trained_by_loss, loss_of
 from coalign.runtime.rewarding import composition
 from coalign.types import LossInput
 
@@ -67,7 +67,7 @@ def trace(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfi
             engine.eval_flow(cluster.put(make(), cls.source))
     for call in training:
         name, _, method = call.label.partition("#")[0].partition(".")
-        if method == "train_step":
+        if method == "train_step" and is_trained_by_loss(models[name]):
             reported = _try_loss(name, models[name], config, call)
             if name == engine.learning[0]:
                 check_reported(config.runtime.guards, reported)

@@ -119,7 +119,7 @@ class Engine:
 
     def join(self, *batches: BatchRef | Future) -> Future:
         """The columns of several batches of the same sequences as one batch."""
-        return self.cluster.apply(join, *batches)
+        return self.cluster.join(*batches)
 
     def ptx(self) -> dict[str, Any]:
         """Keywords for the train_step of the main model: the next rows of the section `ptx`; without it, none."""
@@ -186,11 +186,6 @@ class Engine:
                 hook.after_step(self, stats, batch)
         for hook in self.hooks:
             hook.end(self)
-
-
-def join() -> dict[str, Any]:
-    """Adds nothing to the columns that it is applied to."""
-    return {}
 
 
 def pace(stats: Stats, seconds: float) -> Stats:

@@ -14,7 +14,7 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> None:
 
     The reference and other frozen models stay those of the run."""
     from coalign.cluster.start import start
-    from coalign.runtime.build import build, recipe
+    from coalign.runtime.build import build, prepare, recipe
     from coalign.runtime.folder import flatten
 
     names = recipe(config.algorithm).evaluates
@@ -24,9 +24,10 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> None:
         given = {"load": str(model), "init": "load", "head_init": "load", "lora": None}
         main = config.models[names[0]].model_copy(update=given)
         config = config.model_copy(update={"models": {**config.models, names[0]: main}})
+    cls, models = prepare(config)
     cluster = start(config)
     try:
-        engine = build(config, cluster, only=names)
+        engine = build(cls, models, config, cluster, only=names)
         stats, _ = engine.evaluator.evaluate()
     finally:
         cluster.shutdown()

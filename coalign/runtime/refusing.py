@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from coalign.algorithms.traits import check_aggregation, needs, per
+from coalign.cluster.worker import module_class
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import LossConfig, ModelConfig, RunConfig
 from coalign.rollout.naming import environment as environment_of
@@ -37,6 +38,14 @@ def check_environment(config: RunConfig) -> None:
                 f"models.{spread[0]}.spread_samples: `{config.rollout.fn}` plays the samples of a prompt together, so "
                 "they have to be on one replica; leave it out"
             )
+
+
+def is_trained_by_loss(model: ModelConfig) -> bool:
+    """Whether the model's train_step learns by the loss of the configuration. A module of one's own that brings its own
+    train_step learns as that says."""
+    from coalign.modules.base import TrainableModule  # recipes that only run models do without
+
+    return ":" not in model.module or getattr(module_class(model), "train_step", None) is TrainableModule.train_step
 
 
 def check_loss(name: str, model: ModelConfig, config: RunConfig) -> None:
@@ -127,6 +136,8 @@ def token_budgets(roles: Mapping[str, type], models: Mapping[str, ModelConfig], 
 
 def _compared(name: str, model: ModelConfig, config: RunConfig) -> int:
     """Responses that a model's loss compares with each other, at most."""
+    if not is_trained_by_loss(model):
+        return 1
     if per(resolve(loss_of(name, model, config)[0].fn, "coalign.algorithms.losses")) != "group":
         return 1
     pairs = config.pairs and resolve(config.pairs.fn, "coalign.algorithms.pairing")

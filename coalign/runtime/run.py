@@ -46,7 +46,7 @@ def train(config: RunConfig, display: Display) -> int:
             if kind(config) == "ray":
                 log.info("placement:\n%s", "\n".join(given(cluster.slots, cluster.seats, cluster.nodes)))
             with watching(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
-                engine = build(config, cluster)
+                engine = build(cls, models, config, cluster)
                 return _learn(engine, folder, display, watchdog)
         finally:
             display.close()

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from coalign.cluster.start import start
 from coalign.config.schema import RunConfig
-from coalign.runtime.build import build, recipe
+from coalign.runtime.build import build, prepare, recipe
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.types import Rollout, Stat
@@ -33,9 +33,10 @@ def check_saved(one: Path, other: Path, display: Display) -> bool:
 def check_run(config: RunConfig, display: Display) -> bool:
     """Start the models between which weights travel, sync, and compare what they hold and what they compute; whether
     all of it agrees. ValueError for a recipe in which none travel."""
+    names = _travelling(config)
+    cls, models = prepare(config)
     with start(config) as cluster:
-        names = _travelling(config)
-        engine = build(config, cluster, only=names)
+        engine = build(cls, models, config, cluster, only=names)
         engine.trainers.sync(0)
         good = True
         for sync in engine.trainers.syncs:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
 from coalign.cluster.apply import apply_columns, merge_columns
+from coalign.cluster.future import BatchRef, PayloadJoin, Share
+from coalign.cluster.worker import Worker
 from coalign.data.batch import Batch
 from coalign.types import Stat, Status, Total
+from tests.runs import run, settings
 
 
 def centre(reward, group, *, scale=1.0):
@@ -52,26 +56,30 @@ def test_on_ray_it_runs_in_another_process(cluster, prompts):
     assert (pid == os.getpid()) == cluster.store.in_process
 
 
-def test_rows_in_error_are_dropped_and_counted(prompts):
+def test_rows_in_error_are_dropped_and_counted(cluster, prompts):
     status = torch.tensor([0, 2, 1, 0, 2, 0, 0], dtype=torch.uint8)
-    out, stats = apply_columns(optional, [prompts.with_(status=status)], {})
-    assert [row["id"] for row in out["rows"]] == [0, 2, 3, 5, 6]
-    assert (out["status"] != Status.ERROR).all()
-    assert stats == {"samples/dropped": Total(2), "segments": Total(5)}
+    future = cluster.apply(optional, prompts.with_(status=status))
+    for out in (future.result().fetch(), cluster.join(prompts.with_(status=status)).result().fetch()):
+        assert [row["id"] for row in out["rows"]] == [0, 2, 3, 5, 6]
+        assert (out["status"] != Status.ERROR).all()
+    assert future.stats == {"samples/dropped": Total(2), "segments": Total(5)}
+    judged = Batch(prompts.lengths).with_(status=status)  # by a model, after the samples were made
+    join = cluster.join(prompts.with_(status=torch.zeros(7, dtype=torch.uint8)), judged)
+    assert len(join.result()) == 5 and join.stats == {"samples/dropped": Total(2)}
 
 
 def test_optional_columns_and_derived_ones(prompts):
-    out, _ = apply_columns(optional, [prompts], {})
-    assert not out["had_values"].any()
-    out, _ = apply_columns(optional, [prompts.with_(values=torch.zeros(22))], {})
-    assert out["had_values"].all()
+    columns, _ = apply_columns(optional, prompts, {})
+    assert not columns["had_values"].any()
+    columns, _ = apply_columns(optional, prompts.with_(values=torch.zeros(22)), {})
+    assert columns["had_values"].all()
 
 
 def test_a_missing_column_is_named_with_the_function_and_what_there_is(prompts):
     with pytest.raises(
         ValueError, match="centre needs the column 'reward', which nobody produced; there are: group, rows, tokens"
     ):
-        apply_columns(centre, [prompts], {})
+        apply_columns(centre, prompts, {})
 
 
 def test_different_sequences_are_refused(prompts):
@@ -81,14 +89,106 @@ def test_different_sequences_are_refused(prompts):
 
 def test_a_result_of_another_kind_is_refused(prompts):
     with pytest.raises(ValueError, match="wrong returned 'advantages' of type int; expected tensors or lists"):
-        apply_columns(wrong, [prompts], {})
+        apply_columns(wrong, prompts, {})
     with pytest.raises(ValueError, match="count returned a int; expected a dict"):
-        apply_columns(count, [prompts], {})
+        apply_columns(count, prompts, {})
 
 
 def test_a_later_column_replaces_an_earlier_one(prompts):
     merged = merge_columns([prompts, Batch(prompts.lengths).with_(tokens=prompts["tokens"] * 0)])
     assert not merged["tokens"].any() and "group" in merged
+
+
+def test_a_column_may_become_one_of_another_kind(prompts):
+    merged = merge_columns([prompts.with_(mark=torch.zeros(22)), Batch(prompts.lengths).with_(mark=torch.ones(7))])
+    assert "mark" not in merged.token and merged["mark"].tolist() == [1.0] * 7
+
+
+# ---- nothing is stored twice
+
+
+def stored_payloads(ref: BatchRef | Share) -> list[object]:
+    """What a reference needs of the store."""
+    found = []
+    for payload in ref.payloads:
+        joined = isinstance(payload, PayloadJoin)
+        found += [each for share in payload.shares for each in stored_payloads(share)] if joined else [payload]
+    return found
+
+
+def test_a_function_that_only_measures_stores_nothing(cluster, prompts):
+    given = cluster.put(prompts)
+    assert cluster.apply(process, given).result() is given
+
+
+def test_a_function_stores_its_own_columns_alone(cluster, prompts):
+    given = cluster.put(prompts.with_(reward=torch.arange(7.0)))
+    out = cluster.apply(centre, given).result()
+    kept, made = stored_payloads(out)
+    assert kept is given.payloads[0]
+    made = cluster.store.rows(made, np.arange(7))
+    assert {**made.token, **made.sequence}.keys() == {"advantage"}
+    assert set(out.columns) == {"tokens", "group", "rows", "reward", "advantage"}
+
+
+def test_a_join_stores_nothing_and_waits_for_no_worker(cluster, prompts, monkeypatch):
+    given = cluster.put(prompts)
+    scores = cluster.models["judge"].forward_step(given).result()
+    monkeypatch.setattr(cluster, "_helper", lambda: pytest.fail("a worker was called"))
+    out = cluster.join(given, scores).result()
+    assert stored_payloads(out) == [*given.payloads, *scores.payloads]
+    expected = merge_columns([prompts, scores.fetch()])
+    assert equal(out.fetch(), expected)
+    assert cluster.join(given).result() is given
+
+
+def test_rows_of_a_join_are_those_of_its_columns(cluster, prompts):
+    scores = cluster.models["judge"].forward_step(prompts).result()
+    base = BatchRef.concat([cluster.put(prompts.slice(3, 7)), cluster.put(prompts.slice(0, 3))])  # two payloads
+    join = BatchRef.join([base, scores.select(torch.tensor([3, 4, 5, 6, 0, 1, 2]))])
+    join = BatchRef.join([join, cluster.put(Batch(join.lengths).with_(mark=torch.arange(7)))])  # a join of a join
+    rows = torch.tensor([6, 0, 3, 1])
+    expected = merge_columns([prompts, scores.fetch()]).select([3, 4, 5, 6, 0, 1, 2]).with_(mark=torch.arange(7))
+    assert equal(join.fetch(), expected)
+    assert equal(join.select(rows).fetch(), expected.select(rows))
+    assert len(join.slice(0, 0).fetch()) == 0 and "mark" in join.slice(0, 0).fetch()
+    stored_anew = cluster.put(expected.slice(0, 2))  # as after a restart
+    both = BatchRef.concat([join.slice(2, 7), stored_anew])
+    assert equal(both.fetch(), expected.select([2, 3, 4, 5, 6, 0, 1]))
+    assert cluster.models["judge"].whole(both.select(torch.tensor([0, 5]))).result() == int(
+        prompts.lengths[[5, 3]].sum()
+    )
+
+
+def equal(one: Batch, other: Batch) -> bool:
+    """Whether they have the same columns, bit for bit."""
+    if one.token.keys() != other.token.keys() or one.sequence.keys() != other.sequence.keys():
+        return False
+    pairs = [(one[name], other[name]) for name in ("lengths", *one.token, *one.sequence)]
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def test_a_step_stores_each_column_once(tmp_path, monkeypatch):
+    """Of a whole run: no function's answer holds what came in, and those that measure hold nothing."""
+    stored: dict[str, set[str]] = {}
+    execute = Worker.execute
+
+    def watched(self, verb, *arguments):
+        meta, payload = execute(self, verb, *arguments)
+        if verb == "apply":
+            columns = set() if payload is None else {*payload.token, *payload.sequence}
+            stored.setdefault(arguments[0].__name__, set()).update(columns)
+        return meta, payload
+
+    monkeypatch.setattr(Worker, "execute", watched)
+    assert run(settings(tmp_path, "ppo", steps=1)) == 0
+    assert stored == {
+        "count": set(),
+        "describe": set(),
+        "score": set(),
+        "shape_reward": {"token_rewards"},
+        "gae": {"advantages", "returns"},
+    }
 
 
 def test_what_is_no_batch_is_refused(make_local, prompts):

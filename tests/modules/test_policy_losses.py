@@ -1,5 +1,8 @@
 """The policy losses through a model: no cut, no packing and no masked row may change a gradient."""
 
+from collections import Counter
+from inspect import Signature
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ from coalign.algorithms.shaping import mask_truncated
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.fsdp import FSDPModule
+from coalign.modules.objective import Objective
 from coalign.types import Context, Status
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
@@ -81,6 +85,29 @@ def test_truncated_rows_that_are_masked_are_as_good_as_gone(path, batch, name):
     assert apart(b.gradient, a.gradient) < 1e-6
     assert a.row_counts == b.row_counts == 5  # nor do they cost anything
     assert {k: v.value for k, v in got.items()} == pytest.approx({k: v.value for k, v in expected.items()}, rel=1e-4)
+
+
+def test_the_loss_is_bound_once_for_all_steps(path, batch, monkeypatch):
+    counts = Counter()
+
+    def count(owner, name):
+        original = getattr(owner, name)
+
+        def counted(*arguments, **keywords):
+            counts[f"{owner.__name__}.{name}"] += 1
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    trainer = module(path, LOSSES["cispo"], max_tokens_per_micro=60)
+    count(Objective, "__init__")
+    trainer.train_step(batch, ptx=batch)
+    assert counts == {"Objective.__init__": 2}  # the configured loss, and that of the rows that are mixed in
+    count(Signature, "bind")
+    for _ in range(2):
+        trainer.train_step(batch, ptx=batch)
+        trainer.eval_step(batch)
+    assert counts == {"Objective.__init__": 2}
 
 
 def test_a_batch_of_truncated_rows_is_not_an_update(path, batch):

@@ -12,12 +12,15 @@ import torch
 
 from coalign.config import load
 from coalign.data.batch import Batch
+from coalign.modules.base import Module
+from coalign.recipes.sft import SFT
 from coalign.runtime.build import recipe
 from coalign.runtime.checking import check as examine
 from coalign.runtime.display import Display
+from coalign.types import Stat, Trainable
 from examples.arithmetic import make_data, make_model
 from examples.custom import committee, second_try
-from tests.runs import ROOT, metrics, other_model
+from tests.runs import ROOT, metrics, other_model, settings
 from tests.tiny import tiny_model_dir
 
 FLOWS = ("committee", "second_try")
@@ -119,6 +122,82 @@ def test_the_loop_ends_when_all_is_solved(example):
 
 def always(sample):
     return 1.0
+
+
+class Distance(Module):
+    """A module of one's own whose train_step has nothing to do with losses: it keeps the mean length of responses."""
+
+    mean = 0.0
+
+    def forward_step(self, batch, *, into="values"):
+        return {into: torch.full((batch.tokens_total,), self.mean)}
+
+    def train_step(self, batch):
+        self.mean = float(batch.lengths.float().mean())
+        return {"length": Stat(self.mean)}
+
+    def save(self, directory):
+        Path(directory).mkdir(parents=True)
+        (Path(directory) / "mean").write_text(str(self.mean))
+
+    def save_hf(self, directory):
+        self.save(directory)
+
+
+class Measured(SFT):
+    """One batch without any column that a loss reads, and one as SFT has it."""
+
+    models = {**SFT.models, "distance": Trainable}
+
+    def train_flow(self, batch):
+        self.distance.train_step(self.transform(without_masks, batch))
+        return super().train_flow(batch)
+
+
+class Unconfigured(Measured):
+    """No loss at all, and a model of one's own is all that learns."""
+
+    models = {"distance": Trainable}
+    defaults = {"models": {}}
+
+    @classmethod
+    def roles(cls, config):
+        return cls.models
+
+    def train_flow(self, batch):
+        return self.distance.train_step(batch)
+
+
+def without_masks(batch):
+    return batch.only("tokens", "group")
+
+
+def test_a_model_of_ones_own_learns_without_a_loss(tmp_path, capsys):
+    own = {"module": "tests.recipes.test_custom_flows:Distance", "load": None}
+    config = settings(tmp_path, "sft", steps=2, eval_at_start=False)
+    config["data"].pop("eval")
+    config |= {"algorithm": "tests.recipes.test_custom_flows:Measured"}
+    config["models"]["distance"] = own
+    loaded = load(config, [], defaults=lambda name: recipe(name).defaults)
+    examine(loaded, Display())
+    assert "distance.train_step" in capsys.readouterr().out
+    lines = train(loaded)
+    assert len(lines) == 2 and all(line["distance/length"] > 0 and line["loss/value"] > 0 for line in lines)
+    config |= {"algorithm": "tests.recipes.test_custom_flows:Unconfigured", "output": str(tmp_path / "unconfigured")}
+    config["models"] = {"distance": own | {"load": config["models"]["trainer"]["load"]}}
+    lines = train(load(config, [], defaults=lambda name: recipe(name).defaults))
+    assert all(line["length"] > 0 for line in lines)
+
+
+def test_the_loss_of_ones_own_subclass_of_a_backend_is_tried(tmp_path):
+    config = settings(tmp_path, "sft", steps=1)
+    config["models"]["trainer"]["module"] = "tests.modules.test_fsdp:Watched"
+    config["loss"] = {"fn": "policy_gradient"}
+    loaded = load(config, [], defaults=lambda name: recipe(name).defaults)
+    with pytest.raises(
+        ValueError, match=r"models\.trainer: the loss `policy_gradient` fails on what the flow gives it"
+    ):
+        examine(loaded, Display())
 
 
 def samples(group, reward, at=0):

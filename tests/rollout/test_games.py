@@ -9,6 +9,8 @@ import torch
 
 from coalign.algorithms.advantages import rloo
 from coalign.cluster.apply import apply_columns
+from coalign.cluster.future import BatchRef, Meta
+from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
 from coalign.rollout.games import GuessTheNumber, IllegalMove, Nim
 from coalign.rollout.playing import game, self_play
@@ -128,13 +130,13 @@ def test_who_has_had_no_turn_is_in_no_baseline():
     columns = {"loss_mask": torch.tensor([chosen for one in many for chosen in one.log.loss_mask])}
     status = torch.tensor([int(one.status) for one in many])
     sequence = {"status": status, "reward": torch.tensor([total(one) for one in many]), "group": torch.full((4,), 5)}
-    batch, stats = apply_columns(
-        rloo, [Batch(torch.tensor([len(one.log.tokens) for one in many]), columns, sequence)], {}
-    )
+    batch = Batch(torch.tensor([len(one.log.tokens) for one in many]), columns, sequence)
+    store = LocalStore()
+    ref, stats = BatchRef.of(Meta.of(batch), store.put(batch), store).without_errors()
+    batch = ref.fetch()
     assert stats["samples/dropped"].value == 1 and batch["reward"].tolist() == [-1.0, 1.0, -1.0]
-    advantages = [
-        batch["advantages"][batch["loss_mask"] & (batch.segment == row)].unique().tolist() for row in range(3)
-    ]
+    found = apply_columns(rloo, batch, {})[0]["advantages"]
+    advantages = [found[batch["loss_mask"] & (batch.segment == row)].unique().tolist() for row in range(3)]
     assert advantages == [[-1.0], [2.0], [-1.0]]  # -1 - (1 - 1) / 2, 1 - (-1 - 1) / 2, -1 - (-1 + 1) / 2
 
 

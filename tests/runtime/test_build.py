@@ -1,9 +1,17 @@
 """From a configuration to an engine: what is refused before anything loads."""
 
+from collections import Counter
+
 import pytest
 
+from coalign.config import load
 from coalign.config.schema import RunConfig
-from coalign.runtime.build import prepare
+from coalign.recipes.grpo import GRPO
+from coalign.runtime.build import prepare, recipe
+from coalign.runtime.checking import check
+from coalign.runtime.display import Display
+from coalign.runtime.engine import Engine
+from tests.runs import run, settings
 
 
 def test_a_recipe_of_ones_own_with_an_unknown_kind_of_data(tmp_path, monkeypatch):
@@ -13,3 +21,32 @@ def test_a_recipe_of_ones_own_with_an_unknown_kind_of_data(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"Mine\.source: 'preference' is no kind of data.*preferences"):
         prepare(RunConfig(algorithm="with_unknown_source:Mine", models={}))
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """How often a run was prepared (``prepare`` asks the recipe to check each time), and engines were built."""
+    counts = Counter()
+    checked, built = GRPO.check, Engine.__init__
+
+    def count_check(cls, config):
+        counts["prepared"] += 1
+        checked(config)
+
+    def count_engine(self, config, cluster):
+        counts[type(cluster).__name__] += 1
+        built(self, config, cluster)
+
+    monkeypatch.setattr(GRPO, "check", classmethod(count_check))
+    monkeypatch.setattr(Engine, "__init__", count_engine)
+    return counts
+
+
+def test_a_run_is_prepared_once(tmp_path, counts):
+    assert run(settings(tmp_path, "grpo", steps=1)) == 0
+    assert counts == {"prepared": 1, "DryCluster": 1, "LocalCluster": 1}
+
+
+def test_check_prepares_once_and_builds_one_engine(tmp_path, counts):
+    check(load(settings(tmp_path, "grpo"), [], defaults=lambda name: recipe(name).defaults), Display(quiet=True))
+    assert counts == {"prepared": 1, "DryCluster": 1}

@@ -104,16 +104,15 @@ def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
     """
     own, shared = signature(surrogate).parameters, signature(surrounded).parameters
     shared = {name: p for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
-    whole = Signature(list({**own, **shared}.values()))
+    both = {name: p.default for name, p in shared.items() if name in own}
 
     @wraps(surrogate)
     def loss(x: LossInput, **settings: Any) -> LossOutput:
-        bound = whole.bind(x, **settings)
-        bound.apply_defaults()
-        mine = {name: value for name, value in bound.kwargs.items() if name in own}
-        return surrounded(x, *surrogate(x, **mine), **{name: bound.kwargs[name] for name in shared})
+        mine = both | {name: value for name, value in settings.items() if name in own or name not in shared}
+        around = {name: value for name, value in settings.items() if name in shared}
+        return surrounded(x, *surrogate(x, **mine), **around)
 
-    loss.__signature__ = whole
+    loss.__signature__ = Signature(list({**own, **shared}.values()))
     loss.__annotations__ = get_type_hints(surrounded) | get_type_hints(surrogate) | {"return": LossOutput}
     loss.needs = policy_needs
     return loss
