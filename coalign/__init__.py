@@ -1,9 +1,50 @@
-"""Coalign: alignment training of language models, several models in one run, from a laptop to a Ray cluster."""
+"""Coalign: alignment training of language models, several models in one run, from a laptop to a Ray cluster.
+
+The names below are the public API (docs/python.md). Each is imported when it is first used, so `import coalign` is
+fast and loads no torch. Begin with `train`.
+"""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coalign.api import TrainingStopped as TrainingStopped
+    from coalign.api import TrainResult as TrainResult
+    from coalign.api import evaluate as evaluate
+    from coalign.api import generate as generate
+    from coalign.api import load_config as load_config
+    from coalign.api import train as train
+    from coalign.data.batch import Batch as Batch
+    from coalign.runtime.engine import Engine as Engine
+    from coalign.runtime.hooks import Hook as Hook
+    from coalign.types import LossInput as LossInput
+    from coalign.types import LossOutput as LossOutput
+    from coalign.types import Sample as Sample
+    from coalign.types import Stat as Stat
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "coalign.api": ("train", "evaluate", "generate", "load_config", "TrainResult", "TrainingStopped"),
+    "coalign.data.batch": ("Batch",),
+    "coalign.runtime.engine": ("Engine",),
+    "coalign.runtime.hooks": ("Hook",),
+    "coalign.types": ("LossInput", "LossOutput", "Sample", "Stat"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = [*_HOMES, "__version__"]
 
 # Bars and load reports of libraries would tear Coalign's own display, in this process and in every worker.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'coalign' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

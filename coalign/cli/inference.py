@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -61,37 +59,34 @@ def generate(
     device: Device = "cpu",
 ):
     """Generate responses: JSONL in, JSONL out. A killed call goes on where it was when it is run again."""
-    from coalign.config.schema import DataConfig, GenerateConfig, SourceConfig
+    from coalign import api
     from coalign.runtime.display import Display
-    from coalign.runtime.generating import generate as respond
 
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt TEXT or --input FILE.jsonl")
-    with tempfile.TemporaryDirectory() as folder:
-        if prompts is None:
-            prompts, key = Path(folder) / "prompt.jsonl", "prompt"
-            prompts.write_text(json.dumps({"prompt": prompt}))
-        data = DataConfig(
-            train=[SourceConfig(path=str(prompts))],
-            prompt_key=key,
-            chat_template=chat_template,
-            max_prompt_tokens=2**31,  # the model's own limit is the one that counts
-            shuffle=False,
-        )
-        config = GenerateConfig(
-            model=str(model),
-            data=data,
-            samples=samples,
-            keep="best" if best else "all",
-            reward=_rewards(reward),
-            reward_model=str(reward_model) if reward_model else None,
-            reward_template=reward_template,
-            sampling=_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop),
-            seed=seed,
-            dtype=dtype,
-            device=device,
-        )
-        respond(config, output, Display())
+    api.generate(
+        model,
+        prompts if prompt is None else prompt,
+        output=output,
+        samples=samples,
+        keep="best" if best else "all",
+        reward=_reward_sections(reward),
+        reward_model=reward_model,
+        reward_template=reward_template,
+        prompt_key=key,
+        chat_template=chat_template,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        on_record=None if output else lambda record: Display().show(record["response"]),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or [],
+    )
 
 
 def score(
@@ -110,7 +105,7 @@ def score(
     device: Device = "cpu",
 ):
     """Score responses by a reward model, or by reward functions. A killed call goes on where it was."""
-    from coalign.config.schema import DataConfig, ScoreConfig, SourceConfig
+    from coalign.config.schema import DataConfig, RewardConfig, ScoreConfig, SourceConfig
     from coalign.runtime.display import Display
     from coalign.runtime.scoring import score as judge
 
@@ -119,7 +114,7 @@ def score(
     config = ScoreConfig(
         data=DataConfig(train=[SourceConfig(path=str(responses))], prompt_key=key),
         response_key=response_key,
-        reward=_rewards(reward),
+        reward=[RewardConfig.model_validate(section) for section in _reward_sections(reward)],
         reward_model=str(model) if model else None,
         reward_template=chat_template,
         dtype=dtype,
@@ -176,9 +171,8 @@ def _sampling(
     )
 
 
-def _rewards(texts: list[str] | None):
+def _reward_sections(texts: list[str] | None):
     """Reward functions as in YAML: a text alone is a function's name."""
     from coalign.config.reading import parse
-    from coalign.config.schema import RewardConfig
 
-    return [RewardConfig.model_validate(parse(text, f"--reward {text}")[0]) for text in texts or []]
+    return [parse(text, f"--reward {text}")[0] for text in texts or []]

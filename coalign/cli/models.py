@@ -66,12 +66,12 @@ def check_sync(
     ] = None,
 ):
     """Compare the weights of two sides, tensor by tensor. Exit code 1 if they differ."""
-    from coalign.cli.arguments import load_run
+    from coalign.api import load_config
     from coalign.runtime.display import Display
     from coalign.runtime.sync_check import check_run, check_saved
 
     if config is not None:
-        same = check_run(load_run(config, sides), Display())
+        same = check_run(load_config(config, sides), Display())
     elif sides is not None and len(sides) == 2:
         same = check_saved(Path(sides[0]), Path(sides[1]), Display())
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coalign.cli.arguments import Config, Overrides, load_run
+from coalign.cli.arguments import Config, Overrides
 
 
 def train(
@@ -16,14 +16,17 @@ def train(
     quiet: Annotated[bool, typer.Option(help="Warnings and the summary only.")] = False,
 ):
     """Train. Stops at the last step, or after the step under way on Ctrl-C, with a checkpoint; run again to go on."""
-    from coalign.runtime.display import Display
-    from coalign.runtime.run import train as run
+    from coalign import api
 
-    raise typer.Exit(run(load_run(config, overrides), Display(quiet=quiet)))
+    try:
+        api.train(config, overrides, quiet=quiet)
+    except api.TrainingStopped as stop:
+        raise typer.Exit(stop.exit_code) from stop
 
 
 def check(config: Config, overrides: Overrides = None):
     """Validate configuration, data and flow, draw the flow, estimate memory. Loads no weights."""
+    from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
     from coalign.runtime.display import Display
 
@@ -33,7 +36,7 @@ def check(config: Config, overrides: Overrides = None):
         return examine_stages(load_pipeline(config, overrides or []), Display())
     from coalign.runtime.checking import check as examine
 
-    examine(load_run(config, overrides), Display())
+    examine(load_config(config, overrides), Display())
 
 
 def pipeline(
@@ -60,10 +63,10 @@ def evaluate(
     ] = None,
 ):
     """Measure a model on the evaluation set of a run: mean@n, pass@k (or the loss, for SFT)."""
+    from coalign import api
     from coalign.runtime.display import Display
-    from coalign.runtime.inference import evaluate as measure
 
-    measure(load_run(config, overrides), model, Display())
+    Display().table("evaluation", api.evaluate(config, overrides, model=model))
 
 
 def inspect_data(
@@ -73,10 +76,11 @@ def inspect_data(
     tokens: Annotated[bool, typer.Option("--tokens", "-t", help="Also list every token with its id.")] = False,
 ):
     """Show rows as the trainer will see them: the template's text, what is trained of it, preferences and labels."""
+    from coalign.api import load_config
     from coalign.runtime.display import Display
     from coalign.runtime.inference import inspect
 
-    inspect(load_run(config, overrides), rows, Display(), tokens=tokens)
+    inspect(load_config(config, overrides), rows, Display(), tokens=tokens)
 
 
 def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):

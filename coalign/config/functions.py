@@ -2,6 +2,8 @@
 
 A name is a dotted path (``my.pkg:fn``) or short; a short name is looked up in the home module of its kind. There is no
 registry: what the module defines is what can be named. Importing the named module is the only import made here.
+
+Python callers may pass the function itself; `name_object` gives it a name, so that a configuration holds texts alone.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
@@ -19,6 +22,30 @@ from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from coalign.config.errors import ConfigError, Problem, near, readable, undotted
+
+THIS_PROCESS = "<this process>"  # stands for the module in the name of an object that no import finds
+_objects: dict[str, Any] = {}  # those objects, by the rest of their names
+
+
+def name_object(value: Any) -> str:
+    """The name by which `resolve` finds a function, class or other callable object.
+
+    That is its dotted path, if its module has it under its own name. Else (a lambda, a function inside another one, a
+    bound method) this process keeps the object, and the name means nothing to any other process.
+    """
+    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module in sys.modules and path and _attribute(sys.modules[module], path) is value:
+        return f"{module}:{path}"
+    name = next((name for name, known in _objects.items() if known is value), None)
+    if name is None:  # numbered, because functions made by another one share their name
+        name = f"{len(_objects)}.{getattr(value, '__name__', type(value).__name__).strip('<>')}"
+        _objects[name] = value
+    return f"{THIS_PROCESS}:{name}"
+
+
+def is_bound_to_process(name: str) -> bool:
+    """Whether no other process finds what is called ``name``: another one's `__main__` is another program."""
+    return name.startswith((f"{THIS_PROCESS}:", "__main__:"))
 
 
 def resolve(name: str, home: str) -> Any:
@@ -107,6 +134,10 @@ def columns_of(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
 
 def _dotted(name: str) -> Any:
     path, _, attribute = name.partition(":")
+    if path == THIS_PROCESS:
+        if attribute not in _objects:
+            raise ValueError(f"'{name}' was passed as an object to another process; pass it again, or name a module's")
+        return _objects[attribute]
     try:
         value: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -118,6 +149,13 @@ def _dotted(name: str) -> Any:
             names = _public(value) if isinstance(value, ModuleType) else dir(value)
             raise ValueError(f"'{name}': '{path}' has no '{part}'{near(part, names)}")
         value = getattr(value, part)
+    return value
+
+
+def _attribute(value: Any, path: str) -> Any:
+    """What is at the dotted ``path`` below ``value``; None if there is nothing."""
+    for part in path.split("."):
+        value = getattr(value, part, None)
     return value
 
 

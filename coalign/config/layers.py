@@ -6,6 +6,7 @@ A later layer wins key by key; lists, texts and null replace. Nothing is validat
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
 from coalign.config.errors import ConfigError, Key, Place, Problem, shown, undotted
+from coalign.config.functions import name_object
 from coalign.config.introspect import names_at, section_at
 from coalign.config.places import Places
 from coalign.config.reading import parse
@@ -125,7 +127,11 @@ def assign(layer: Layer, override: str) -> None:
     except ConfigError as error:
         layer.problems += [Problem((), problem.message, place) for problem in error.problems]
         return
-    key: Key = undotted(name.strip())
+    put(layer, undotted(name.strip()), value, place)
+
+
+def put(layer: Layer, key: Key, value: Any, place: Place) -> None:
+    """Replace what is at ``key`` in the layer by ``value``, which was written at ``place``."""
     if problems := [Problem(key, p.message, place) for p in _malformed_references(value, key, layer.places)]:
         layer.problems += problems
         return
@@ -160,11 +166,17 @@ def beneath(base: Any, over: Any, key: Key = ()) -> Any:
 
 
 def written_out(value: Any, key: Key, schema: type[Section] = RunConfig) -> Any:
-    """The data with each text that stands for a section (``loss: sft``) written out as one: so layers can merge."""
+    """The data with each text that stands for a section (``loss: sft``) written out as one: so layers can merge.
+
+    Callables and paths, which only Python can pass, become their names."""
     if isinstance(value, Mapping):
         return {name: written_out(item, (*key, name), schema) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [written_out(item, (*key, index), schema) for index, item in enumerate(value)]
+    if callable(value):
+        value = name_object(value)
+    elif isinstance(value, os.PathLike):
+        value = os.fspath(value)
     section = section_at(key, schema) if isinstance(value, str) and "${" not in value else None
     return {section.shorthand: value} if section and section.shorthand else value
 

@@ -15,28 +15,39 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 from pydantic import ValidationError
 
-from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near, readable, shown
+from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near, readable, shown, undotted
 from coalign.config.introspect import admits_null, input_at, names_at, type_at
-from coalign.config.layers import Layer, assign, beneath, from_file, from_mapping, nearest_file, overlay, written_out
+from coalign.config.layers import (
+    Layer,
+    assign,
+    beneath,
+    from_file,
+    from_mapping,
+    nearest_file,
+    overlay,
+    put,
+    written_out,
+)
 from coalign.config.places import Places
 from coalign.config.reading import scalar
 from coalign.config.schema import Input, RunConfig, Section
 
 THIS = "<this>"  # where a section's own keys stand among the names that references know
 Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
+Overrides = Sequence[str] | Mapping[str, Any]
 
 
 def load(
     source: str | os.PathLike[str] | Mapping[str, Any],
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     defaults: Defaults = MappingProxyType({}),
 ) -> RunConfig:
     """Read, merge, resolve and validate the configuration of a run.
 
     ``source`` is a YAML file, or a mapping of the same shape. ``overrides`` are ``key=value`` with dotted keys
-    (``data.train[0].weight`` inside a list) and YAML values; the value replaces what is there. ``defaults`` lies
-    beneath the file, in the shape of the YAML; a callable gets the algorithm's name and raises ValueError if there is
-    none of that name.
+    (``data.train[0].weight`` inside a list) and YAML values, or a mapping of dotted keys; the value replaces what is
+    there. A mapping may hold functions and classes in place of their names. ``defaults`` lies beneath the file, in the
+    shape of the YAML; a callable gets the algorithm's name and raises ValueError if there is none of that name.
 
     In order: `include`d files (relative to the file, later wins, lists replace), the file, the overrides; the defaults
     beneath; `like` between models; `${a.b}`, `${env:NAME}` and `${env:NAME,default}`. null stands for "not given" where
@@ -51,7 +62,7 @@ def load(
 
 
 def load_section(
-    schema: type[Section], source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
+    schema: type[Section], source: str | os.PathLike[str] | Mapping[str, Any], overrides: Overrides = ()
 ) -> Any:
     """The configuration of something else than a run, of the given ``schema``; see `load` for the rest."""
     layer, folder = given(source, overrides, schema)
@@ -117,13 +128,17 @@ def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
 
 
 def given(
-    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str], schema: type[Section] = RunConfig
+    source: str | os.PathLike[str] | Mapping[str, Any], overrides: Overrides, schema: type[Section] = RunConfig
 ) -> tuple[Layer, Path]:
     """What the person wrote, and the directory of the file."""
     if isinstance(source, Mapping):
         layer, folder = from_mapping(source, Place("configuration"), schema), Path()
     else:
         layer, folder = from_file(Path(source), schema=schema), Path(source).parent
+    if isinstance(overrides, Mapping):
+        for name, value in overrides.items():
+            put(layer, undotted(name), value, Place(f"override '{name}'"))
+        return layer, folder
     for override in overrides:
         assign(layer, override)
     return layer, folder

@@ -26,6 +26,7 @@ from coalign.runtime.refusing import (
     adapter_ranks,
     check_adapters,
     check_environment,
+    check_functions_are_imported,
     check_guards,
     check_it_learns,
     check_loss,
@@ -56,6 +57,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
         raise ValueError(f"{cls.__name__}.source: '{cls.source}' is no kind of data{near(cls.source, KINDS)}")
     with located(config):
         check_names(config, [*cls.models, *(reward.model for reward in config.reward if reward.model)])
+        check_functions_are_imported(config)
         cls.check(config)
         check_sections(config, cls)
         check_environment(config)

@@ -41,7 +41,8 @@ class Display:
     """
 
     def __init__(self, *, quiet: bool = False, out: Console | None = None, err: Console | None = None) -> None:
-        plain = {"markup": False, "emoji": False, "highlight": False}  # a response may hold [brackets] and :colons:
+        # A response may hold [brackets] and :colons:. A notebook is no terminal: it gets the lines that a pipe gets.
+        plain = {"markup": False, "emoji": False, "highlight": False, "force_jupyter": False}
         self.out = out or Console(**plain)
         self.err = err or Console(stderr=True, **plain)
         self.quiet = quiet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from coalign.types import Context, Sample, Status
 AHEAD = 4
 
 
-def generate(config: GenerateConfig, output: Path | None, display: Display, *, round: int = 1) -> dict[str, float]:
-    """Write the responses of ``config.model`` to ``output``, or show them (None); the counts of what came out.
+def generate(
+    config: GenerateConfig, output: Path | Callable[[Record], None], display: Display, *, round: int = 1
+) -> dict[str, float]:
+    """Write the responses of ``config.model`` to a file, or hand each to a function; the counts of what came out.
 
     A record is the prompt's row with `response`, `group` (the draw), `index`, `status`, `tokens`, `logprob`, and
     `score` if there is a judge. ``round`` k draws the prompts that follow those of the rounds before. Goes on where a
@@ -42,7 +44,7 @@ def generate(config: GenerateConfig, output: Path | None, display: Display, *, r
     begun, fresh = time.perf_counter(), 0
     with (
         _judged(config) as judge,
-        _kept(config, output, display, size, round) as partial,
+        _kept(config, output, size, round) as partial,
         bar as advance,
     ):
         advance(min(partial.done * size, count) * config.samples)
@@ -55,7 +57,9 @@ def generate(config: GenerateConfig, output: Path | None, display: Display, *, r
     seconds = time.perf_counter() - begun
     if judge:
         tell(judge, display)
-    display.note(f"{counts['responses']} responses, {fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s)")
+    rate = f"{fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s)"
+    if not display.quiet:
+        display.note(f"{counts['responses']} responses, {rate}")
     return counts
 
 
@@ -73,10 +77,10 @@ def _judged(config: GenerateConfig) -> Any:
     return closing(judge) if judge else nullcontext()
 
 
-def _kept(config: GenerateConfig, output: Path | None, display: Display, size: int, round: int) -> Partial | Unkept:
-    """Where the records go: a file that survives a kill, or the screen."""
-    if output is None:
-        return Unkept(lambda record: display.show(record["response"]))
+def _kept(config: GenerateConfig, output: Path | Callable[[Record], None], size: int, round: int) -> Partial | Unkept:
+    """Where the records go: a file that survives a kill, or a function."""
+    if not isinstance(output, Path):
+        return Unkept(output)
     # Finished units are counted, so their size matters here, though `native`, which sets it, changes no response.
     return Partial(output, {"round": round, "prompts of a unit": size, **fingerprint.of_settings(config)})
 

@@ -9,8 +9,8 @@ from coalign.config.schema import RunConfig
 from coalign.runtime.display import Display
 
 
-def evaluate(config: RunConfig, model: Path | None, display: Display) -> None:
-    """Print the metrics of a run's evaluation set, with ``model`` in place of the directory that the model learns from.
+def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
+    """The metrics of a run's evaluation set, with ``model`` in place of the directory that the model learns from.
 
     The reference and other frozen models stay those of the run."""
     from coalign.cluster.start import start
@@ -31,7 +31,7 @@ def evaluate(config: RunConfig, model: Path | None, display: Display) -> None:
         stats, _ = engine.evaluator.evaluate()
     finally:
         cluster.shutdown()
-    display.table("evaluation", flatten(stats))
+    return flatten(stats)
 
 
 def inspect(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:

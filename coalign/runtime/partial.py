@@ -22,8 +22,8 @@ class Unkept:
 
     done = 0
 
-    def __init__(self, show: Callable[[Record], None]) -> None:
-        self._show = show
+    def __init__(self, take: Callable[[Record], None]) -> None:
+        self._take = take
         self._units: list[list[Record]] = []
 
     def __enter__(self) -> Unkept:
@@ -35,7 +35,7 @@ class Unkept:
     def add(self, unit: Sequence[Record]) -> None:
         self._units.append(list(unit))
         for record in unit:
-            self._show(record)
+            self._take(record)
 
     def units(self) -> Iterator[list[Record]]:
         yield from self._units

@@ -5,11 +5,13 @@ Each function raises ValueError with the key, its value and what would be right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from coalign.algorithms.traits import check_aggregation, needs, per
+from coalign.cluster.start import kind
 from coalign.cluster.worker import module_class
-from coalign.config.functions import bind, resolve, resolve_class
+from coalign.config.functions import bind, is_bound_to_process, resolve, resolve_class
 from coalign.config.schema import LossConfig, ModelConfig, RunConfig
 from coalign.rollout.naming import environment as environment_of
 from coalign.runtime.engine import Engine
@@ -25,6 +27,30 @@ def check_sections(config: RunConfig, cls: type[Engine]) -> None:
     for name in (*(SAMPLING if from_data else ()), *cls.unread):
         if getattr(config, name) != RunConfig.model_fields[name].default:
             raise ValueError(f"{name}: `{config.algorithm}` {why}; leave it out")
+
+
+def check_functions_are_imported(config: RunConfig) -> None:
+    """Refuse functions and classes that only this process finds, where other processes would call them."""
+    if kind(config) == "ray":
+        bound = [(key, text) for key, text in _texts(config.model_dump(), "") if is_bound_to_process(text)]
+        if bound:
+            key, name = bound[0]
+            raise ValueError(
+                f"{key}: '{name}' is known to this process alone, and on Ray other processes call it; define it in a "
+                "module that they can import, or set `runtime.cluster` to local"
+            )
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of all texts in a configuration."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{key}[{index}]")
 
 
 def check_environment(config: RunConfig) -> None:

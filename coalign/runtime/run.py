@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,11 @@ from coalign.types import Stats
 log = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, display: Display) -> int:
+def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> int:
     """Train as the configuration says, once a look at its flow on stand-ins has found nothing wrong; returns the exit
-    code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did."""
+    code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did.
+
+    ``hooks`` see each step after evaluation and before it is recorded and saved."""
     cls, models = prepare(config)
     trace(cls, models, config)
     folder = RunFolder(config.output)
@@ -47,14 +51,14 @@ def train(config: RunConfig, display: Display) -> int:
                 log.info("placement:\n%s", "\n".join(given(cluster.slots, cluster.seats, cluster.nodes)))
             with watching(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
                 engine = build(cls, models, config, cluster)
-                return _learn(engine, folder, display, watchdog)
+                return _learn(engine, folder, display, watchdog, hooks)
         finally:
             display.close()
             cluster.shutdown()
             folder.close()
 
 
-def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchdog) -> int:
+def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchdog, hooks: Sequence[Hook]) -> int:
     config = engine.config
     checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
     save = Save(checkpoints, config.runtime.save_every, config.runtime.best, config.runtime.best_mode)
@@ -63,7 +67,8 @@ def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchd
     timeline = Timeline(folder.path / "timeline", config.runtime.timeline_every)
     profile = [Profile(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
     engine.cluster.on_end = timeline.note
-    engine.hooks = [guards, timeline, *profile, *_evaluation(engine, record), record, save]
+    engine.hooks = [guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save]
+    _refuse_namesakes(engine.hooks)
     if (found := _resume_from(config, folder, checkpoints)) is not None:
         restore(engine, found)
         log.info("continuing from %s", found)
@@ -82,6 +87,13 @@ def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchd
     if guards.ended:
         return UNHEALTHY
     return 128 + caught[0] if caught else 0
+
+
+def _refuse_namesakes(hooks: Sequence[Hook]) -> None:
+    """Refuse (ValueError) hooks of one name: a checkpoint keeps the state of each by the name of its class."""
+    for name, count in Counter(type(hook).__name__ for hook in hooks).items():
+        if count > 1:
+            raise ValueError(f"hooks: {count} of them are called {name}; give each class a name of its own")
 
 
 def _tell(*listeners: Callable[[str], None]) -> Callable[[str], None]:
@@ -131,7 +143,9 @@ def _stop_on_signal(engine: Engine) -> Iterator[list[int]]:
         engine.stop = signal.Signals(number).name
         log.warning("%s: finishing this step, then saving; once more to stop at once", engine.stop)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
+    stops = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handle) for number in stops}
     try:
         yield caught
     finally:

@@ -1,12 +1,21 @@
 """Names and arguments of functions."""
 
 import sys
+from functools import partial
 from typing import Literal
 
 import pytest
 
 from coalign.config import ConfigError
-from coalign.config.functions import bind, class_names, columns_of, resolve, resolve_class
+from coalign.config.functions import (
+    bind,
+    class_names,
+    columns_of,
+    is_bound_to_process,
+    name_object,
+    resolve,
+    resolve_class,
+)
 
 HOME = "pretend"
 
@@ -124,3 +133,16 @@ def test_columns_are_the_positional_parameters():
         return {}
 
     assert columns_of(gae) == (["token_rewards", "values", "loss_mask"], ["segment"])
+
+
+def test_objects_have_names_that_find_them():
+    assert name_object(resolve) == "coalign.config.functions:resolve"
+    made = [lambda: 0, lambda: 1]
+    bound = partial(max, 1)
+    names = [name_object(value) for value in (*made, bound)]
+    assert [resolve(name, "coalign.rewards") for name in names] == [*made, bound]
+    assert names == [name_object(value) for value in (*made, bound)] and len(set(names)) == 3
+    assert all(is_bound_to_process(name) for name in (*names, "__main__:digits"))
+    assert not is_bound_to_process("coalign.config.functions:resolve")
+    with pytest.raises(ValueError, match="was passed as an object to another process"):
+        resolve("<this process>:99.lambda", "coalign.rewards")

@@ -330,11 +330,9 @@ def test_a_run_with_two_models_and_a_function(tmp_path):
     assert set(samples[0]["rewards"]) == {"digits", "kind", "terse"} and "<|im_end|>" not in samples[0]["response"]
 
 
-def test_evaluation_asks_the_same_parts(tmp_path, capsys):
-    config = two_judges(tmp_path)
-    evaluate(loaded(config), None, Display())
-    shown = capsys.readouterr().out
-    assert all(f"eval/reward/{name}/mean" in shown for name in ("digits", "kind", "terse"))
+def test_evaluation_asks_the_same_parts(tmp_path):
+    found = evaluate(loaded(two_judges(tmp_path)), None)
+    assert all(f"eval/reward/{name}/mean" in found for name in ("digits", "kind", "terse"))
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

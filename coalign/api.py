@@ -1,0 +1,222 @@
+"""The Python API: what the commands of the command line do, as functions that return values and raise errors.
+
+`import coalign` offers all of it (`coalign.train`); docs/python.md shows each function at work. The commands call
+these functions, so a run is the same from both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from coalign.config import dump, load, load_section
+from coalign.config.reading import parse
+from coalign.config.schema import GenerateConfig, RunConfig
+
+if TYPE_CHECKING:
+    from coalign.runtime.hooks import Hook
+
+PathText = str | os.PathLike[str]
+Source = PathText | Mapping[str, Any] | RunConfig
+Overrides = Mapping[str, Any] | Sequence[str] | None
+Function = Callable[..., Any] | str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run leaves behind.
+
+    ``metrics`` has a dictionary for each line of metrics.jsonl, in order: `step`, and numbers by their names.
+    ``folder`` is the run folder, ``model`` the Hugging Face directory of the newest model, or of the best one
+    (`runtime.best`); None if the run ended before its first checkpoint.
+    """
+
+    folder: Path
+    metrics: list[dict[str, Any]]
+    model: Path | None
+
+
+class TrainingStopped(RuntimeError):
+    """A run ended before its last step: a signal stopped it, or its guards did.
+
+    ``result`` holds what the run had reached by then. ``exit_code`` is that of `coalign train`.
+    """
+
+    def __init__(self, reason: str, result: TrainResult, exit_code: int) -> None:
+        super().__init__(f"{reason}; the same call goes on from the newest checkpoint in {result.folder}")
+        self.result = result
+        self.exit_code = exit_code
+
+
+def load_config(
+    source: Source,
+    overrides: Overrides = None,
+    *,
+    reward: Function | Sequence[Function] | None = None,
+    loss: Function | None = None,
+) -> RunConfig:
+    """Read, merge and validate the configuration of a run, with the defaults of its recipe.
+
+    ``source`` is a YAML file, a dictionary of the same shape, or a configuration that this function returned.
+    ``overrides`` maps dotted keys to values (``{"runtime.steps": 10}``). A list of texts (``["runtime.steps=10"]``), as
+    the command line has them, does where no function is passed. ``reward`` and ``loss`` replace the sections of these
+    names: functions, their names, or sections (``{"fn": score, "weight": 0.5}``). Functions may stand in a dictionary,
+    too, wherever the YAML has a name.
+
+    Raises ConfigError with one line for every problem.
+    """
+    from coalign.runtime.build import recipe
+
+    functions = {name: value for name, value in (("reward", reward), ("loss", loss)) if value is not None}
+    if isinstance(source, RunConfig):
+        if not overrides and not functions:
+            return source
+        source = parse(dump(source), "configuration")[0]
+    if functions:
+        overrides = {**(overrides or {}), **functions}
+    return load(source, overrides or (), defaults=lambda algorithm: recipe(algorithm).defaults)
+
+
+def train(
+    source: Source,
+    overrides: Overrides = None,
+    *,
+    reward: Function | Sequence[Function] | None = None,
+    loss: Function | None = None,
+    hooks: Sequence[Hook] = (),
+    quiet: bool = False,
+) -> TrainResult:
+    """Train as a configuration says; see `load_config` for the arguments that describe it.
+
+    ``hooks`` are told of every step (coalign.Hook). ``quiet`` shows warnings and the summary only. A run whose folder
+    holds checkpoints goes on from the newest one, unless `runtime.resume` says otherwise.
+
+    Raises ConfigError or ValueError before anything is loaded if the configuration cannot run, TrainingStopped if a
+    signal or a guard ended the run, and whatever a model or a function of the run raised.
+    """
+    from coalign.runtime.display import Display
+    from coalign.runtime.run import train as run
+
+    config = load_config(source, overrides, reward=reward, loss=loss)
+    code = run(config, Display(quiet=quiet), hooks)
+    result = _read_result(Path(config.output))
+    if code:
+        raise TrainingStopped("a signal stopped the run" if code > 128 else "a guard stopped the run", result, code)
+    return result
+
+
+def evaluate(
+    source: Source,
+    overrides: Overrides = None,
+    *,
+    model: PathText | None = None,
+    reward: Function | Sequence[Function] | None = None,
+    loss: Function | None = None,
+) -> dict[str, float]:
+    """Measure a model on the evaluation set of a run: mean@n and pass@k, or the loss and its statistics.
+
+    ``model`` is the directory to measure in place of the one that the run starts from; see `load_config` for the
+    others. Returns numbers by their names (`eval/mean`). Raises ValueError if the run has no `data.eval`.
+    """
+    from coalign.runtime.inference import evaluate as measure
+
+    config = load_config(source, overrides, reward=reward, loss=loss)
+    return measure(config, None if model is None else Path(model))
+
+
+def generate(
+    model: PathText,
+    prompts: str | os.PathLike[str] | Sequence[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]],
+    *,
+    output: PathText | None = None,
+    samples: int = 1,
+    keep: Literal["all", "best"] = "all",
+    reward: Function | Sequence[Function] | None = None,
+    reward_model: PathText | None = None,
+    reward_template: str = "auto",
+    prompt_key: str = "prompt",
+    chat_template: str = "auto",
+    seed: int = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: str = "cpu",
+    on_record: Callable[[dict[str, Any]], None] | None = None,
+    quiet: bool = False,
+    **sampling: Any,
+) -> list[dict[str, Any]]:
+    """Generate ``samples`` responses to each prompt with the model in a Hugging Face directory.
+
+    ``prompts``: a text is one prompt, a path names a data file; a list holds texts, conversations (lists of messages)
+    or rows (dictionaries with the prompt under ``prompt_key``). ``sampling`` takes the keys of a policy's `sampling`
+    section: ``max_new_tokens``, ``temperature``, ``top_p``, ``stop`` and so on.
+
+    Returns a dictionary for each response, ordered by prompt, then index: the prompt's row with `response`, `group`,
+    `index`, `status`, `tokens`, `logprob`, and `score` if there is a ``reward`` (functions) or a ``reward_model`` (a
+    directory). With ``keep="best"`` only the best-scored response to each prompt stays. ``output`` names a JSON-lines
+    file that keeps them, too: a call that was killed goes on where it was. Without it ``on_record`` sees each record
+    as soon as it is there.
+
+    Raises ConfigError for wrong settings, ValueError for a directory that holds no model and for prompts that fail.
+    """
+    from coalign.runtime.display import Display
+    from coalign.runtime.generating import generate as respond
+
+    if output is not None and on_record is not None:
+        raise ValueError("generate takes `output` or `on_record`, not both: records of a file appear together")
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_section(
+            GenerateConfig,
+            {
+                "model": model,
+                "data": {
+                    "train": {"path": _write_prompts(prompts, prompt_key, Path(folder))},
+                    "prompt_key": prompt_key,
+                    "chat_template": chat_template,
+                    "max_prompt_tokens": 2**31,  # the model's own limit is the one that counts
+                    "shuffle": False,
+                },
+                "samples": samples,
+                "keep": keep,
+                "reward": [] if reward is None else reward,
+                "reward_model": reward_model,
+                "reward_template": reward_template,
+                "sampling": sampling,
+                "seed": seed,
+                "dtype": dtype,
+                "device": device,
+            },
+        )
+        records: list[dict[str, Any]] = []
+
+        def take(record: dict[str, Any]) -> None:
+            records.append(record)
+            if on_record is not None:
+                on_record(record)
+
+        respond(config, take if output is None else Path(output), Display(quiet=quiet))
+    return records if output is None else _read_lines(Path(output))
+
+
+def _write_prompts(prompts: Any, key: str, folder: Path) -> Path:
+    """The data file that holds the prompts."""
+    if isinstance(prompts, os.PathLike):
+        return Path(prompts)
+    several = [prompts] if isinstance(prompts, str) else prompts
+    rows = [prompt if isinstance(prompt, Mapping) else {key: prompt} for prompt in several]
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _read_result(folder: Path) -> TrainResult:
+    model, metrics = folder / "model", folder / "metrics.jsonl"
+    return TrainResult(folder, _read_lines(metrics) if metrics.exists() else [], model if model.exists() else None)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    with open(path, encoding="utf-8") as lines:  # not splitlines: a response may hold other line separators
+        return [json.loads(line) for line in lines]
