@@ -157,8 +157,8 @@ def generate(
     Returns a dictionary for each response, ordered by prompt, then index: the prompt's row with `response`, `group`,
     `index`, `status`, `tokens`, `logprob`, and `score` if there is a ``reward`` (functions) or a ``reward_model`` (a
     directory). With ``keep="best"`` only the best-scored response to each prompt stays. ``output`` names a JSON-lines
-    file that keeps them, too: a call that was killed goes on where it was. Without it ``on_record`` sees each record
-    as soon as it is there.
+    file that keeps them, too: a call that was killed goes on where it was, if its prompts are a file. Without
+    ``output``, ``on_record`` sees each record as soon as it is there.
 
     Raises ConfigError for wrong settings, ValueError for a directory that holds no model and for prompts that fail.
     """
