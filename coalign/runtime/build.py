@@ -29,6 +29,7 @@ from coalign.runtime.refusing import (
     check_guards,
     check_it_learns,
     check_loss,
+    check_recording,
     check_room,
     check_sections,
     token_budgets,
@@ -57,6 +58,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
         check_names(config, [*cls.models, *(reward.model for reward in config.reward if reward.model)])
         cls.check(config)
         check_sections(config, cls)
+        check_recording(config)
         check_environment(config)
         check_control(config)
         roles, models = roles_of(cls, config), dict(config.models)

@@ -1,11 +1,12 @@
 """What a run is refused for before anything loads: settings that cannot work, and settings that would have no effect.
 
-Each function raises ValueError with the key, its value and what would be right.
+Each function raises ValueError (ImportError for a package) with the key, its value and what would be right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from coalign.algorithms.traits import check_aggregation, needs, per
 from coalign.config.functions import bind, resolve, resolve_class
@@ -24,6 +25,14 @@ def check_sections(config: RunConfig, cls: type[Engine]) -> None:
     for name in (*(SAMPLING if from_data else ()), *cls.unread):
         if getattr(config, name) != RunConfig.model_fields[name].default:
             raise ValueError(f"{name}: `{config.algorithm}` {why}; leave it out")
+
+
+def check_recording(config: RunConfig) -> None:
+    """Raise ImportError if metrics are to go to wandb, and it is not installed."""
+    if (project := config.runtime.wandb) and find_spec("wandb") is None:
+        raise ImportError(
+            f"runtime.wandb is '{project}', and wandb is not installed: pip install 'coalign[wandb]', or leave it out"
+        )
 
 
 def check_environment(config: RunConfig) -> None:
