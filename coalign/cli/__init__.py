@@ -46,9 +46,24 @@ def main() -> None:
     sys.path.insert(0, "")  # `my.pkg:fn` in a YAML means a module of the current directory
     try:
         app()
-    except (ValueError, OSError) as problem:
+    except Exception as error:
+        problem = _refusal(error)
+        if problem is None:
+            raise
         typer.secho(f"error: {told(problem)}", fg="red", err=True)
-        raise SystemExit(2) from problem
+        raise SystemExit(2) from error
+
+
+def _refusal(error: Exception) -> Exception | None:
+    """What a person can mend: of a failure in a worker, what a model refuses before it serves."""
+    if isinstance(error, RuntimeError):
+        from coalign.cluster.future import WorkerError  # slow to import
+
+        if isinstance(error, WorkerError):
+            error = error.cause if error.label.endswith(".setup") else None
+    # A module that is missing inside of other code is for whoever wrote that.
+    mendable = isinstance(error, (ValueError, OSError, ImportError, NotImplementedError))
+    return error if mendable and not isinstance(error, ModuleNotFoundError) else None
 
 
 def told(problem: Exception) -> str:

@@ -21,6 +21,11 @@ from coalign.modules.parallel.rows import Heads
 
 NAME = "coalign_packed"
 
+
+class UnsupportedAttention(NotImplementedError):
+    """A layer asks for attention that packed rows cannot have."""
+
+
 # What decoders hand through to attention without meaning anything for it here.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
 
@@ -33,7 +38,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout,
+    layout: Layout | None = None,
     heads: Heads | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -45,13 +50,17 @@ def packed_attention(
 
     ``heads``: over ranks that have a part of the row each; the blocks of ``layout`` are those of all of it.
 
-    Raises NotImplementedError for a dense mask, for attention that is not causal, and for further settings that would
-    change the result (attention sinks, position biases).
+    Raises UnsupportedAttention for a dense mask, for attention that is not causal, for further settings that would
+    change the result (attention sinks, position biases), and for a layer that keeps keyword arguments to itself.
     """
+    if layout is None:
+        raise UnsupportedAttention(
+            f"{type(module).__name__} cannot compute packed sequences: its layer does not hand keyword arguments to it"
+        )
     unknown = sorted(k for k, v in other.items() if v is not None and v is not False and k not in HARMLESS)
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
         what = unknown or (["attention_mask"] if attention_mask is not None else ["is_causal=False"])
-        raise NotImplementedError(f"packed attention does not know {what} of {type(module).__name__}")
+        raise UnsupportedAttention(f"packed attention does not know {what} of {type(module).__name__}")
     if heads is not None:
         query, key, value = (heads.taken(x) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -67,17 +67,26 @@ class Module:
         whole: nothing to agree on."""
         return cls.spmd and not config.frozen
 
+    # What ``setup`` refuses before it reads weights. `coalign check` asks the same three functions.
+
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        """Raises ValueError, naming a key of ``models.<name>``, for settings that this backend cannot follow on
+        ``device``. No file is read."""
+
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        """Raises ValueError, naming a key of ``models.<name>``, if the architecture in ``config.load`` cannot be cut or
-        adapted as ``config`` says. No weights are read."""
+        """Raises ValueError or NotImplementedError if this backend cannot compute the architecture in ``config.load``,
+        or cannot cut or adapt it as ``config`` says. No weights are read."""
+
+    @classmethod
+    def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        """Raises ImportError, ValueError or RuntimeError for packages, compilers and kernels that the model needs and
+        that this machine does not have."""
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        """What `coalign check` says of how this machine will compute the model. No weights are read.
-
-        Raises ValueError for an architecture that the backend cannot compute.
-        """
+        """What `coalign check` says of how this machine will compute the model. No weights are read."""
         return ()
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
@@ -85,6 +94,11 @@ class Module:
         self.context = context
         self.arena = Arena(context.device)  # a worker gives all models of its device the same one
         self.links: dict[str, Any] = {}  # what transports of weights keep here from one sync to the next
+
+    def check_before_setup(self) -> None:
+        """Raise what `check_settings` and `check_machine` raise for this process."""
+        for check in (self.check_settings, self.check_machine):
+            check(self.config, self.context.model, torch.device(self.context.device))
 
     @property
     def exports(self) -> bool:

@@ -36,11 +36,16 @@ class CachedModule(Module):
     about the computation. The store is an SQLite file in ``config.cache``.
     """
 
-    def __init__(self, config: ModelConfig, context: Context) -> None:
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raises ValueError for a model whose answers change or are not log-probs."""
-        super().__init__(config, context)
         if not config.frozen or config.head != "lm":
-            raise ValueError(f"models.{context.model}.cache: only a frozen model with head `lm` can be cached")
+            raise ValueError(f"models.{name}.cache: only a frozen model with head `lm` can be cached")
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        """Raises what `check_settings` raises."""
+        super().__init__(config, context)
+        self.check_before_setup()
         self.module = resolve_class(config.module, "coalign.modules", "Module")
         self.scorer: Any = None
         self.store: sqlite3.Connection

@@ -10,17 +10,15 @@ import torch
 from torch import nn
 
 
-def enable(layers: Sequence[nn.Module], device: torch.device, key: str) -> None:
-    """Have ``layers`` compiled when they first compute. ``key`` is the setting that asks for it.
-
-    Raises RuntimeError, with the compiler's name, where there is none that works.
-    """
-    _find_compiler(device, key)
+def enable(layers: Sequence[nn.Module]) -> None:
+    """Have ``layers`` compiled when they first compute."""
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def _find_compiler(device: torch.device, key: str) -> None:
+def check(device: torch.device, key: str) -> None:
+    """Raises RuntimeError, with the compiler's name, where there is none that works. ``key`` is the setting that asks
+    for it."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler

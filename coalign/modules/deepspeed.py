@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,16 +54,32 @@ class DeepSpeedModule(HuggingFaceModule):
     def one_group(cls, config: ModelConfig) -> bool:
         return not config.frozen or config.deepspeed.stage == 3
 
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        """Raises ValueError for what ZeRO cannot train."""
+        if cls.one_group(config):
+            for key, reason in _problems(config):
+                raise ValueError(f"models.{name}.{key}{reason}")
+
+    @classmethod
+    def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        """Raises ImportError without a DeepSpeed that Coalign knows, and ValueError for an option it does not have."""
+        if cls.one_group(config):
+            require_deepspeed()
+            if config.deepspeed.zero:
+                load(device)
+                check_known(config.deepspeed.zero, name)
+
     def setup(self) -> None:
         """Load the model and hand it to DeepSpeed; with several ranks join the others first.
 
-        Raises ImportError without a DeepSpeed that Coalign knows, and ValueError for what ZeRO cannot train.
+        Raises what the checks of Module and coalign.modules.pretrained raise.
         """
+        self.check_before_setup()
         if not self.one_group(self.config):
             self.model = self._read(self.device)
             return
-        self._check()
-        deepspeed = load(self.context.device)
+        deepspeed = load(self.device)
         if not dist.is_initialized():  # by another model of this process
             meet(self.context)
             DeepSpeedModule.met = True
@@ -159,34 +175,10 @@ class DeepSpeedModule(HuggingFaceModule):
 
     # ---- building
 
-    def _check(self) -> None:
-        config, where = self.config, f"models.{self.context.model}"
-        if not config.frozen and config.optimizer.name != "adamw":
-            raise ValueError(
-                f"{where}.optimizer.name is `{config.optimizer.name}`: ZeRO hands the optimizer flat pieces of several "
-                "parameters, and this one looks at whole ones; use `adamw`, or `module: fsdp`"
-            )
-        if config.cpu_offload:
-            raise ValueError(
-                f"{where}.cpu_offload: ZeRO has its own: `deepspeed.offload_optimizer`, `offload_parameters`"
-            )
-        if changed := next((key for key in ("compile", "fp8") if getattr(config, key)), None):
-            raise ValueError(f"{where}.{changed}: under ZeRO layers compute as they come; use `module: fsdp`")
-        if config.ema:
-            raise ValueError(f"{where}.ema: no average is kept beside ZeRO's pieces; use `module: fsdp`")
-        if config.lora and config.lora.base_bits:
-            raise ValueError(f"{where}.lora.base_bits: ZeRO cannot share 4-bit weights out; use `module: fsdp`")
-        if config.dtype != "float32" and not config.frozen:
-            raise ValueError(
-                f"{where}.dtype is {config.dtype}: ZeRO steps on weights in float32; use `dtype: float32` with "
-                f"`compute_dtype: {config.dtype}`"
-            )
-
     def _settings(self) -> dict[str, Any]:
         """DeepSpeed's configuration. We say where an update ends, by `step`."""
         config, own = self.config, self.config.deepspeed
         host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-        check(own.zero, self.context.model)
         zero = {"stage": own.stage, **own.zero}
         zero |= {"offload_optimizer": host} if own.offload_optimizer else {}
         zero |= {"offload_param": host} if own.offload_parameters else {}
@@ -214,6 +206,33 @@ class DeepSpeedModule(HuggingFaceModule):
         }
 
 
+def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of the settings that ZeRO cannot follow."""
+    if not config.frozen and config.optimizer.name != "adamw":
+        yield (
+            "optimizer.name",
+            f" is `{config.optimizer.name}`: ZeRO hands the optimizer flat pieces of several parameters, and this one "
+            "looks at whole ones; use `adamw`, or `module: fsdp`",
+        )
+    if config.cpu_offload:
+        yield "cpu_offload", ": ZeRO has its own: `deepspeed.offload_optimizer`, `offload_parameters`"
+    if changed := next((key for key in ("compile", "fp8") if getattr(config, key)), None):
+        yield changed, ": under ZeRO layers compute as they come; use `module: fsdp`"
+    if config.ema:
+        yield "ema", ": no average is kept beside ZeRO's pieces; use `module: fsdp`"
+    if config.lora and config.lora.base_bits:
+        yield "lora.base_bits", ": ZeRO cannot share 4-bit weights out; use `module: fsdp`"
+    if config.dtype != "float32" and not config.frozen:
+        yield (
+            "dtype",
+            f" is {config.dtype}: ZeRO steps on weights in float32; use `dtype: float32` with "
+            f"`compute_dtype: {config.dtype}`",
+        )
+    for option in config.deepspeed.zero:
+        if option in OWNED:
+            yield f"deepspeed.zero.{option}", f" is set by Coalign: {OWNED[option]}"
+
+
 def meet(context: Context) -> None:
     """Make the process group that DeepSpeed takes for granted, also for a process alone."""
     if context.world_size > 1:
@@ -222,12 +241,8 @@ def meet(context: Context) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def load(device: str) -> Any:
-    """The package, computing on ``device``.
-
-    Raises ImportError with the line that installs a version that Coalign knows, and ValueError where another model has
-    it compute elsewhere in this process.
-    """
+def require_deepspeed() -> None:
+    """Raises ImportError with the line that installs a version that Coalign knows."""
     install = f"pip install 'coalign[deepspeed]' (DeepSpeed {SUPPORTED}.*)"
     try:
         found = version("deepspeed")
@@ -235,30 +250,32 @@ def load(device: str) -> Any:
         raise ImportError(f"module `deepspeed` needs DeepSpeed: {install}") from None
     if not found.startswith(f"{SUPPORTED}."):
         raise ImportError(f"module `deepspeed` works with DeepSpeed {SUPPORTED}.*; {found} is installed: {install}")
-    kind = torch.device(device).type
+
+
+def load(device: torch.device) -> Any:
+    """The package, computing on ``device``. ValueError where another model has it compute elsewhere in this process."""
     os.environ["LOCAL_RANK"] = "0"  # a process sees its own device only
-    if kind == "cpu":
+    if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    if (other := deepspeed.get_accelerator().device_name()) != kind:
-        raise ValueError(f"a model is to compute on {kind}, and DeepSpeed computes on {other} in this process already")
+    if (other := deepspeed.get_accelerator().device_name()) != device.type:
+        raise ValueError(
+            f"a model is to compute on {device.type}, and DeepSpeed computes on {other} in this process already"
+        )
     deepspeed.utils.logger.setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled for minutes; gloo does its work
     return deepspeed
 
 
-def check(options: Mapping[str, Any], model: str) -> None:
-    """Raises ValueError for a key that DeepSpeed's section `zero_optimization` does not have, or that is Coalign's."""
+def check_known(options: Iterable[str], model: str) -> None:
+    """Raises ValueError for a key that DeepSpeed's section `zero_optimization` does not have."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
-    for name in options:
-        where = f"models.{model}.deepspeed.zero.{name}"
-        if name in OWNED:
-            raise ValueError(f"{where} is set by Coalign: {OWNED[name]}")
-        if name not in known:
-            raise ValueError(f"{where} is no key of DeepSpeed's zero_optimization{near(name, known - OWNED.keys())}")
+    if unknown := [name for name in options if name not in known]:
+        where, close = f"models.{model}.deepspeed.zero.{unknown[0]}", near(unknown[0], known - OWNED.keys())
+        raise ValueError(f"{where} is no key of DeepSpeed's zero_optimization{close}")
 
 
 def _sharded(tensor: Tensor) -> bool:

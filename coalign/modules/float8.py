@@ -18,10 +18,15 @@ MULTIPLE = 16  # of both sizes of a matrix, for the kernels
 ROUTERS = ("gate", "router")  # what they choose is not to be a matter of rounding
 
 
-def check_device(device: torch.device, key: str) -> None:
-    """Raises ValueError where ``device`` cannot multiply so. ``key``: the setting."""
+def check_kind(device: torch.device, key: str) -> None:
+    """Raises ValueError for a ``device`` of a kind that cannot multiply so. ``key``: the setting."""
     if device.type != "cuda":
         raise ValueError(f"{key} needs a GPU that multiplies 8-bit floats, and this model computes on {device.type}")
+
+
+def check_device(device: torch.device, key: str) -> None:
+    """Raises ValueError where ``device`` cannot multiply so."""
+    check_kind(device, key)
     if (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         needed, there = (".".join(map(str, version)) for version in (CAPABILITY, found))
         raise ValueError(f"{key} needs a GPU of compute capability {needed} or more; that of {device} is {there}")

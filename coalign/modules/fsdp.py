@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules import checkpoint, compiling, float8, optim, pretrained
+from coalign.modules import bnb, checkpoint, compiling, float8, optim, pretrained
 from coalign.modules.base import HEADS, Measure, Outputs
 from coalign.modules.ema import Average
 from coalign.modules.group import join
@@ -45,9 +46,23 @@ class FSDPModule(HuggingFaceModule):
         return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
 
     @classmethod
-    def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        model = pretrained.skeleton(config, name=name)
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        if config.fp8:
+            float8.check_kind(device, f"models.{name}.fp8")
+
+    @classmethod
+    def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
+        super().check_model(model, config, name)
         checks.check(model, decoder_layers(model), config, name)
+
+    @classmethod
+    def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        if config.fp8:
+            float8.check(device, f"models.{name}.fp8")
+        if config.compile:
+            compiling.check(device, f"models.{name}.compile")
+        if config.optimizer.name == "adamw_8bit" and not config.frozen:
+            bnb.check()
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
@@ -61,9 +76,9 @@ class FSDPModule(HuggingFaceModule):
             self.compute_dtype = None
 
     def setup(self) -> None:
-        """Load the model; with several ranks join the others first. Raises what coalign.modules.pretrained raises."""
-        if self.config.fp8:
-            float8.check(self.device, f"models.{self.context.model}.fp8")
+        """Load the model; with several ranks join the others first. Raises what the checks of Module and
+        coalign.modules.pretrained raise."""
+        self.check_before_setup()
         if self.context.world_size == 1:
             self.model = self._read(self.device)
             if self.config.fp8:
@@ -76,7 +91,7 @@ class FSDPModule(HuggingFaceModule):
             self._load_sharded(ranks)
         layers = decoder_layers(self.model.model)
         if self.config.compile:
-            compiling.enable(layers, self.device, f"models.{self.context.model}.compile")
+            compiling.enable(layers)
         if not self.config.frozen:
             self.optimizer = optim.build(self.model.parameters(), self.config.optimizer, layers=layers)
             if self.config.ema:
@@ -133,7 +148,6 @@ class FSDPModule(HuggingFaceModule):
             with torch.no_grad():
                 known = full.eval()(pack(PROBE))[HEADS[self.config.head][0]].float()
         model = self._wrap(pretrained.skeleton(self.config, name=self.context.model))
-        checks.check(model.model, decoder_layers(model.model), self.config, self.context.model)
         model.heads = self.rows.heads
         if self.config.fp8:
             float8.convert(decoder_layers(model.model))
@@ -190,7 +204,7 @@ def _buffers_to(device: torch.device, module: nn.Module) -> None:
         module._buffers[name] = buffer.to(device)
 
 
-def decoder_layers(model: pretrained.PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The blocks that transformers calls indivisible. Sharding makes them instances of a subclass of another name."""
     blocks = set(model._no_split_modules or ())
     return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]

@@ -40,7 +40,8 @@ class RolloutModule(Module):
         raise NotImplementedError
 
     def setup(self) -> None:
-        """Raises ValueError if the model directory is missing or the engine cannot run the architecture."""
+        """Raises what the checks of Module raise, and ValueError if the engine cannot run the architecture."""
+        self.check_before_setup()
         self.engine = self.build(pretrained.read_config(self.config))
         if environment := named_environment(RolloutConfig(**(self.context.rollout or {}))):
             self.runner = EpisodeRunner(environment, self.tokenizer, self.context)
@@ -144,7 +145,7 @@ class RolloutModule(Module):
         self.engine.resume()
 
     def _load_by_itself(self) -> None:
-        source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model)
+        source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
         self.load_weights(lora.merged(source.to(self.context.device)), version=0, adopt=True)
 
     def end_tokens(self, architecture: PreTrainedConfig) -> set[int]:

@@ -18,8 +18,11 @@ from coalign.algorithms.candidates import candidate_logprobs, log_collision, top
 from coalign.algorithms.logprobs import linear_logprobs
 from coalign.algorithms.vocabulary import Share
 from coalign.data.batch import Batch
+from coalign.modules.attention import UnsupportedAttention
 from coalign.modules.layout import Layout, pack
 from coalign.modules.parallel.rows import Heads
+
+LENGTHS = [5, 3]  # of the sequences in the row that models are tried on
 
 
 class PackedModel(nn.Module):
@@ -42,8 +45,21 @@ class PackedModel(nn.Module):
             heads=self.heads,
         ).last_hidden_state[0]
 
+    @torch.no_grad()
     def check(self) -> None:
-        """Raises NotImplementedError where this class would compute something else than ``model`` itself."""
+        """Raises NotImplementedError where this class would compute something else than ``model`` itself.
+
+        Without weights, on the meta device, the model is run as far as no number decides what comes next.
+        """
+        self.eval()
+        row = pack(Batch(torch.tensor(LENGTHS), {"tokens": torch.arange(sum(LENGTHS))}))
+        try:
+            self.hidden(row.to(self.model.device))
+        except UnsupportedAttention:
+            raise
+        except RuntimeError:  # a router, say, has to know which experts it chose
+            if self.model.device.type != "meta":
+                raise
 
 
 class Readings:
@@ -110,8 +126,8 @@ class LanguageModel(PackedModel):
         """Compare a row of two short sequences with the model's own logits of each: training on wrong log-probs would
         go unnoticed."""
         self.eval()
-        lengths, device = [5, 3], self.model.device
-        tokens = torch.arange(8) % self.model.get_output_embeddings().weight.shape[0]
+        lengths, device = LENGTHS, self.model.device
+        tokens = torch.arange(sum(lengths)) % self.model.get_output_embeddings().weight.shape[0]
         expected = torch.cat([self._own(part.to(device)) for part in tokens.split(lengths)])
         row = pack(Batch(torch.tensor(lengths), {"tokens": tokens})).to(device)
         difference = float((self(row)["logprobs"].double() - expected).abs().max())

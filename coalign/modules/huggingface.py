@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -45,7 +47,18 @@ class HuggingFaceModule(TrainableModule):
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        pretrained.skeleton(config, name=name)
+        model = pretrained.skeleton(config, name=name)
+        cls.check_model(model, config, name)
+        PackedModel(model).check()
+
+    @classmethod
+    def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
+        """Raises ValueError for what ``model``, with weights or without, cannot do as ``config`` says."""
+        if getattr(model.config.get_text_config(), "output_router_logits", False):
+            raise ValueError(
+                f"models.{name}.load: config.json of {config.load} sets `output_router_logits: true`, for a loss that "
+                "balances experts and that Coalign does not compute; set it to false there"
+            )
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
@@ -93,8 +106,7 @@ class HuggingFaceModule(TrainableModule):
         budget = self.config.max_tokens_per_micro
         if self.device.type != "cpu":
             return budget
-        row = 4 * max(m.out_features for m in self.model.model.base_model.modules() if isinstance(m, nn.Linear))
-        fits = max(CPU_BLOCK // row, longest)
+        fits = max(CPU_BLOCK // (4 * widest_output(self.model.model)), longest)
         return fits if budget is None else min(budget, fits)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
@@ -164,7 +176,8 @@ class HuggingFaceModule(TrainableModule):
         model.check()
         return model
 
-    def _wrap(self, model: pretrained.PreTrainedModel) -> PackedModel:
+    def _wrap(self, model: PreTrainedModel) -> PackedModel:
+        self.check_model(model, self.config, self.context.model)
         if self.config.frozen:
             model.requires_grad_(False)
         elif self.config.activation_checkpointing:
@@ -180,3 +193,10 @@ class HuggingFaceModule(TrainableModule):
         if self.compute_dtype is None or self.context.world_size > 1:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+def widest_output(model: PreTrainedModel) -> int:
+    """The most numbers that a layer below the head makes of one token."""
+    linears = [m for m in model.base_model.modules() if isinstance(m, nn.Linear | Conv1D)]
+    widths = (m.nf if isinstance(m, Conv1D) else m.out_features for m in linears)
+    return max(widths, default=model.config.get_text_config().hidden_size)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules import deterministic, pretrained
+from coalign.modules import deterministic, float8, pretrained
 from coalign.modules.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.modules.group import all_reduced
+from coalign.modules.megatron_core.fields import OWNED
 from coalign.types import Context
 
 SUPPORTED = "0.16.1"
@@ -42,11 +43,28 @@ class MegatronModule(TrainableModule):
         return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
 
     @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        for key, reason in _problems(config, device):
+            raise ValueError(f"models.{name}.{key}{reason}")
+        if config.fp8:
+            float8.check_kind(device, f"models.{name}.fp8")
+
+    @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
         from coalign.modules.megatron_core.cut import weights_of
 
         try:
             weights_of(config, config.processes)
+        except ValueError as problem:
+            raise ValueError(f"models.{name}: {problem}") from problem
+
+    @classmethod
+    def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        require_megatron()
+        from coalign.modules.megatron_core import build
+
+        try:
+            build.check_machine(config, device)
         except ValueError as problem:
             raise ValueError(f"models.{name}: {problem}") from problem
 
@@ -59,11 +77,10 @@ class MegatronModule(TrainableModule):
     def setup(self) -> None:
         """Meet the other ranks and read this rank's part of the weights.
 
-        Raises ImportError without a megatron-core that Coalign knows, and ValueError, naming the key of the model, for
-        what it cannot train and for weights that do not fit.
+        Raises what the checks of Module raise, and ValueError, naming the key of the model, for weights that do not
+        fit.
         """
-        _version()
-        self._check()
+        self.check_before_setup()
         from coalign.modules.megatron_core import build, cut, ranks
 
         config, context = self.config, self.context
@@ -219,27 +236,34 @@ class MegatronModule(TrainableModule):
 
         return on_cpu()
 
-    def _check(self) -> None:
-        config, where = self.config, f"models.{self.context.model}"
-        if not config.frozen and config.optimizer.name != "adamw":
-            raise ValueError(
-                f"{where}.optimizer.name is `{config.optimizer.name}`: Megatron's optimizer is `adamw`; for this one "
-                "use `module: fsdp`"
-            )
-        others = {
-            "lora": "Megatron's layers have no adapters",
-            "ema": "no average is kept beside its optimizer",
-            "cpu_offload": "its shards stay on their device",
-            "compile": "its layers have kernels of their own",
-        }
-        for key, reason in others.items():
-            if getattr(config, key):
-                raise ValueError(f"{where}.{key}: {reason}; use `module: fsdp`")
-        if config.dp_replicate > 1:
-            raise ValueError(f"{where}.dp_replicate: weights are not sharded over data-parallel processes here")
+
+def _problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of the settings that megatron-core cannot follow."""
+    own = config.megatron
+    if not config.frozen and config.optimizer.name != "adamw":
+        yield (
+            "optimizer.name",
+            f" is `{config.optimizer.name}`: Megatron's optimizer is `adamw`; for this one use `module: fsdp`",
+        )
+    others = {
+        "lora": "Megatron's layers have no adapters",
+        "ema": "no average is kept beside its optimizer",
+        "cpu_offload": "its shards stay on their device",
+        "compile": "its layers have kernels of their own",
+    }
+    for key, reason in others.items():
+        if getattr(config, key):
+            yield key, f": {reason}; use `module: fsdp`"
+    if config.dp_replicate > 1:
+        yield "dp_replicate", ": weights are not sharded over data-parallel processes here"
+    if own.transformer_engine and device.type == "cpu":
+        yield "megatron.transformer_engine", " is true: it computes on GPUs only"
+    for field in own.config:
+        if field in OWNED:
+            yield f"megatron.config.{field}", f": {OWNED[field]}"
 
 
-def _version() -> None:
+def require_megatron() -> None:
     """Raises ImportError without a megatron-core that Coalign knows."""
     install = f"pip install 'coalign[megatron]' (megatron-core {SUPPORTED})"
     try:

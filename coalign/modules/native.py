@@ -23,16 +23,14 @@ class NativeModule(RolloutModule):
     engine: NativeEngine
 
     @classmethod
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        _model(pretrained.read_config(config), config, "cpu")
+
+    @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
         if config.num_gpu:
             return ()
-        device = torch.device("cpu")
-        model = Model(
-            pretrained.read_config(config),
-            dtype=_dtype(config, device),
-            device="cpu",
-            trust_remote_code=config.trust_remote_code,
-        )
+        model = _model(pretrained.read_config(config), config, "cpu")
         notes = [str(model.kernel)] if model.kernel else []
         if config.compute_dtype == "bfloat16" and model.dtype == torch.float32:
             notes.append(kernels.FLOAT32_INSTEAD)
@@ -41,15 +39,9 @@ class NativeModule(RolloutModule):
         return notes
 
     def build(self, architecture: PreTrainedConfig) -> NativeEngine:
-        config, native = self.config, self.config.native
-        model = Model(
-            architecture,
-            dtype=_dtype(config, torch.device(self.context.device)),
-            device=self.context.device,
-            trust_remote_code=config.trust_remote_code,
-        )
+        native = self.config.native
         return NativeEngine(
-            model,
+            _model(architecture, self.config, self.context.device),
             seed=self.context.seed,
             max_sequences=native.max_sequences,
             kv_tokens=native.kv_tokens,
@@ -67,5 +59,6 @@ class NativeModule(RolloutModule):
         return self.engine.model.module.parameters() if part == "weights" else ()
 
 
-def _dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    return kernels.computing_dtype(getattr(torch, config.compute_dtype or config.dtype), device)
+def _model(architecture: PreTrainedConfig, config: ModelConfig, device: str) -> Model:
+    dtype = kernels.computing_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
+    return Model(architecture, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)

@@ -25,10 +25,15 @@ class PreferenceModule(FSDPModule):
         judging(config, context.model)
         return ("reward", "status")
 
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        super().check_settings(config, name, device)
+        if not config.frozen:
+            raise ValueError(f"models.{name}.frozen: a preference model does not learn; set it to true")
+
     def setup(self) -> None:
-        """Raises ValueError for a model that is not frozen, and for a label that is no single token."""
-        if not self.config.frozen:
-            raise ValueError(f"models.{self.context.model}.frozen: a preference model does not learn; set it to true")
+        """Raises what the checks of Module raise, and ValueError for a label that is no single token."""
+        self.check_before_setup()
         self.examiner = Examiner(self.config, self.context, reserved=1)
         self.labels = [self._token(label) for label in self.examiner.judging.labels]
         super().setup()

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 OWN_ATTENTION = (
     "{} does not call transformers' attention interface, so it cannot compute packed sequences; `module: megatron` "
-    "computes some such families (docs/backends.md)"
+    "computes Bloom and Falcon (docs/backends.md)"
 )
 MIXERS = {"full_attention", "sliding_attention"}
 
@@ -54,23 +54,25 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     return hf
 
 
-def load(config: ModelConfig, *, seed: int, name: str = "*") -> PreTrainedModel:
+def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """The model with its weights on the CPU, as ``config.load``, ``init``, ``head``, ``head_init`` and ``lora`` say.
 
-    ``name``: of the model, for messages. A value or reward model is transformers' sequence classifier of one label, so
-    that its head has the name that any such checkpoint gives it. Raises ValueError when the checkpoint lacks weights,
-    names included, and for adapters that do not fit.
+    ``name``: of the model, for messages. ``packed``: it will compute packed sequences. A value or reward model is
+    transformers' sequence classifier of one label, so that its head has the name that any such checkpoint gives it.
+    Raises ValueError when the checkpoint lacks weights, names included, and for adapters that do not fit;
+    NotImplementedError for a family that cannot be ``packed``.
     """
-    hf, auto, options, quantization = read_config(config), _auto(config), _options(config), _quantization(config)
+    hf, auto, quantization = read_config(config), _auto(config), _quantization(config)
+    options = _options(config, packed=packed)
     if config.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = _made(auto.from_config, hf, **options)
+            model = _build(auto.from_config, hf, hf, **options)
         missing: set[str] = set()
     else:
         # Weights of another shape are refused below, by name.
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = _made(auto.from_pretrained, config.load, config=hf, **loading, **options, **quantization)
+        model, info = _build(auto.from_pretrained, hf, config.load, config=hf, **loading, **options, **quantization)
         _refuse_other_shapes(config.load, info["mismatched_keys"])
         missing = set(info["missing_keys"])
         if quantization:
@@ -82,8 +84,8 @@ def load(config: ModelConfig, *, seed: int, name: str = "*") -> PreTrainedModel:
         new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
         hint = f"; {new}" if "score.weight" in missing else ""
         raise ValueError(f"{config.load} lacks {sorted(missing)} for a model with head '{config.head}'{hint}")
-    if not model._supports_attention_backend:
-        raise NotImplementedError(OWN_ATTENTION.format(type(model).__name__))
+    if packed:
+        _check_interface(model)
     if has_adapters(config):
         lora.attach(model, config, seed=seed, name=name)
         if config.lora.load:
@@ -100,10 +102,13 @@ def _refuse_other_shapes(directory: str, found: Iterable[tuple[str, torch.Size, 
         raise ValueError(f"{directory}: the weights do not fit: {'; '.join(wrong)}")
 
 
-def skeleton(config: ModelConfig, *, name: str = "*") -> PreTrainedModel:
-    """The model without storage."""
+def skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> PreTrainedModel:
+    """The model without storage. ``packed``: as of `load`."""
+    hf = read_config(config)
     with torch.device("meta"):
-        model = _made(_auto(config).from_config, read_config(config), **_options(config))
+        model = _build(_auto(config).from_config, hf, hf, **_options(config, packed=packed))
+        if packed:
+            _check_interface(model)
         if has_adapters(config):
             lora.attach(model, config, seed=0, name=name)
     return model
@@ -142,22 +147,24 @@ def save_beside(config: ModelConfig, dir: str | Path) -> None:
     read_tokenizer(config).save_pretrained(dir)
 
 
-def _made(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Some classes look attention up among a few of their own, and know no other."""
+def _build(make: Callable[..., Any], hf: PretrainedConfig, *arguments: Any, **options: Any) -> Any:
+    """What ``make`` makes of ``hf``. NotImplementedError for a class that looks attention up in a table of its own."""
     try:
         return make(*arguments, **options)
     except KeyError as problem:
         if problem.args != (attention.NAME,):
             raise
-        raise NotImplementedError(OWN_ATTENTION.format("the class of this model")) from problem
+        raise NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`")) from problem
 
 
-def _options(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "dtype": getattr(torch, config.dtype),
-        "attn_implementation": attention.NAME,
-        "trust_remote_code": config.trust_remote_code,
-    }
+def _check_interface(model: PreTrainedModel) -> None:
+    if not model._supports_attention_backend:
+        raise NotImplementedError(OWN_ATTENTION.format(type(model).__name__))
+
+
+def _options(config: ModelConfig, *, packed: bool) -> dict[str, Any]:
+    options = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
+    return options | {"attn_implementation": attention.NAME} if packed else options
 
 
 def _quantization(config: ModelConfig) -> dict[str, Any]:

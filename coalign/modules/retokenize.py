@@ -26,11 +26,16 @@ log = logging.getLogger(__name__)
 class RetokenizeModule(Module):
     """A scorer of class ``config.module`` with head `reward`, behind its own tokenizer and ``config.chat_template``."""
 
-    def __init__(self, config: ModelConfig, context: Context) -> None:
-        """Raises ValueError for a model that is no reward model, and if nobody says whose tokens it is given."""
-        super().__init__(config, context)
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        """Raises ValueError for a model that is no reward model."""
         if config.head != "reward" or not config.frozen:
-            raise ValueError(f"models.{context.model}.chat_template: only a frozen model with head `reward` reads text")
+            raise ValueError(f"models.{name}.chat_template: only a frozen model with head `reward` reads text")
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        """Raises what `check_settings` raises, and ValueError if nobody says whose tokens the model is given."""
+        super().__init__(config, context)
+        self.check_before_setup()
         if context.tokenizer is None:
             raise ValueError(
                 f"models.{context.model}.chat_template: the context names no tokenizer to read samples with"

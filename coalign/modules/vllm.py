@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from coalign.config.schema import ModelConfig
 from coalign.modules import pretrained
 from coalign.modules.checkpoint import weights
 from coalign.modules.generating import RolloutModule
+from coalign.vllm import options
 
 SUPPORTED = ("0.32",)
 OWNED = {
@@ -33,30 +35,59 @@ class VLLMModule(RolloutModule):
     adapters = True
     away: frozenset[str] = frozenset()  # of weights and kv, the parts that have left the device
 
-    def build(self, architecture: PreTrainedConfig) -> Any:
-        """Raises ImportError without a vLLM that Coalign knows, ValueError for what vLLM cannot run."""
-        self._check_parallel(architecture)
-        os.environ.update({**PREFERRED, **os.environ, **OWNED})
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        options.check_owned(config.vllm, name)
+        if config.pipeline_parallel > 1 and device.type == "cpu":
+            raise ValueError(
+                f"models.{name}.pipeline_parallel is {config.pipeline_parallel}: on CPU vLLM's pipelines fail in their "
+                "first step; use tensor_parallel"
+            )
+
+    @classmethod
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        text, parts = pretrained.read_config(config).get_text_config(), config.tensor_parallel
+        heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+        if heads % parts:
+            raise ValueError(
+                f"models.{name}.tensor_parallel is {parts}, which does not divide the model's {heads} attention heads"
+            )
+        if kv_heads and kv_heads % parts and parts % kv_heads:
+            raise ValueError(
+                f"models.{name}.tensor_parallel is {parts}, which neither divides the model's {kv_heads} heads of keys "
+                "and values nor is a multiple of them"
+            )
+
+    @classmethod
+    def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        """Raises ImportError without a vLLM that Coalign knows, ValueError for what that cannot run."""
         require_vllm()
+        os.environ.update({**PREFERRED, **os.environ, **OWNED})
+        from coalign.vllm.engine import check_arguments
+
+        check_arguments(_arguments(config, name, str(device)), name)
+
+    def check_before_setup(self) -> None:
+        """As of Module; the machine is checked by vLLM, as it starts."""
+        self.check_settings(self.config, self.context.model, torch.device(self.context.device))
+        self.check_architecture(self.config, self.context.model)
+        require_vllm()
+
+    def build(self, architecture: PreTrainedConfig) -> Any:
+        """Raises ValueError for what vLLM cannot run."""
+        os.environ.update({**PREFERRED, **os.environ, **OWNED})
         from coalign.vllm.engine import VLLMEngine
 
-        config = self.config
-        skeleton = pretrained.skeleton(config.model_copy(update={"lora": None}))
+        config, context = self.config, self.context
+        skeleton = pretrained.skeleton(config.model_copy(update={"lora": None}), packed=False)
         return VLLMEngine(
-            config.load,
+            _arguments(config, context.model, context.device, context.adapter_rank),
             {name: tensor.shape for name, tensor in weights(skeleton).items()},
-            model=self.context.model,
-            dtype=getattr(torch, config.compute_dtype or config.dtype),
-            device=self.context.device,
-            tensor_parallel=config.tensor_parallel,
-            pipeline_parallel=config.pipeline_parallel,
-            trust_remote_code=config.trust_remote_code,
-            sleeps=self.context.device != "cpu" and config.offload != [],
-            seed=self.context.seed,
+            model=context.model,
+            seed=context.seed,
             end_tokens=self.end_tokens(architecture),
             decoder=self.decoder,
-            adapter_rank=self.context.adapter_rank,
-            user=config.vllm,
+            adapter_rank=context.adapter_rank,
         )
 
     def move(self, to: str, parts: Sequence[str]) -> None:
@@ -72,24 +103,22 @@ class VLLMModule(RolloutModule):
             self.engine.wake(back)
             self.away -= moving
 
-    def _check_parallel(self, architecture: PreTrainedConfig) -> None:
-        config, name = self.config, self.context.model
-        text, parts = architecture.get_text_config(), config.tensor_parallel
-        heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
-        if heads % parts:
-            raise ValueError(
-                f"models.{name}.tensor_parallel is {parts}, which does not divide the model's {heads} attention heads"
-            )
-        if kv_heads and kv_heads % parts and parts % kv_heads:
-            raise ValueError(
-                f"models.{name}.tensor_parallel is {parts}, which neither divides the model's {kv_heads} heads of keys "
-                "and values nor is a multiple of them"
-            )
-        if config.pipeline_parallel > 1 and self.context.device == "cpu":
-            raise ValueError(
-                f"models.{name}.pipeline_parallel is {config.pipeline_parallel}: on CPU vLLM's pipelines fail in their "
-                "first step; use tensor_parallel"
-            )
+
+def _arguments(config: ModelConfig, name: str, device: str, adapter_rank: int | None = None) -> Any:
+    from coalign.vllm.engine import engine_arguments
+
+    return engine_arguments(
+        config.load,
+        model=name,
+        dtype=getattr(torch, config.compute_dtype or config.dtype),
+        device=device,
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
+        trust_remote_code=config.trust_remote_code,
+        sleeps=device != "cpu" and config.offload != [],
+        adapter_rank=adapter_rank,
+        user=config.vllm,
+    )
 
 
 def require_vllm() -> None:

@@ -23,6 +23,11 @@ STRIDE = 16  # decode attends over a whole number of such column blocks
 _ROWS_AT_ONCE = 64
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
+REFUSAL = "the native engine cannot run {}: {}; use `module: vllm`"
+
+
+class UnsupportedAttention(NotImplementedError):
+    """A layer asks for attention that the engine does not compute."""
 
 
 class KVCache:
@@ -201,6 +206,13 @@ class Rules:
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value.contiguous()
 
 
+class Shapes:
+    """Attention of a model without weights: the shape of what it gives."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros (a masked column still takes part in products, so it must not hold a NaN), on CPU as untouched pages:
     torch.zeros would write, and so commit, memory that short responses never use."""
@@ -217,7 +229,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kv: Prefill | Decode | None = None,
+    kv: Prefill | Decode | Shapes | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -226,13 +238,11 @@ def attention(
     """transformers' attention interface: query [1, heads, T, d], key, value [1, kv heads, T, d] -> [1, T, heads, d]."""
     kind = type(module).__name__
     if kv is None:
-        raise NotImplementedError(
-            f"the native engine cannot run {kind}: its model does not hand keyword arguments to it"
-        )
+        raise UnsupportedAttention(REFUSAL.format(kind, "its model does not hand keyword arguments to it"))
     if not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"the native engine cannot run {kind}: it is not causal")
+        raise UnsupportedAttention(REFUSAL.format(kind, "it is not causal"))
     if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
-        raise NotImplementedError(f"the native engine cannot run {kind}: its attention asks for {unknown}")
+        raise UnsupportedAttention(REFUSAL.format(kind, f"its attention asks for {unknown}"))
     return kv.attend(module.layer_idx, query, key, value, Rules(scaling, sliding_window, softcap)), None
 
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from coalign.native import attention, kernels
+from coalign.native.attention import REFUSAL
 from coalign.native.linear import Linear, replace_linears
 
+NO_INTERFACE = "it does not use transformers' attention interface"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -26,7 +28,7 @@ class Model:
     """A causal LM on ``device`` in ``dtype`` that the engine can drive.
 
     Raises ValueError for a model that keeps state other than keys and values, or does not use transformers' attention
-    interface.
+    interface, and NotImplementedError for attention that the engine does not compute.
     """
 
     def __init__(
@@ -35,13 +37,9 @@ class Model:
         self.dtype = dtype
         self.device = torch.device(device)
         with torch.device("meta"):
-            self.module = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config),
-                dtype=dtype,
-                attn_implementation=attention.NAME,
-                trust_remote_code=trust_remote_code,
-            ).eval()
+            self.module = _build(config, dtype, trust_remote_code).eval()
         _refuse_foreign_state(self.module)
+        _refuse_foreign_attention(self.module)
         self.module.requires_grad_(False)
         _materialise_buffers(self.module, self.device)
         self.linears = replace_linears(self.module)
@@ -144,6 +142,20 @@ class Model:
         return out.logits[0] if rows is None else out.logits[0, : len(rows)]
 
 
+def _build(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    try:
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=trust_remote_code,
+        )
+    except KeyError as problem:  # some classes look attention up among a few of their own, and know no other
+        if problem.args != (attention.NAME,):
+            raise
+        raise ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE)) from problem
+
+
 def _has_matrix(module: nn.Module) -> bool:
     return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
 
@@ -152,11 +164,22 @@ def _refuse_foreign_state(module: nn.Module) -> None:
     kind, config = type(module).__name__, module.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if other or module._is_stateful:
-        raise ValueError(
-            f"the native engine cannot run {kind}: it has layers other than causal attention {sorted(other)}"
-        )
+        raise ValueError(REFUSAL.format(kind, f"it has layers other than causal attention {sorted(other)}"))
     if not module._supports_attention_backend or "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        raise ValueError(f"the native engine cannot run {kind}: it does not use transformers' attention interface")
+        raise ValueError(REFUSAL.format(kind, NO_INTERFACE))
+
+
+@torch.no_grad()
+def _refuse_foreign_attention(module: nn.Module) -> None:
+    """Run a model without weights as far as no number decides what comes next. Raises UnsupportedAttention."""
+    tokens = torch.zeros(1, attention.ROWS, dtype=torch.int64, device="meta")
+    positions = torch.arange(attention.ROWS, device="meta")[None]
+    try:
+        module(input_ids=tokens, position_ids=positions, use_cache=False, kv=attention.Shapes())
+    except attention.UnsupportedAttention:
+        raise
+    except RuntimeError:  # a router, say, has to know which experts it chose
+        return
 
 
 def _materialise_buffers(module: nn.Module, device: torch.device) -> None:

@@ -30,6 +30,7 @@ from coalign.runtime.refusing import (
     check_guards,
     check_it_learns,
     check_loss,
+    check_recording,
     check_room,
     check_sections,
     is_trained_by_loss,
@@ -60,6 +61,7 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
         check_functions_are_imported(config)
         cls.check(config)
         check_sections(config, cls)
+        check_recording(config)
         check_environment(config)
         check_control(config)
         roles, models = roles_of(cls, config), dict(config.models)

@@ -10,6 +10,7 @@ import torch
 from rich.table import Table
 
 from coalign.algorithms.aggregate import Totals
+from coalign.cluster.accelerators import accelerator
 from coalign.cluster.base import planned
 from coalign.cluster.dry import DryCluster
 from coalign.cluster.graph import Call, Graph, draw
@@ -17,7 +18,8 @@ from coalign.cluster.residency import movable
 from coalign.cluster.slot import distinct
 from coalign.cluster.worker import module_class
 from coalign.config import located
-from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
+from coalign.config.functions import resolve_class
+from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.standins import STANDINS
 from coalign.runtime.build import context, prepare, roles_of, spawn
 from coalign.runtime.display import Display
@@ -41,8 +43,8 @@ def check(config: RunConfig, display: Display) -> None:
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw(graph) + "\n")
     with located(config):
-        _try_architectures(models)
-        notes = [f"{name}: {note}" for name, model in models.items() for note in _notes(name, model)]
+        _try_backends(models, config)
+        notes = [f"{name}: {note}" for name, model in models.items() for note in _notes(model)]
     if rewards := composition(models, config):
         display.show(rewards + "\n")
     with located(config):
@@ -101,24 +103,35 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> l
     return [f"loss/{stat}" for stat in stats]
 
 
-def _try_architectures(models: Mapping[str, ModelConfig]) -> None:
-    """Put every model's adapters into its architecture, without weights, and see whether it can be cut as asked."""
-    from coalign.modules import pretrained
-
+def _try_backends(models: Mapping[str, ModelConfig], config: RunConfig) -> None:
+    """Raise what the setup of each model would raise before it reads weights."""
     for name, model in models.items():
-        module = module_class(model)
-        cut = module.spmd and any(getattr(model, key) > 1 for key in PARALLEL)
-        if model.load and (cut or pretrained.has_adapters(model)):
-            module.check_architecture(model, name)
+        device = torch.device(accelerator(config.runtime.accelerator).device if model.num_gpu else "cpu")
+        # A cache, or a template to read by, and the backend behind it.
+        for module in dict.fromkeys((module_class(model), resolve_class(model.module, "coalign.modules", "Module"))):
+            module.check_settings(model, name, device)
+            if model.load:
+                _try_architecture(module, model, name)
+            if _runs_here(device, config):
+                module.check_machine(model, name, device)
 
 
-def _notes(name: str, model: ModelConfig) -> Sequence[str]:
-    if not model.load:
-        return ()
+def _try_architecture(module: type, model: ModelConfig, name: str) -> None:
     try:
-        return module_class(model).notes(model)
+        module.check_architecture(model, name)
     except (ValueError, NotImplementedError) as problem:
+        if str(problem).startswith(f"models.{name}"):
+            raise
         raise ValueError(f"models.{name}.load: {problem}") from problem
+
+
+def _runs_here(device: torch.device, config: RunConfig) -> bool:
+    """Whether this machine is one of those that compute, as far as it is known before the run starts."""
+    return not config.runtime.ray_address and (device.type == "cpu" or torch.cuda.is_available())
+
+
+def _notes(model: ModelConfig) -> Sequence[str]:
+    return module_class(model).notes(model) if model.load else ()
 
 
 def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Any:

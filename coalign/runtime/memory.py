@@ -22,6 +22,12 @@ from coalign.types import Rollout, Trainable
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes of each number of a moving average (ema)
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight: 4 bits, 8 of scale per 64, 32 of theirs per 256
+GPT2_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+}
 LAYER = re.compile(r"\.\d+\.")  # in the names of what belongs to a numbered layer
 Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name
 
@@ -71,6 +77,7 @@ def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
     directory = Path(model.load)
     shape = json.loads((directory / "config.json").read_text())
     shape = shape.get("text_config", shape)
+    shape |= {ours: shape[theirs] for theirs, ours in GPT2_NAMES.items() if shape.get(theirs) is not None}
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
     shapes = read_shapes(directory) if model.init == "load" else _shapes_from(shape)
     parameters = _size(shapes)

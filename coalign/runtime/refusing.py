@@ -1,11 +1,12 @@
 """What a run is refused for before anything loads: settings that cannot work, and settings that would have no effect.
 
-Each function raises ValueError with the key, its value and what would be right.
+Each function raises ValueError (ImportError for a package) with the key, its value and what would be right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from coalign.algorithms.traits import check_aggregation, needs, per
@@ -51,6 +52,14 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _texts(item, f"{key}[{index}]")
+
+
+def check_recording(config: RunConfig) -> None:
+    """Raise ImportError if metrics are to go to wandb, and it is not installed."""
+    if (project := config.runtime.wandb) and find_spec("wandb") is None:
+        raise ImportError(
+            f"runtime.wandb is '{project}', and wandb is not installed: pip install 'coalign[wandb]', or leave it out"
+        )
 
 
 def check_environment(config: RunConfig) -> None:

@@ -20,6 +20,7 @@ import torch
 import vllm
 from torch import Tensor
 from vllm import EngineArgs, RequestOutput
+from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -41,31 +42,23 @@ LOAD_SECONDS = 600.0  # that a worker may take for one parcel of weights
 
 
 class VLLMEngine(Engine):
-    """Generates with the architecture in ``directory``, on ``tensor_parallel`` × ``pipeline_parallel`` devices.
+    """Generates as ``arguments`` of vLLM say, on as many devices.
 
-    shapes: the weights that there are, by their Hugging Face names. sleeps: it can leave its devices. decoder: see
-    coalign.generation.stops. adapter_rank: of the adapters that come with the weights, each time all of them; None:
-    none do. user: engine arguments of vLLM.
-    Raises ValueError for options, sizes or an architecture that vLLM cannot work with.
+    shapes: the weights that there are, by their Hugging Face names. decoder: see coalign.generation.stops.
+    adapter_rank: of the adapters that come with the weights, each time all of them; None: none do.
+    Raises ValueError for an architecture that vLLM cannot run.
     """
 
     def __init__(
         self,
-        directory: str,
+        arguments: EngineArgs,
         shapes: Mapping[str, torch.Size],
         *,
         model: str,
-        dtype: torch.dtype,
-        device: str,
-        tensor_parallel: int,
-        pipeline_parallel: int,
-        trust_remote_code: bool,
-        sleeps: bool,
         seed: int,
         end_tokens: Iterable[int],
         decoder: Decoder,
         adapter_rank: int | None,
-        user: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self.seed = seed
@@ -74,29 +67,10 @@ class VLLMEngine(Engine):
         self.shapes = shapes
         self.adapter_rank = adapter_rank
         self.loads = 0  # of weights, so far
-        self.pipelined = pipeline_parallel > 1
-        self.remote = tensor_parallel * pipeline_parallel > 1
-        options.check(user, [field.name for field in fields(EngineArgs)], model)
-        arguments = EngineArgs(
-            model=directory,
-            skip_tokenizer_init=True,
-            trust_remote_code=trust_remote_code,
-            dtype=str(dtype).removeprefix("torch."),
-            tensor_parallel_size=tensor_parallel,
-            pipeline_parallel_size=pipeline_parallel,
-            distributed_executor_backend="mp" if self.remote else "uni",
-            enable_sleep_mode=sleeps,
-            load_format="dummy",
-            generation_config="vllm",
-            logits_processors=[f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
-            logprobs_mode="processed_logits",
-            async_scheduling=False,
-            worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
-            **({"enable_lora": True, "max_lora_rank": adapters.room(adapter_rank, model)} if adapter_rank else {}),
-            **{**(CPU if device == "cpu" else {}), **user},
-        )
-        with _process_as_it_was():
-            self.llm = _started(arguments, model)
+        self.pipelined = arguments.pipeline_parallel_size > 1
+        self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
+        with _process_as_it_was(), _naming_the_model(arguments, model):
+            self.llm = LLMEngine.from_vllm_config(_config(arguments), disable_log_stats=True)
         self._workers = Workers(self.llm.engine_core.engine_core.model_executor.workers) if self.remote else None
         config = self.llm.vllm_config
         self.eager = config.model_config.enforce_eager
@@ -214,12 +188,61 @@ class VLLMEngine(Engine):
         return [each for part in fused if (each := f"{owner}.{part}.{leaf}") in self.shapes]
 
 
-def _started(arguments: EngineArgs, model: str) -> LLMEngine:
-    """vLLM without weights. ValueError if it cannot run what is in the directory, or not with these settings."""
+def engine_arguments(
+    directory: str,
+    *,
+    model: str,
+    dtype: torch.dtype,
+    device: str,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    trust_remote_code: bool,
+    sleeps: bool,
+    adapter_rank: int | None,
+    user: Mapping[str, Any],
+) -> EngineArgs:
+    """What vLLM is told, ``user``'s own arguments among it. ``sleeps``: it can leave its devices.
+
+    Raises ValueError for options and sizes that vLLM does not have.
+    """
+    options.check_known(user, [field.name for field in fields(EngineArgs)], model)
+    several = tensor_parallel * pipeline_parallel > 1
+    return EngineArgs(
+        model=directory,
+        skip_tokenizer_init=True,
+        trust_remote_code=trust_remote_code,
+        dtype=str(dtype).removeprefix("torch."),
+        tensor_parallel_size=tensor_parallel,
+        pipeline_parallel_size=pipeline_parallel,
+        distributed_executor_backend="mp" if several else "uni",
+        enable_sleep_mode=sleeps,
+        load_format="dummy",
+        generation_config="vllm",
+        logits_processors=[f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
+        logprobs_mode="processed_logits",
+        async_scheduling=False,
+        worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
+        **({"enable_lora": True, "max_lora_rank": adapters.room(adapter_rank, model)} if adapter_rank else {}),
+        **{**(CPU if device == "cpu" else {}), **user},
+    )
+
+
+def check_arguments(arguments: EngineArgs, model: str) -> None:
+    """Raises ValueError if vLLM cannot run what is in the directory, or not with these settings."""
+    with _process_as_it_was(), _naming_the_model(arguments, model):
+        _config(arguments)
+
+
+def _config(arguments: EngineArgs) -> VllmConfig:
+    config = arguments.create_engine_config()
+    _check_heads(config.model_config.get_head_size())
+    return config
+
+
+@contextmanager
+def _naming_the_model(arguments: EngineArgs, model: str) -> Iterator[None]:
     try:
-        config = arguments.create_engine_config()
-        _check_heads(config.model_config.get_head_size())
-        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        yield
     except Exception as problem:
         what, why = f"vLLM {vllm.__version__} cannot run '{arguments.model}'", shorten(str(problem), REASON)
         raise ValueError(f"models.{model}.load: {what} as it is set up here: {why}") from problem

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from coalign.config.errors import near
 
@@ -36,12 +35,14 @@ OWNED = {
 }
 
 
-def check(options: Mapping[str, Any], known: Iterable[str], model: str) -> None:
-    """Raises ValueError for an option that vLLM does not have, or that is Coalign's. ``known``: vLLM's."""
-    for name in options:
-        where = f"models.{model}.vllm.{name}"
-        if name in OWNED:
-            raise ValueError(f"{where} is set by Coalign: {OWNED[name]}")
-        if name not in known:
-            free = sorted(each for each in known if each not in OWNED)
-            raise ValueError(f"{where} is no engine argument of vLLM{near(name, free)}")
+def check_owned(options: Iterable[str], model: str) -> None:
+    """Raises ValueError for an option that is Coalign's."""
+    if owned := [name for name in options if name in OWNED]:
+        raise ValueError(f"models.{model}.vllm.{owned[0]} is set by Coalign: {OWNED[owned[0]]}")
+
+
+def check_known(options: Iterable[str], known: Iterable[str], model: str) -> None:
+    """Raises ValueError for an option that vLLM does not have. ``known``: those that it has."""
+    if unknown := [name for name in options if name not in known]:
+        close = near(unknown[0], sorted(each for each in known if each not in OWNED))
+        raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")

@@ -3,15 +3,16 @@ why not more. Megatron's side: tests/megatron/test_families.py."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
-from coalign.modules import attention
-from coalign.modules.heads import LanguageModel
-from coalign.modules.layout import pack
+from coalign.config.schema import ModelConfig
+from coalign.modules.fsdp import FSDPModule
 from coalign.modules.parallel import blocks, experts
+from coalign.types import Context
 from tests.weights.families.checkpoints import MOE, NATIVE, native
 
 pytest.importorskip("megatron.core")
@@ -25,20 +26,32 @@ NO_PLAN = {"starcoder": "no plan", "starcoder_mha": "no plan", "gpt2": "no plan"
 NO_PLAN |= {"galactica": "no plan", "glm4": "colwise_gather_output"}
 
 
-def loaded(case: str, folder) -> nn.Module:
+def build(case: str, folder) -> FSDPModule:
+    """Without dropout, which the reference has not."""
     native(case).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=torch.float32)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {key: 0.0 for key in config if "drop" in key and isinstance(config[key], float)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return FSDPModule(ModelConfig(load=str(folder)), Context(loss={"fn": "policy_gradient"}))
 
 
 @pytest.mark.parametrize("case", [case for case in NATIVE if case not in OWN_ATTENTION])
-def test_packed_rows_and_what_can_be_cut(case, tmp_path):
-    model = loaded(case, tmp_path)
-    computed = LanguageModel(model)
-    computed.check()
-    with torch.no_grad():
-        found = computed(pack(rows()), needs=("entropy",))
-    expected = reference(case).outputs
-    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 5e-6
+def test_a_step_and_what_can_be_cut(case, tmp_path):
+    module, expected, batch = build(case, tmp_path), reference(case), rows()
+    module.check_architecture(module.config, "trainer")
+    module.setup()
+    [found] = module.run([batch], needs=("entropy",))
+    found["column"] = module.forward_step(batch)["ref_logprobs"][batch["loss_mask"]]
+    outputs = expected.outputs | {"column": expected.outputs["logprobs"]}
+    assert max(float((found[name] - outputs[name]).abs().max()) for name in outputs) <= 5e-6
+
+    trained = len(outputs["logprobs"])
+    advantages = torch.zeros(len(batch["tokens"])).masked_scatter(batch["loss_mask"], torch.linspace(-1, 1, trained))
+    stats = module.train_step(batch.without("rollout_logprobs").with_(advantages=advantages))  # as tests' `loss`
+    norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm()
+    assert stats["loss/grad_norm"].value * trained == pytest.approx(float(norm), rel=1e-4)
+
+    model = module.model.model
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     reason = blocks.unfit(model, list(layers))
     assert NO_PLAN[case] in reason if case in NO_PLAN else reason is None
@@ -48,5 +61,7 @@ def test_packed_rows_and_what_can_be_cut(case, tmp_path):
 
 @pytest.mark.parametrize("case", OWN_ATTENTION)
 def test_attention_past_the_interface_is_refused(case, tmp_path):
-    with pytest.raises((NotImplementedError, KeyError), match=r"does not call transformers' interface|coalign_packed"):
-        LanguageModel(loaded(case, tmp_path)).check()
+    module = build(case, tmp_path)
+    for refusing in (module.setup, lambda: module.check_architecture(module.config, "trainer")):
+        with pytest.raises(NotImplementedError, match=r"does not call transformers' .* `module: megatron` computes"):
+            refusing()

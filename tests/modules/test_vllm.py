@@ -93,7 +93,8 @@ def test_what_devices_cannot_share_is_refused(directory, tmp_path):
 )
 def test_options_that_are_unknown_or_taken_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        options.check({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
+        options.check_owned({"block_size": 16, name: 1}, "policy")
+        options.check_known({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
 
 
 def test_parcels_hold_every_tensor_and_one_that_is_larger_than_a_parcel():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +20,9 @@ from coalign.modules import float8, pretrained
 from coalign.modules.base import HEADS
 from coalign.modules.heads import Readings
 from coalign.modules.megatron_core import ranks
-from coalign.modules.megatron_core.config import OWNED, transformer_config
+from coalign.modules.megatron_core.config import transformer_config
 from coalign.modules.megatron_core.cut import sizes_of
+from coalign.modules.megatron_core.fields import OWNED
 from coalign.modules.megatron_core.model import PackedGPT, ScalarGPT
 from coalign.modules.megatron_core.training import Pipeline
 from coalign.modules.megatron_core.weights import SCORE, Weights
@@ -30,13 +31,21 @@ from coalign.types import Context
 from coalign.weights import families
 from coalign.weights.convert.huggingface import Reader
 
+# Transformer Engine's hybrid recipe (2209.05433): E4M3 forward, E5M2 for gradients of outputs, factors scaled by the
+# largest entries of the last calls.
+EIGHT_BITS = {
+    "fp8": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 1024,
+    "fp8_amax_compute_algo": "max",
+}
+
 
 def with_engine(config: ModelConfig, device: torch.device) -> bool:
-    """Whether the layers are Transformer Engine's. Raises ValueError where they are asked for and cannot be."""
+    """Whether the layers are Transformer Engine's. Raises ValueError where they are asked for and it is not there."""
     there, wanted = find_spec("transformer_engine") is not None, config.megatron.transformer_engine
-    if wanted and (device.type == "cpu" or not there):
-        reason = "it computes on GPUs only" if device.type == "cpu" else "it is not installed (transformer-engine)"
-        raise ValueError(f"megatron.transformer_engine is true: {reason}")
+    if wanted and not there:
+        raise ValueError("megatron.transformer_engine is true: it is not installed (transformer-engine)")
     return there and device.type != "cpu" if wanted is None else wanted
 
 
@@ -47,7 +56,7 @@ def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: boo
     """
     device, model = torch.device(context.device), weights.layout.config
     dtype = getattr(torch, config.compute_dtype or config.dtype)
-    more = _more(config) | (_eight_bits(device, te=te) if config.fp8 else {})
+    more = _more(config) | (EIGHT_BITS if config.fp8 else {})
     settings = transformer_config(model, sizes_of(config), dtype=dtype, te=te, **more)
     chunks = []
     for chunk in range(len(weights.layout.stages[0])):
@@ -69,7 +78,7 @@ def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: boo
 def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """This rank's weights, one at a time, as ``config.load``, ``init``, ``head`` and ``head_init`` say."""
     if config.init == "random":
-        state = pretrained.load(config, seed=context.seed, name=context.model).state_dict()
+        state = pretrained.load(config, seed=context.seed, name=context.model, packed=False).state_dict()
         return weights.read(context.rank, state.__getitem__, in_memory=True)
     folder = Path(str(config.load))
     return weights.read(context.rank, _stored(config, weights, Reader(folder, pickled=False)), in_memory=False)
@@ -102,25 +111,8 @@ def _head(config: ModelConfig, model: families.MegatronConfig, settings: Any, **
     return PackedGPT(model, settings, read=read, **more)
 
 
-def _eight_bits(device: torch.device, *, te: bool) -> dict[str, Any]:
-    """Transformer Engine's hybrid recipe (2209.05433): E4M3 forward, E5M2 for gradients of outputs, factors scaled by
-    the largest entries of the last calls. Raises ValueError where it cannot be."""
-    float8.check_device(device, "fp8")
-    if not te:
-        raise ValueError(
-            "fp8 of Megatron's layers needs Transformer Engine (pip install 'transformer-engine[pytorch]')"
-        )
-    return {
-        "fp8": "hybrid",
-        "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 1024,
-        "fp8_amax_compute_algo": "max",
-    }
-
-
 def _more(config: ModelConfig) -> dict[str, Any]:
-    """Fields of megatron-core's configuration that say how it computes. ValueError for those of the user that it does
-    not have, or that are not the user's to say."""
+    """Fields of megatron-core's configuration that say how it computes."""
     own = config.megatron
     fields: dict[str, Any] = {
         "sequence_parallel": own.sequence_parallel and config.tensor_parallel > 1,
@@ -133,16 +125,20 @@ def _more(config: ModelConfig) -> dict[str, Any]:
         fields |= {"recompute_num_layers": own.recompute_num_layers}
     elif config.activation_checkpointing == "selective" and not config.frozen:
         fields |= {"recompute_granularity": "selective", "recompute_modules": list(own.recompute_modules)}
-    return fields | checked(own.config)
+    return fields | own.config
 
 
-def checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` again. Raises ValueError for a field that megatron-core does not have, or that is said elsewhere."""
+def check_machine(config: ModelConfig, device: torch.device) -> None:
+    """Raises ValueError for a Transformer Engine or a GPU that is needed and not there, and for fields that the
+    installed megatron-core does not have."""
+    te = with_engine(config, device)
+    if config.fp8:
+        float8.check_device(device, "fp8")
+        if not te:
+            raise ValueError(
+                "fp8 of Megatron's layers needs Transformer Engine (pip install 'transformer-engine[pytorch]')"
+            )
     known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    for name in given:
-        if name in OWNED:
-            raise ValueError(f"megatron.config.{name}: {OWNED[name]}")
-        if name not in known:
-            close = near(name, known - set(OWNED))
-            raise ValueError(f"megatron.config.{name} is no field of megatron-core's TransformerConfig{close}")
-    return dict(given)
+    if unknown := [name for name in config.megatron.config if name not in known]:
+        close = near(unknown[0], known - set(OWNED))
+        raise ValueError(f"megatron.config.{unknown[0]} is no field of megatron-core's TransformerConfig{close}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from coalign.config.schema import ModelConfig
 from coalign.modules.megatron_core.weights import Weights, divisor
 from coalign.weights import families
 from coalign.weights.convert.huggingface import read_config
+from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
 
@@ -51,6 +53,17 @@ def sizes_of(config: ModelConfig) -> Sizes:
     )
 
 
+def check_recomputed(model: MegatronConfig, modules: Sequence[str]) -> None:
+    """Raises ValueError for ``modules`` that backward is to compute again and that layers of Coalign's do not have."""
+    key = "megatron.recompute_modules has"
+    if model.multi_latent_attention and "mla_up_proj" in modules:
+        raise ValueError(f"{key} 'mla_up_proj', which attention over packed rows has not")
+    if model.parallel_residual != "none" and (lacking := {"layernorm", "mlp"}.intersection(modules)):
+        raise ValueError(
+            f"{key} {sorted(lacking)}, which layers whose attention and MLP read the same residual have not"
+        )
+
+
 def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
     """Which rank of ``count`` has what of the model in ``config.load``.
 
@@ -71,6 +84,8 @@ def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
     for key, value in said.items():
         if (wanted := getattr(own, key)) not in (None, value):
             raise ValueError(f"megatron.{key} is {wanted}; the model in {config.load} has {value}")
+    if config.activation_checkpointing == "selective" and not config.frozen:
+        check_recomputed(model, own.recompute_modules)
     if config.head != "lm":
         model = replace(model, share_embeddings_and_output_weights=False)
     split = stages(

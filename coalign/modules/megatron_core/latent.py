@@ -27,15 +27,13 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     Engine: under tensor parallelism megatron-core takes that of the part of a key that all heads share from the rank's
     own heads alone.
 
-    ``scaling``: of the angles. Raises ValueError for the up-projections alone to be computed again in backward.
+    ``scaling``: of the angles.
     """
 
     def __init__(self, *arguments: Any, scaling: RopeScaling | None, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.factor = attention_factor(scaling)
         del self.rotary_pos_emb
-        if self.recompute_up_proj:
-            raise ValueError("megatron.recompute_modules has 'mla_up_proj', which attention over packed rows has not")
 
     def get_query_key_value_tensors(
         self,

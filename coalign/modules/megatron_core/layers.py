@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from coalign.modules.megatron_core.alibi import Alibi
 from coalign.modules.megatron_core.attention import PackedAttention
+from coalign.modules.megatron_core.cut import check_recomputed
 from coalign.modules.megatron_core.latent import EPSILON, LatentAttention
 from coalign.modules.megatron_core.norm import Norm
 from coalign.modules.megatron_core.residual import ParallelLayer
@@ -28,8 +29,9 @@ def block(
 ) -> TransformerBlockSubmodules:
     """The layers that this rank has, in a chunk of its pipeline stage. ``te``: Transformer Engine's.
 
-    Raises NotImplementedError for those where it is not installed.
+    Raises NotImplementedError for those where it is not installed, and what `check_recomputed` raises.
     """
+    check_recomputed(model, config.recompute_modules if config.recompute_granularity == "selective" else [])
     if te and find_spec("transformer_engine") is None:
         raise NotImplementedError(
             "layers of Transformer Engine were asked for; transformer_engine, which needs a GPU, is not installed here"

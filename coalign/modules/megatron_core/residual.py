@@ -11,19 +11,11 @@ from coalign.modules.megatron_core.attention import Packed
 
 
 class ParallelLayer(TransformerLayer):
-    """x + attention(norm(x)) + MLP(norm(x)). ``one_norm``: the same one for both, else each has its own.
-
-    Raises ValueError for norms or the MLP alone to be computed again in backward.
-    """
+    """x + attention(norm(x)) + MLP(norm(x)). ``one_norm``: the same one for both, else each has its own."""
 
     def __init__(self, *arguments: Any, one_norm: bool, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.one_norm = one_norm
-        if self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp:
-            raise ValueError(
-                f"megatron.recompute_modules is {self.config.recompute_modules}; layers whose attention and MLP read "
-                "the same residual have no 'layernorm' and no 'mlp' there"
-            )
 
     def forward(
         self,
