@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coalign.rewards import math
-from coalign.rewards.math import final_answer, number, same_answer
+from coalign.rewards.math_answer import final_answer, number, same_answer
 from tests.rewards.samples import sample
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -140,7 +140,7 @@ def test_a_formula_does_not_pay_for_a_number():
 
 
 def test_words_match_without_computer_algebra(monkeypatch):
-    monkeypatch.setattr(import_module("coalign.rewards.math"), "equivalent", None)
+    monkeypatch.setattr(import_module("coalign.rewards.math_answer"), "equivalent", None)
     assert math(sample("The answer is Paris.", answer="paris")) == 1.0
     assert math(sample("Answer: B", answer="C")) == 0.0
 
