@@ -14,7 +14,7 @@ from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.cuts import cut_of
 from coalign.weights.families.model import LAYER, Held, Kind, holds
 from coalign.weights.families.settings import Setting
-from coalign.weights.families.sources import Line, Source, pieces
+from coalign.weights.families.sources import Source, TensorRule, pieces
 from coalign.weights.shards import Box, Piece, Shape, Shard, cut, overlap
 
 
@@ -107,10 +107,10 @@ class Family:
     architectures: tuple[str, ...]  # of config.json; the first is written
     model_types: tuple[str, ...]  # where it names no architecture; the first is written
     settings: tuple[Setting, ...]
-    tensors: Mapping[str, Line]
-    layer: Mapping[str, Line]
+    tensors: Mapping[str, TensorRule]
+    layer: Mapping[str, TensorRule]
     prefix: str  # with {layer}
-    memory: Mapping[str, Line] = field(default_factory=dict)
+    memory: Mapping[str, TensorRule] = field(default_factory=dict)
     base: str = "model."  # of names in files that hold the model without its head
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     when: Callable[[Mapping[str, Any]], bool] = lambda hf: True  # where several families share an architecture
@@ -162,7 +162,7 @@ class Family:
             found |= parameter.sources
         return found
 
-    def _parameter(self, config: MegatronConfig, held: Held, memory: Mapping[str, Line]) -> Parameter:
+    def _parameter(self, config: MegatronConfig, held: Held, memory: Mapping[str, TensorRule]) -> Parameter:
         layered = held.layer is not None
         table, prefix = (self.layer, self.prefix) if layered else (self.tensors, "")
         table = {**table, **memory}

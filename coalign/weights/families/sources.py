@@ -52,7 +52,7 @@ class Source:
 Part = tuple[Source, int, int, int]  # of a source, the rows from … to …, which lie from row … on in the parameter
 
 
-class Line(Protocol):
+class TensorRule(Protocol):
     """A line of a table. Names are relative to where the line stands, and without `.weight` or `.bias`."""
 
     def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
