@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coalign.weights.shards import Piece, Shape, Shard, Spec
+from coalign.weights.shards import Shape, Shard, ShardBox, Spec
 
 Part = tuple[str, int, int]  # a full tensor, and where a part of it starts and stops in the dimension that is cut
 Where = Literal["layer", "first", "last", "every"]
@@ -187,13 +187,13 @@ class Layout:
             yield self._one(rule, together, at.expert_tensor)
 
     def _one(self, rule: Rule, many: list[dict[str, int]], place: tuple[int, int]) -> Shard:
-        pieces: list[Piece] = []
+        pieces: list[ShardBox] = []
         for i, numbers in enumerate(many):
             shapes = Named(self.specs, numbers)
             parts, padding = rule.cut.parts(shapes, *place)
             shape, joined = _joined(shapes, parts, rule.cut.dim, padding)
             lead = ((i, i + 1),) if rule.stacked else ()
-            pieces += [Piece(piece.name, piece.full, lead + piece.own) for piece in joined]
+            pieces += [ShardBox(piece.name, piece.full, lead + piece.own) for piece in joined]
         like = Named(self.specs, many[0]).full(parts[0][0])
         return Shard(rule.own.format_map(many[0]), (len(many), *shape) if rule.stacked else shape, like, tuple(pieces))
 
@@ -217,7 +217,7 @@ class Named(Mapping[str, Shape]):
         return len(self.specs)
 
 
-def _joined(shapes: Named, parts: list[Part], dim: int, padding: int) -> tuple[Shape, list[Piece]]:
+def _joined(shapes: Named, parts: list[Part], dim: int, padding: int) -> tuple[Shape, list[ShardBox]]:
     """Parts end to end in one dimension, whole in the others."""
     pieces, at, others = [], 0, shapes[parts[0][0]]
     for template, start, stop in parts:
@@ -225,7 +225,7 @@ def _joined(shapes: Named, parts: list[Part], dim: int, padding: int) -> tuple[S
         own = list(full)
         full[dim], own[dim] = (start, stop), (at, at + stop - start)
         if start < stop:
-            pieces.append(Piece(shapes.full(template), tuple(full), tuple(own)))
+            pieces.append(ShardBox(shapes.full(template), tuple(full), tuple(own)))
         at += stop - start
     return (*others[:dim], at + padding, *others[dim + 1 :]), pieces
 

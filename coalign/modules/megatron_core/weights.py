@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from coalign.weights.families import Family, MegatronConfig, Parameter
 from coalign.weights.families.layout import MegatronLayout
 from coalign.weights.families.sources import Source
-from coalign.weights.shards import Box, Move, Piece, Shard, cut, plan
+from coalign.weights.shards import Box, Move, Shard, ShardBox, cut, plan
 
 SCORE = "score.weight"  # of a value or reward model, in every Hugging Face directory
 
@@ -47,7 +47,7 @@ class Weights:
         if self.scalar:
             name, shape = "output_layer.weight", (1, config.hidden_size)
             box: Box = tuple((0, size) for size in shape)
-            sources, pieces = {SCORE: Source(SCORE, shape)}, (Piece(SCORE, box, box),)
+            sources, pieces = {SCORE: Source(SCORE, shape)}, (ShardBox(SCORE, box, box),)
             found[name] = Parameter(name, shape, "replicated", None, None, False, None, sources, pieces)
         return found
 
@@ -94,7 +94,7 @@ class Export:
         for number, name in enumerate(self.names):
             owner = number % len(self.stage)
             box: Box = tuple((0, size) for size in self.sources[name].shape)
-            whole = Shard(name, self.sources[name].shape, name, (Piece(name, box, box),))
+            whole = Shard(name, self.sources[name].shape, name, (ShardBox(name, box, box),))
             found |= plan([whole], self.held, near=owner)
         return found
 

@@ -17,7 +17,7 @@ from coalign.weights.checksum import tensor_bytes
 from coalign.weights.convert import fp8, pickles
 from coalign.weights.convert.files import Hashed
 from coalign.weights.families.sources import Source
-from coalign.weights.shards import Piece, Shape, Shard
+from coalign.weights.shards import Shape, Shard, ShardBox
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".distcp")
@@ -145,7 +145,7 @@ class Directory:
 def whole(source: Source) -> Shard:
     """A view, as it is."""
     box = tuple((0, size) for size in source.shape)
-    return Shard(source.name, source.shape, source.name, (Piece(source.name, box, box),))
+    return Shard(source.name, source.shape, source.name, (ShardBox(source.name, box, box),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from coalign.weights.convert.side import Scratch, bare, blocks, made, rows
 from coalign.weights.convert.torch_dist import Chunk
 from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
-from coalign.weights.shards import Piece, Shard, Spec, plan
+from coalign.weights.shards import Shard, ShardBox, Spec, plan
 
 RELEASE = "release"
 FILES, SMALL = 16, 512 * 2**20  # at least so many files, unless they would be smaller: processes share them
@@ -89,7 +89,7 @@ class ToHuggingFace(Output):
             box = rows(source.shape, start, stop)
             own = rows(source.shape, 0, stop - start)
             shape = (stop - start, *source.shape[1:])
-            yield Shard(f"{entry.name}[{start}:{stop}]", shape, entry.name, (Piece(entry.name, box, own),))
+            yield Shard(f"{entry.name}[{start}:{stop}]", shape, entry.name, (ShardBox(entry.name, box, own),))
 
     def finish(self, folder: Path, records: Sequence[Record]) -> None:
         huggingface.write_index(folder, dict(zip(self.names, self.files, strict=True)))

@@ -34,7 +34,7 @@ from coalign.weights.convert import pickles
 from coalign.weights.convert.files import Hashed, writing
 from coalign.weights.convert.naming import Naming, Place, stacks
 from coalign.weights.families import MegatronConfig, Parameter
-from coalign.weights.shards import Box, Piece, Shape, Shard, overlap
+from coalign.weights.shards import Box, Shape, Shard, ShardBox, overlap
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
 FORMAT = {
@@ -157,7 +157,7 @@ def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[Place, Pa
     """A chunk, in boxes of Hugging Face tensors; it may have parts of several layers or experts."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     box: Box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    pieces: list[Piece] = []
+    pieces: list[ShardBox] = []
     for place, parameter in held:
         lead = tuple((i, i + 1) for i in place.index)
         own = (*lead, *((0, size) for size in parameter.shape))

@@ -15,7 +15,7 @@ from coalign.weights.families.cuts import cut_of
 from coalign.weights.families.model import LAYER, Held, Kind, holds
 from coalign.weights.families.settings import Setting
 from coalign.weights.families.sources import Source, TensorRule, pieces
-from coalign.weights.shards import Box, Piece, Shape, Shard, cut, overlap
+from coalign.weights.shards import Box, Shape, Shard, ShardBox, cut, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Parameter:
     moe: bool
     dtype: torch.dtype | None
     sources: Mapping[str, Source]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardBox, ...]
 
     @property
     def name(self) -> str:
@@ -45,14 +45,14 @@ class Parameter:
     def whole(self) -> Shard:
         return Shard(self.name, self.shape, self.pieces[0].name, self.pieces)
 
-    def placed(self, there: Box, here: Box) -> Iterator[Piece]:
+    def placed(self, there: Box, here: Box) -> Iterator[ShardBox]:
         """The box ``there`` of it lies at ``here`` in an own tensor (which may have dimensions in front), in boxes of
         what it is made of."""
-        cut = Piece(self.name, there, here)
+        cut = ShardBox(self.name, there, here)
         for piece in self.pieces:
             if (both := overlap(there, piece.own)) is not None:
-                back = Piece(piece.name, piece.own, piece.full)
-                yield Piece(piece.name, back.within(both), cut.within(both))
+                back = ShardBox(piece.name, piece.own, piece.full)
+                yield ShardBox(piece.name, back.within(both), cut.within(both))
 
     def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The full parameter, made of the file's tensors. ValueError for a tensor that is missing or misshapen."""
@@ -69,7 +69,7 @@ class Parameter:
             raise ValueError(f"'{self.name}' is only a part of {list(self.sources)}")
         found = {}
         for name, source in self.sources.items():
-            back = tuple(Piece(self.name, piece.own, piece.full) for piece in self.pieces if piece.name == name)
+            back = tuple(ShardBox(self.name, piece.own, piece.full) for piece in self.pieces if piece.name == name)
             views = cut(lambda _: full, [Shard(name, source.shape, self.name, back)])
             found[name] = source.write(next(tensor for _, tensor in views))
         return found
@@ -78,7 +78,7 @@ class Parameter:
         """What tensor-parallel rank ``index`` of ``count`` holds of it. ValueError if it does not divide."""
         self._check(full, self.shape)
         shape, boxes = cut_of(self, index, count)
-        own = Shard(self.name, shape, self.name, tuple(Piece(self.name, *each) for each in boxes))
+        own = Shard(self.name, shape, self.name, tuple(ShardBox(self.name, *each) for each in boxes))
         return next(tensor for _, tensor in cut(lambda _: full, [own]))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from coalign.weights.families.config import MegatronConfig
-from coalign.weights.shards import Box, Piece, Shape
+from coalign.weights.shards import Box, Shape, ShardBox
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +137,11 @@ def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
             at += count * head
 
 
-def pieces(parts: list[Part], expert: int | None) -> tuple[Piece, ...]:
+def pieces(parts: list[Part], expert: int | None) -> tuple[ShardBox, ...]:
     """Parts as boxes: rows, whole in the other dimensions; of stacked experts, this one."""
     made = []
     for source, start, stop, at in parts:
         front = ((expert, expert + 1),) if source.experts and expert is not None else ()
         others: Box = tuple((0, size) for size in source.shape[len(front) + 1 :])
-        made.append(Piece(source.name, (*front, (start, stop), *others), ((at, at + stop - start), *others)))
+        made.append(ShardBox(source.name, (*front, (start, stop), *others), ((at, at + stop - start), *others)))
     return tuple(made)
