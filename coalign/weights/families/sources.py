@@ -53,7 +53,7 @@ Part = tuple[Source, int, int, int]  # of a source, the rows from … to …, wh
 
 
 class TensorRule(Protocol):
-    """A line of a table. Names are relative to where the line stands, and without `.weight` or `.bias`."""
+    """A rule of a family's table. Names are relative to where the rule stands, and without `.weight` or `.bias`."""
 
     def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
         """What a full parameter of this shape (a vocabulary without padding) is made of; ``suffix``: `.weight`, `.bias`
