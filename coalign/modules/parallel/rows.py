@@ -32,7 +32,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowShard:
     """A rank's part of a row as a ``layout`` of its own: tokens, predictors and last tokens that lie in the part, but
     the blocks of all of the row. ``where``: the places i64[n] of its values among those of all of the row, by kind, and
     how many these are."""
@@ -68,7 +68,7 @@ class Rows:
         self.parts = context.size * tensor.size
         self.heads = Heads(context.group) if context.size > 1 else None
 
-    def part(self, layout: Layout) -> Part:
+    def part(self, layout: Layout) -> RowShard:
         """This rank's part. The row is filled up, by a block that nobody reads, to a length that divides."""
         size = -(-len(layout.tokens) // (self.parts * self.multiple)) * self.multiple
         more = size * self.parts - len(layout.tokens)
@@ -88,9 +88,9 @@ class Rows:
             candidates=None if layout.candidates is None else layout.candidates[own],
         )
         where = {"token": (own.nonzero().flatten(), len(own)), "sequence": (rows.nonzero().flatten(), len(rows))}
-        return Part(part, where)
+        return RowShard(part, where)
 
-    def whole(self, outputs: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
+    def whole(self, outputs: dict[str, Tensor], part: RowShard) -> dict[str, Tensor]:
         """The outputs for all of the row, on every rank, from those that each rank computed of its part."""
         groups = [way.group for way in (self.context, self.tensor) if way.size > 1]
         result = {}
