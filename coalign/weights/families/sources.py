@@ -49,13 +49,13 @@ class Source:
         return tensor
 
 
-Part = tuple[Source, int, int, int]  # of a source, the rows from … to …, which lie from row … on in the parameter
+SourceRows = tuple[Source, int, int, int]  # of a source, the rows from … to …, which lie from row … on in the parameter
 
 
 class TensorRule(Protocol):
     """A rule of a family's table. Names are relative to where the rule stands, and without `.weight` or `.bias`."""
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         """What a full parameter of this shape (a vocabulary without padding) is made of; ``suffix``: `.weight`, `.bias`
         or nothing."""
 
@@ -68,7 +68,7 @@ class Same:
     transposed: bool = False
     skip: int = 0
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         turned = self.transposed and len(shape) == 2
         yield Source(self.name + suffix, shape, turned, self.skip), 0, shape[0], 0
 
@@ -79,7 +79,7 @@ class Joined:
 
     names: tuple[str, ...]
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         rows = shape[0] // len(self.names)
         for i, name in enumerate(self.names):
             yield Source(name + suffix, (rows, *shape[1:])), 0, rows, i * rows
@@ -93,7 +93,7 @@ class Heads:
     key: str
     value: str
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         queries, keys = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
         sizes = zip((self.query, self.key, self.value), (queries, keys, keys), strict=True)
         sources = [Source(name + suffix, (rows, *shape[1:])) for name, rows in sizes]
@@ -108,7 +108,7 @@ class Blocks:
     name: str
     transposed: bool = False
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         queries, keys = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
         source = Source(self.name + suffix, shape, self.transposed and len(shape) == 2)
         starts = (0, queries, queries + keys)
@@ -122,7 +122,7 @@ class Stacked:
 
     name: str
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         assert config.num_moe_experts is not None
         yield Source(self.name, (config.num_moe_experts, *shape), experts=True), 0, shape[0], 0
 
@@ -137,7 +137,7 @@ def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
             at += count * head
 
 
-def pieces(parts: list[Part], expert: int | None) -> tuple[ShardBox, ...]:
+def pieces(parts: list[SourceRows], expert: int | None) -> tuple[ShardBox, ...]:
     """Parts as boxes: rows, whole in the other dimensions; of stacked experts, this one."""
     made = []
     for source, start, stop, at in parts:
