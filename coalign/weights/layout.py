@@ -13,7 +13,9 @@ from typing import Literal, Protocol
 
 from coalign.weights.shards import Shape, Shard, ShardBox, Spec
 
-Part = tuple[str, int, int]  # a full tensor, and where a part of it starts and stops in the dimension that is cut
+TensorRange = tuple[
+    str, int, int
+]  # a full tensor, and where a part of it starts and stops in the dimension that is cut
 Where = Literal["layer", "first", "last", "every"]
 
 
@@ -64,7 +66,7 @@ class Cut(Protocol):
 
     dim: int
 
-    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[Part], int]:
+    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[TensorRange], int]:
         """The parts on tensor-parallel rank ``index`` of ``count``, end to end, and how much padding follows."""
 
 
@@ -75,7 +77,7 @@ class Whole:
     name: str
     dim: int = 0
 
-    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[Part], int]:
+    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[TensorRange], int]:
         return [(self.name, 0, shapes[self.name][self.dim])], 0
 
 
@@ -91,7 +93,7 @@ class Split:
     unit: int = 1
     multiple: int = 1
 
-    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[Part], int]:
+    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[TensorRange], int]:
         found, padding = [], 0
         for name in self.names:
             size = shapes[name][self.dim]
@@ -119,7 +121,7 @@ class Attention:
     interleaved: bool = False
     dim: int = 0
 
-    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[Part], int]:
+    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[TensorRange], int]:
         per = self.heads // self.groups
         first, last = share(self.heads, index, count)
         groups = range(first // per, -(-last // per)) if first < last else range(0)
@@ -217,7 +219,7 @@ class Named(Mapping[str, Shape]):
         return len(self.specs)
 
 
-def _joined(shapes: Named, parts: list[Part], dim: int, padding: int) -> tuple[Shape, list[ShardBox]]:
+def _joined(shapes: Named, parts: list[TensorRange], dim: int, padding: int) -> tuple[Shape, list[ShardBox]]:
     """Parts end to end in one dimension, whole in the others."""
     pieces, at, others = [], 0, shapes[parts[0][0]]
     for template, start, stop in parts:
