@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from coalign.modules.layout import Block, Layout
-from coalign.modules.parallel.collectives import Exchange, Group, Place
+from coalign.modules.parallel.collectives import Exchange, Group, ScatterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +96,5 @@ class Rows:
         result = {}
         for name, own in outputs.items():
             at, size = part.where["sequence" if name == "scores" else "token"]
-            result[name] = Place.apply(own, at.to(own.device), size, *groups)
+            result[name] = ScatterRows.apply(own, at.to(own.device), size, *groups)
         return result
