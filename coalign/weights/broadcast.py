@@ -27,7 +27,7 @@ from torch import Tensor
 from coalign.weights.copying import checked, copied
 from coalign.weights.entry import Entry, aligned
 from coalign.weights.groups import Link, broadcast, enter, enter_all, leave, listen
-from coalign.weights.places import Place
+from coalign.weights.places import WeightEndpoint
 from coalign.weights.transport import (
     Model,
     Sent,
@@ -47,7 +47,9 @@ END = -1
 class Broadcast(Transport):
     """``senders`` and ``readers``: where the ranks of the two models are. ValueError for models that take turns."""
 
-    def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
+    def __init__(
+        self, source: Model, target: Model, config: Any, senders: list[WeightEndpoint], readers: list[WeightEndpoint]
+    ) -> None:
         super().__init__(source, target, config)
         if self.in_turns:
             raise ValueError(

@@ -21,7 +21,7 @@ from torch import Tensor
 from coalign.weights.copying import checked, copied
 from coalign.weights.entry import Entry, aligned
 from coalign.weights.journal import Journal, State
-from coalign.weights.places import Identity, Place, identity
+from coalign.weights.places import Identity, WeightEndpoint, identity
 from coalign.weights.segment import Address, Segment
 from coalign.weights.transport import Model, Sent, Staged, Wanted, WeightError, both, damaged, exported, installing
 
@@ -43,7 +43,9 @@ class SharedMemory(Staged):
     segment: type = Segment
     memory = "cpu"
 
-    def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
+    def __init__(
+        self, source: Model, target: Model, config: Any, senders: list[WeightEndpoint], readers: list[WeightEndpoint]
+    ) -> None:
         super().__init__(source, target, config)
         self.link = f"shared memory {uuid.uuid4().hex}"
         self.adopt = any(place.adopts and place.device.startswith(self.memory) for place in readers)

@@ -18,7 +18,7 @@ from coalign.weights.cuda_ipc import CudaIpc
 from coalign.weights.disk import Disk
 from coalign.weights.in_process import Adopt, Copy
 from coalign.weights.object_store import ObjectStore
-from coalign.weights.places import Place, place
+from coalign.weights.places import WeightEndpoint, place
 from coalign.weights.segment import NoRoom
 from coalign.weights.shared_memory import SharedMemory
 from coalign.weights.transport import Model, Transport, WeightError
@@ -101,7 +101,11 @@ def transport_between(source: Model, target: Model, config: SyncConfig, overlap:
 
 
 def _named(
-    source: Model, target: Model, config: SyncConfig, senders: Sequence[Place], readers: Sequence[Place]
+    source: Model,
+    target: Model,
+    config: SyncConfig,
+    senders: Sequence[WeightEndpoint],
+    readers: Sequence[WeightEndpoint],
 ) -> Transport:
     name = config.transport
     if name == "auto":
@@ -119,7 +123,7 @@ def _named(
             return SharedMemory(source, target, config, senders, readers)
 
 
-def fitting(places: Sequence[Place], in_turns: bool) -> str:
+def fitting(places: Sequence[WeightEndpoint], in_turns: bool) -> str:
     """The transport for ranks at these places, whose models take turns on their devices or do not."""
     hosts, gpus = ({getattr(place, what) for place in places} for what in ("host", "gpu"))
     if len(hosts) > 1:
