@@ -142,7 +142,7 @@ class ToMegatron(Output):
             sizes = f"--tp {asked.tensor} --pp {asked.pipeline} --ep {asked.expert} --etp {asked.expert_tensor}"
             raise ValueError(f"{sizes}: {problem}") from problem
 
-    def _chunks(self, place: torch_dist.Place, parameter: Any) -> Iterator[Chunk]:
+    def _chunks(self, place: torch_dist.TorchDistKey, parameter: Any) -> Iterator[Chunk]:
         dtype = self.dtypes[next(iter(parameter.sources))]
         for start, stop in blocks(parameter.shape, dtype.itemsize):
             box = rows(parameter.shape, start, stop)

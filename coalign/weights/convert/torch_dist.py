@@ -32,7 +32,7 @@ from torch.utils.serialization import config as serialization
 
 from coalign.weights.convert import pickles
 from coalign.weights.convert.files import Hashed, writing
-from coalign.weights.convert.naming import Naming, Place, stacks
+from coalign.weights.convert.naming import Naming, TorchDistKey, stacks
 from coalign.weights.families import MegatronConfig, Parameter
 from coalign.weights.shards import Box, Shape, Shard, ShardBox, overlap
 
@@ -90,8 +90,8 @@ class Directory:
 
     def _by_key(
         self, tensors: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, Parameter], config: MegatronConfig
-    ) -> dict[str, list[tuple[Place, Parameter]]]:
-        keys: dict[str, list[tuple[Place, Parameter]]] = {}
+    ) -> dict[str, list[tuple[TorchDistKey, Parameter]]]:
+        keys: dict[str, list[tuple[TorchDistKey, Parameter]]] = {}
         for parameter in parameters.values():
             place = self.naming.place(parameter, config)
             keys.setdefault(place.key, []).append((place, parameter))
@@ -153,7 +153,7 @@ def _naming(keys: Mapping[str, Any], parameters: Mapping[str, Parameter], config
     return min(candidates, key=lambda each: len({each.place(p, config).key for p in parameters.values()} - keys.keys()))
 
 
-def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[Place, Parameter]]) -> Shard:
+def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[TorchDistKey, Parameter]]) -> Shard:
     """A chunk, in boxes of Hugging Face tensors; it may have parts of several layers or experts."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     box: Box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
@@ -226,7 +226,7 @@ class _Slice(io.RawIOBase):
 class Chunk:
     """What is written: ``shard`` without the dimensions of the stack."""
 
-    place: Place
+    place: TorchDistKey
     offsets: Shape
     shard: Shard
     size: Shape  # of the whole tensor
