@@ -17,10 +17,10 @@ from pathlib import Path
 
 from coalign.data.formats import BadRow, File, JsonLines, Parquet, Row, Table, TextLines
 
-__all__ = ["START", "BadRow", "Entry", "Place", "Rows", "Table", "open_rows"]
+__all__ = ["START", "BadRow", "Entry", "ReadPosition", "Rows", "Table", "open_rows"]
 
-Place = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
-START: Place = (0, 0, 0)
+ReadPosition = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
+START: ReadPosition = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Rows:
     def entry(self, number: int) -> Entry:
         return Entry(number, partial(self.__getitem__, number), partial(self.where, number))
 
-    def read(self, place: Place = START) -> Iterator[tuple[Entry, Place]]:
+    def read(self, place: ReadPosition = START) -> Iterator[tuple[Entry, ReadPosition]]:
         """The rows in turn from ``place`` on, each with the place of the next. Needs no index and no length."""
         first, start, number = place
         for which in range(first, len(self.files)):
