@@ -15,7 +15,7 @@ from coalign.runtime.build import build, recipe
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.types import Rollout, Stat
-from coalign.weights.compare import Difference, Held, Side, differences, saved
+from coalign.weights.compare import Difference, Side, TensorDigest, differences, saved
 from coalign.weights.sync import WeightSync
 
 PROMPTS, TOKENS = 4, 32  # that the log-probs are compared on
@@ -81,11 +81,11 @@ def _fetched(model: Any, name: str, dtypes: Mapping[str, str]) -> list[Any]:
     return model.run(fetch, name, dtypes).result()
 
 
-def describe(module: Any, store: Any, dtypes: Mapping[str, str] | None) -> dict[str, Held] | None:
+def describe(module: Any, store: Any, dtypes: Mapping[str, str] | None) -> dict[str, TensorDigest] | None:
     """What this rank holds, in the ``dtypes`` of the other side; None if the module does not tell."""
     if not hasattr(module, "export_weights"):
         return None
-    return {name: Held.of(tensor) for name, tensor in _exported(module, dtypes or {})}
+    return {name: TensorDigest.of(tensor) for name, tensor in _exported(module, dtypes or {})}
 
 
 def fetch(module: Any, store: Any, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:

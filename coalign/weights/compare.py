@@ -14,7 +14,7 @@ from coalign.weights.checksum import checksum, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TensorDigest:
     """A tensor that a side has: its kind, and a checksum of its bytes."""
 
     dtype: str
@@ -22,8 +22,10 @@ class Held:
     checksum: int
 
     @staticmethod
-    def of(tensor: Tensor) -> Held:
-        return Held(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum(tensor_bytes(tensor)))
+    def of(tensor: Tensor) -> TensorDigest:
+        return TensorDigest(
+            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum(tensor_bytes(tensor))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Side:
     """One of the two: what it has, and how to get at a tensor's values."""
 
     name: str
-    held: Mapping[str, Held]
+    held: Mapping[str, TensorDigest]
     fetch: Callable[[str], Tensor]
 
 
@@ -85,4 +87,4 @@ def saved(path: Path) -> Side:
         with safe_open(files[name], "pt") as tensors:
             return tensors.get_tensor(name)
 
-    return Side(str(path), {name: Held.of(fetch(name)) for name in files}, fetch)
+    return Side(str(path), {name: TensorDigest.of(fetch(name)) for name in files}, fetch)
