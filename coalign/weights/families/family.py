@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.cuts import cut_of
-from coalign.weights.families.model import LAYER, Held, Kind, holds
+from coalign.weights.families.model import LAYER, Kind, MegatronParameter, holds
 from coalign.weights.families.settings import Setting
 from coalign.weights.families.sources import Source, TensorRule, pieces
 from coalign.weights.shards import Box, Shape, Shard, ShardBox, cut, overlap
@@ -162,7 +162,9 @@ class Family:
             found |= parameter.sources
         return found
 
-    def _parameter(self, config: MegatronConfig, held: Held, memory: Mapping[str, TensorRule]) -> Parameter:
+    def _parameter(
+        self, config: MegatronConfig, held: MegatronParameter, memory: Mapping[str, TensorRule]
+    ) -> Parameter:
         layered = held.layer is not None
         table, prefix = (self.layer, self.prefix) if layered else (self.tensors, "")
         table = {**table, **memory}
