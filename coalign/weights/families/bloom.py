@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, Always, Field, Only, epsilon, tied
+from coalign.weights.families.settings import CLASSIC, Field, FixedFields, Only, epsilon, tied
 from coalign.weights.families.sources import Same
 
 BLOOM = Family(
@@ -19,8 +19,8 @@ BLOOM = Family(
         epsilon("layer_norm_epsilon", 1e-5),
         tied(True),
         CLASSIC,
-        Always(position_embedding_type="alibi", activation_func="gelu_tanh"),
-        Always(add_bias_linear=True, embedding_layernorm=True),
+        FixedFields(position_embedding_type="alibi", activation_func="gelu_tanh"),
+        FixedFields(add_bias_linear=True, embedding_layernorm=True),
         Only("apply_residual_connection_post_layernorm", False),
     ),
     tensors={

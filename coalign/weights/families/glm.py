@@ -12,9 +12,9 @@ from coalign.weights.families.settings import (
     GROUPS,
     SIZES,
     Activation,
-    Always,
     Either,
     Field,
+    FixedFields,
     Hf,
     Only,
     Rope,
@@ -23,7 +23,7 @@ from coalign.weights.families.settings import (
 )
 from coalign.weights.families.sources import Blocks, Same
 
-HALF_INTERLEAVED = Always(rotary_interleaved=True)
+HALF_INTERLEAVED = FixedFields(rotary_interleaved=True)
 
 
 def _groups(hf: Hf) -> dict[str, Any]:
@@ -50,7 +50,7 @@ CHATGLM = Family(
         epsilon("layernorm_epsilon", 1e-5),
         tied(False),
         Field("add_qkv_bias", "add_qkv_bias", False),
-        Always(rotary_percent=0.5),
+        FixedFields(rotary_percent=0.5),
         HALF_INTERLEAVED,
         Only("add_bias_linear", False),
         Only("rmsnorm", True),

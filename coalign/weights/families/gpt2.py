@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, GPT2_SIZES, Activation, Always, Either, Only, tied
+from coalign.weights.families.settings import CLASSIC, GPT2_SIZES, Activation, Either, FixedFields, Only, tied
 from coalign.weights.families.sources import Blocks, Same
 
 TENSORS = {
@@ -17,7 +17,7 @@ COMMON = (
     *GPT2_SIZES,
     tied(True),
     CLASSIC,
-    Always(position_embedding_type="learned_absolute", add_bias_linear=True),
+    FixedFields(position_embedding_type="learned_absolute", add_bias_linear=True),
     Only("scale_attn_weights", True),
     Only("add_cross_attention", False),
 )

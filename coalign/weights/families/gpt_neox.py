@@ -8,8 +8,8 @@ from coalign.weights.families.settings import (
     FFN,
     SIZES,
     Activation,
-    Always,
     Either,
+    FixedFields,
     Only,
     Rope,
     epsilon,
@@ -29,7 +29,7 @@ GPT_NEOX = Family(
         epsilon("layer_norm_eps", 1e-5),
         tied(False),
         CLASSIC,
-        Always(add_bias_linear=True),
+        FixedFields(add_bias_linear=True),
         Either(
             lambda hf: {"parallel_residual": "two_norms" if hf.get("use_parallel_residual", True) else "none"},
             lambda config: {"use_parallel_residual": config.parallel_residual == "two_norms"},

@@ -6,7 +6,7 @@ from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, SIZES, Activation, Always, Either, Field, Hf, Only, tied
+from coalign.weights.families.settings import CLASSIC, SIZES, Activation, Either, Field, FixedFields, Hf, Only, tied
 from coalign.weights.families.sources import Heads, Same
 
 
@@ -32,7 +32,7 @@ OPT = Family(
         Activation("activation_function", "relu"),
         tied(True),
         CLASSIC,
-        Always(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5),
+        FixedFields(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5),
         Field("add_bias_linear", "enable_bias", True),
         Field("layernorm_affine", "layer_norm_elementwise_affine", True),
         Either(_embedded, _width),

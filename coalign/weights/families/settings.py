@@ -66,7 +66,7 @@ class Only:
         return {self.key: self.value}
 
 
-class Always:
+class FixedFields:
     """Fields that are the same in the whole family."""
 
     def __init__(self, **fields: Any) -> None:
@@ -198,7 +198,7 @@ GROUPS = Field("num_query_groups", "num_key_value_heads", MEGATRON)
 HEAD = Field("kv_channels", "head_dim", MEGATRON)
 FFN = Field("ffn_hidden_size", "intermediate_size")
 # A model before Llama: LayerNorm, an MLP of two layers.
-CLASSIC = Always(normalization="LayerNorm", gated_linear_unit=False)
+CLASSIC = FixedFields(normalization="LayerNorm", gated_linear_unit=False)
 
 
 def tied(default: bool) -> Field:
