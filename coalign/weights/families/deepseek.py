@@ -12,7 +12,7 @@ from coalign.weights.families.settings import (
     FFN,
     SIZES,
     Activation,
-    Either,
+    ConvertedFields,
     Field,
     FixedFields,
     Hf,
@@ -71,7 +71,9 @@ COMMON = (
     epsilon("rms_norm_eps", 1e-6),
     tied(False),
     FixedFields(multi_latent_attention=True, qk_layernorm=True),
-    Either(lambda hf: {"q_lora_rank": hf.get("q_lora_rank")}, lambda config: {"q_lora_rank": config.q_lora_rank}),
+    ConvertedFields(
+        lambda hf: {"q_lora_rank": hf.get("q_lora_rank")}, lambda config: {"q_lora_rank": config.q_lora_rank}
+    ),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_head_dim", "qk_nope_head_dim"),
     Field("qk_pos_emb_head_dim", "qk_rope_head_dim"),
@@ -80,7 +82,7 @@ COMMON = (
     TOP_K,
     EXPERT_FFN,
     DENSE_FIRST,
-    Either(_shared, _counted),
+    ConvertedFields(_shared, _counted),
     Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
     Only("attention_bias", False),
     Only("moe_layer_freq", 1),
@@ -92,7 +94,7 @@ DEEPSEEK_V2 = Family(
     model_types=("deepseek_v2",),
     settings=(
         *COMMON,
-        Either(_limited, _method),
+        ConvertedFields(_limited, _method),
         FixedFields(moe_router_pre_softmax=True, moe_router_group_best=1),
         Only("scoring_func", "softmax"),
         Only("norm_topk_prob", False),

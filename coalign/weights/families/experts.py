@@ -6,7 +6,7 @@ from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.model import EXPERT
-from coalign.weights.families.settings import Either, Field, Hf
+from coalign.weights.families.settings import ConvertedFields, Field, Hf
 from coalign.weights.families.sources import Joined, Same, Stacked
 
 ROUTER = {"mlp.router": Same("mlp.gate")}
@@ -33,7 +33,7 @@ TOP_K = Field("moe_router_topk", "num_experts_per_tok")
 EXPERT_FFN = Field("moe_ffn_hidden_size", "moe_intermediate_size")
 
 # Weights of the chosen experts that sum to 1 are a softmax over these alone.
-NORMALISED = Either(
+NORMALISED = ConvertedFields(
     lambda hf: {"moe_router_pre_softmax": not hf.get("norm_topk_prob", False)},
     lambda config: {"norm_topk_prob": not config.moe_router_pre_softmax},
 )
@@ -51,7 +51,7 @@ def _listed(config: MegatronConfig) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-QWEN_LAYERS = Either(_some, _listed)
+QWEN_LAYERS = ConvertedFields(_some, _listed)
 
 
 def _after(hf: Hf) -> dict[str, Any]:
@@ -59,5 +59,5 @@ def _after(hf: Hf) -> dict[str, Any]:
     return {"moe_layer_freq": tuple(int(i >= dense) for i in range(hf["num_hidden_layers"]))}
 
 
-DENSE_FIRST = Either(_after, lambda config: {"first_k_dense_replace": config.moe_layer_freq.count(0)})
-ALL_LAYERS = Either(lambda hf: {"moe_layer_freq": (1,) * hf["num_hidden_layers"]}, lambda config: {})
+DENSE_FIRST = ConvertedFields(_after, lambda config: {"first_k_dense_replace": config.moe_layer_freq.count(0)})
+ALL_LAYERS = ConvertedFields(lambda hf: {"moe_layer_freq": (1,) * hf["num_hidden_layers"]}, lambda config: {})

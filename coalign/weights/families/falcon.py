@@ -7,7 +7,17 @@ from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, MEGATRON, Activation, Either, Field, Hf, Rope, epsilon, tied
+from coalign.weights.families.settings import (
+    CLASSIC,
+    MEGATRON,
+    Activation,
+    ConvertedFields,
+    Field,
+    Hf,
+    Rope,
+    epsilon,
+    tied,
+)
 from coalign.weights.families.sources import Same
 
 
@@ -67,8 +77,8 @@ FALCON = Family(
         tied(True),
         Rope(),
         CLASSIC,
-        Either(_read, _write),
-        Either(_alibi, lambda config: {"alibi": config.position_embedding_type == "alibi"}),
+        ConvertedFields(_read, _write),
+        ConvertedFields(_alibi, lambda config: {"alibi": config.position_embedding_type == "alibi"}),
     ),
     tensors={
         "embedding.word_embeddings": Same("transformer.word_embeddings"),

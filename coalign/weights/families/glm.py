@@ -12,7 +12,7 @@ from coalign.weights.families.settings import (
     GROUPS,
     SIZES,
     Activation,
-    Either,
+    ConvertedFields,
     Field,
     FixedFields,
     Hf,
@@ -46,7 +46,7 @@ CHATGLM = Family(
         Field("kv_channels", "kv_channels"),
         Field("vocab_size", "padded_vocab_size"),  # what the tensors have
         Field("max_position_embeddings", "seq_length"),
-        Either(_groups, _groups_back),
+        ConvertedFields(_groups, _groups_back),
         epsilon("layernorm_epsilon", 1e-5),
         tied(False),
         Field("add_qkv_bias", "add_qkv_bias", False),

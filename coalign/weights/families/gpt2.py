@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, GPT2_SIZES, Activation, Either, FixedFields, Only, tied
+from coalign.weights.families.settings import CLASSIC, GPT2_SIZES, Activation, ConvertedFields, FixedFields, Only, tied
 from coalign.weights.families.sources import Blocks, Same
 
 TENSORS = {
@@ -47,7 +47,7 @@ STARCODER = Family(
     settings=(
         *COMMON,
         Activation("activation_function", "gelu_pytorch_tanh"),
-        Either(
+        ConvertedFields(
             lambda hf: {"num_query_groups": 1} if hf.get("multi_query", True) else {},
             lambda config: {"multi_query": config.num_query_groups == 1},
         ),

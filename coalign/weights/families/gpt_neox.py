@@ -8,7 +8,7 @@ from coalign.weights.families.settings import (
     FFN,
     SIZES,
     Activation,
-    Either,
+    ConvertedFields,
     FixedFields,
     Only,
     Rope,
@@ -30,7 +30,7 @@ GPT_NEOX = Family(
         tied(False),
         CLASSIC,
         FixedFields(add_bias_linear=True),
-        Either(
+        ConvertedFields(
             lambda hf: {"parallel_residual": "two_norms" if hf.get("use_parallel_residual", True) else "none"},
             lambda config: {"use_parallel_residual": config.parallel_residual == "two_norms"},
         ),

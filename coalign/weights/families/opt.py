@@ -6,7 +6,17 @@ from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, SIZES, Activation, Either, Field, FixedFields, Hf, Only, tied
+from coalign.weights.families.settings import (
+    CLASSIC,
+    SIZES,
+    Activation,
+    ConvertedFields,
+    Field,
+    FixedFields,
+    Hf,
+    Only,
+    tied,
+)
 from coalign.weights.families.sources import Heads, Same
 
 
@@ -35,7 +45,7 @@ OPT = Family(
         FixedFields(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5),
         Field("add_bias_linear", "enable_bias", True),
         Field("layernorm_affine", "layer_norm_elementwise_affine", True),
-        Either(_embedded, _width),
+        ConvertedFields(_embedded, _width),
         Only("do_layer_norm_before", True),
         Only("_remove_final_layer_norm", False),
     ),

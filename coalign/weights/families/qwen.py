@@ -21,7 +21,7 @@ from coalign.weights.families.settings import (
     HEAD,
     SIZES,
     Activation,
-    Either,
+    ConvertedFields,
     Field,
     FixedFields,
     Only,
@@ -122,7 +122,7 @@ QWEN = Family(
         Field("num_attention_heads", "num_attention_heads"),
         Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "seq_length", 8192),
-        Either(  # of both halves
+        ConvertedFields(  # of both halves
             lambda hf: {"ffn_hidden_size": hf["intermediate_size"] // 2},
             lambda config: {"intermediate_size": 2 * config.ffn_hidden_size},
         ),

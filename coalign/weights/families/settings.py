@@ -80,7 +80,7 @@ class FixedFields:
 
 
 @dataclass(frozen=True, slots=True)
-class Either:
+class ConvertedFields:
     """What no other setting says: two functions, one the inverse of the other."""
 
     reads: Callable[[Hf], dict[str, Any]]
@@ -162,7 +162,7 @@ def rope_scaling(found: Hf, hf: Hf) -> RopeScaling | None:
     return RopeScaling(**{"kind": kind} | numbers)
 
 
-def window(default: int | None) -> Either:
+def window(default: int | None) -> ConvertedFields:
     """`sliding_window`: how many tokens a token sees, itself among them; null: all. ``default``: without the key."""
 
     def read(hf: Hf) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def window(default: int | None) -> Either:
     def write(config: MegatronConfig) -> dict[str, Any]:
         return {"sliding_window": None if config.window_size is None else config.window_size[0] + 1}
 
-    return Either(read, write)
+    return ConvertedFields(read, write)
 
 
 # ---- what most families say in the same words
