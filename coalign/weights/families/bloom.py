@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, Field, FixedFields, Only, epsilon, tied
+from coalign.weights.families.settings import CLASSIC, Field, FixedFields, RequiredValue, epsilon, tied
 from coalign.weights.families.sources import Same
 
 BLOOM = Family(
@@ -21,7 +21,7 @@ BLOOM = Family(
         CLASSIC,
         FixedFields(position_embedding_type="alibi", activation_func="gelu_tanh"),
         FixedFields(add_bias_linear=True, embedding_layernorm=True),
-        Only("apply_residual_connection_post_layernorm", False),
+        RequiredValue("apply_residual_connection_post_layernorm", False),
     ),
     tensors={
         "embedding.word_embeddings": Same("transformer.word_embeddings"),

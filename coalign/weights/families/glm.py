@@ -16,7 +16,7 @@ from coalign.weights.families.settings import (
     Field,
     FixedFields,
     Hf,
-    Only,
+    RequiredValue,
     Rope,
     epsilon,
     tied,
@@ -52,11 +52,13 @@ CHATGLM = Family(
         Field("add_qkv_bias", "add_qkv_bias", False),
         FixedFields(rotary_percent=0.5),
         HALF_INTERLEAVED,
-        Only("add_bias_linear", False),
-        Only("rmsnorm", True),
-        Only("post_layer_norm", True),
-        Only("apply_residual_connection_post_layernorm", False),
-        Only("rope_ratio", 1),  # in some versions of the code it divides positions, in others it multiplies the base
+        RequiredValue("add_bias_linear", False),
+        RequiredValue("rmsnorm", True),
+        RequiredValue("post_layer_norm", True),
+        RequiredValue("apply_residual_connection_post_layernorm", False),
+        RequiredValue(
+            "rope_ratio", 1
+        ),  # in some versions of the code it divides positions, in others it multiplies the base
     ),
     tensors={
         "embedding.word_embeddings": Same("transformer.embedding.word_embeddings"),

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, GPT2_SIZES, Activation, ConvertedFields, FixedFields, Only, tied
+from coalign.weights.families.settings import (
+    CLASSIC,
+    GPT2_SIZES,
+    Activation,
+    ConvertedFields,
+    FixedFields,
+    RequiredValue,
+    tied,
+)
 from coalign.weights.families.sources import Blocks, Same
 
 TENSORS = {
@@ -18,15 +26,19 @@ COMMON = (
     tied(True),
     CLASSIC,
     FixedFields(position_embedding_type="learned_absolute", add_bias_linear=True),
-    Only("scale_attn_weights", True),
-    Only("add_cross_attention", False),
+    RequiredValue("scale_attn_weights", True),
+    RequiredValue("add_cross_attention", False),
 )
 
 GPT2 = Family(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
     model_types=("gpt2",),
-    settings=(*COMMON, Activation("activation_function", "gelu_new"), Only("scale_attn_by_inverse_layer_idx", False)),
+    settings=(
+        *COMMON,
+        Activation("activation_function", "gelu_new"),
+        RequiredValue("scale_attn_by_inverse_layer_idx", False),
+    ),
     tensors=TENSORS,
     layer=NORMS
     | {

@@ -10,7 +10,7 @@ from coalign.weights.families.settings import (
     Activation,
     ConvertedFields,
     FixedFields,
-    Only,
+    RequiredValue,
     Rope,
     epsilon,
     tied,
@@ -34,7 +34,7 @@ GPT_NEOX = Family(
             lambda hf: {"parallel_residual": "two_norms" if hf.get("use_parallel_residual", True) else "none"},
             lambda config: {"use_parallel_residual": config.parallel_residual == "two_norms"},
         ),
-        Only("attention_bias", True),
+        RequiredValue("attention_bias", True),
     ),
     tensors={
         "embedding.word_embeddings": Same("gpt_neox.embed_in"),

@@ -14,7 +14,7 @@ from coalign.weights.families.settings import (
     Field,
     FixedFields,
     Hf,
-    Only,
+    RequiredValue,
     tied,
 )
 from coalign.weights.families.sources import Heads, Same
@@ -46,8 +46,8 @@ OPT = Family(
         Field("add_bias_linear", "enable_bias", True),
         Field("layernorm_affine", "layer_norm_elementwise_affine", True),
         ConvertedFields(_embedded, _width),
-        Only("do_layer_norm_before", True),
-        Only("_remove_final_layer_norm", False),
+        RequiredValue("do_layer_norm_before", True),
+        RequiredValue("_remove_final_layer_norm", False),
     ),
     tensors={
         "embedding.word_embeddings": Same("model.decoder.embed_tokens"),

@@ -24,7 +24,7 @@ from coalign.weights.families.settings import (
     ConvertedFields,
     Field,
     FixedFields,
-    Only,
+    RequiredValue,
     Rope,
     epsilon,
     tied,
@@ -39,7 +39,7 @@ COMMON = (
     Rope(),
     epsilon("rms_norm_eps", 1e-6),
     tied(False),
-    Only("use_sliding_window", False),
+    RequiredValue("use_sliding_window", False),
 )
 ROUTED = (QWEN_LAYERS, TOP_K, EXPERT_FFN, NORMALISED)
 NORMS = {"self_attention.q_layernorm": Same("self_attn.q_norm"), "self_attention.k_layernorm": Same("self_attn.k_norm")}
@@ -86,7 +86,7 @@ QWEN3 = Family(
         *COMMON,
         Field("kv_channels", "head_dim", 128),
         FixedFields(qk_layernorm=True),
-        Only("attention_bias", False),
+        RequiredValue("attention_bias", False),
     ),
     tensors=TENSORS,
     layer=ATTENTION | NORMS | MLP,
@@ -103,7 +103,7 @@ QWEN3_MOE = Family(
         HEAD,
         Field("num_moe_experts", "num_experts", older=("num_local_experts",)),
         FixedFields(qk_layernorm=True),
-        Only("attention_bias", False),
+        RequiredValue("attention_bias", False),
     ),
     tensors=TENSORS,
     layer=ATTENTION | NORMS | MLP | ROUTER | EXPERTS,
@@ -130,8 +130,8 @@ QWEN = Family(
         epsilon("layer_norm_epsilon", 1e-6),
         tied(False),
         FixedFields(add_qkv_bias=True),
-        Only("no_bias", True),
-        Only("scale_attn_weights", True),
+        RequiredValue("no_bias", True),
+        RequiredValue("scale_attn_weights", True),
     ),
     tensors={
         "embedding.word_embeddings": Same("transformer.wte"),

@@ -48,7 +48,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class RequiredValue:
     """``key`` has to be ``value``, or not be there: Megatron has nothing else here."""
 
     key: str
