@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.cuts import cut_of
-from coalign.weights.families.model import LAYER, Kind, MegatronParameter, holds
+from coalign.weights.families.model import LAYER, MegatronParameter, TensorParallelCut, holds
 from coalign.weights.families.settings import Setting
 from coalign.weights.families.sources import Source, TensorRule, pieces
 from coalign.weights.shards import Box, Shape, Shard, ShardBox, cut, overlap
@@ -28,7 +28,7 @@ class Parameter:
 
     template: str
     shape: Shape
-    kind: Kind
+    kind: TensorParallelCut
     layer: int | None
     expert: int | None
     moe: bool

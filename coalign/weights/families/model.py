@@ -16,7 +16,7 @@ from coalign.weights.families.config import MegatronConfig
 from coalign.weights.shards import Shape
 
 # How tensor parallelism cuts: not; dimension 0; dimension 1; both halves of dimension 0 ([gate | up]); the vocabulary.
-Kind = Literal["replicated", "column", "row", "gated", "vocabulary"]
+TensorParallelCut = Literal["replicated", "column", "row", "gated", "vocabulary"]
 LAYER = "decoder.layers.{layer}."
 EXPERT = "mlp.experts.local_experts.{expert}."
 
@@ -28,7 +28,7 @@ class MegatronParameter:
 
     template: str
     shape: Shape
-    kind: Kind
+    kind: TensorParallelCut
     layer: int | None = None
     expert: int | None = None
     moe: bool = False
@@ -116,7 +116,9 @@ def _mlp(config: MegatronConfig, prefix: str, ffn: int) -> Iterator[MegatronPara
     yield from _linear(prefix + "linear_fc2", hidden, ffn, "row", bias)
 
 
-def _linear(name: str, rows: int, columns: int, kind: Kind, bias: bool = False) -> Iterator[MegatronParameter]:
+def _linear(
+    name: str, rows: int, columns: int, kind: TensorParallelCut, bias: bool = False
+) -> Iterator[MegatronParameter]:
     yield MegatronParameter(name + ".weight", (rows, columns), kind)
     if bias:
         yield MegatronParameter(name + ".bias", (rows,), "replicated" if kind == "row" else kind)
