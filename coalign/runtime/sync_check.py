@@ -15,7 +15,7 @@ from coalign.runtime.build import build, recipe
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.types import Rollout, Stat
-from coalign.weights.compare import Difference, Side, TensorDigest, differences, saved
+from coalign.weights.compare import Difference, TensorDigest, WeightSet, differences, saved
 from coalign.weights.sync import WeightSync
 
 PROMPTS, TOKENS = 4, 32  # that the log-probs are compared on
@@ -66,8 +66,8 @@ def _check_tensors(sync: WeightSync, display: Display) -> bool:
     ours = {name: held for part in source.run(describe, dtypes).result() for name, held in (part or {}).items()}
     good = True
     for rank, held in enumerate(replicas):
-        of_target = Side(target.name, held, lambda name, rank=rank: _fetched(target, name, dtypes)[rank])
-        of_source = Side(source.name, ours, lambda name: next(filter(_there, _fetched(source, name, dtypes))))
+        of_target = WeightSet(target.name, held, lambda name, rank=rank: _fetched(target, name, dtypes)[rank])
+        of_source = WeightSet(source.name, ours, lambda name: next(filter(_there, _fetched(source, name, dtypes))))
         label = title if len(replicas) == 1 else f"{title}, replica {rank}"
         good &= _report(label, list(differences(of_source, of_target)), len(ours), display)
     return good

@@ -29,7 +29,7 @@ class TensorDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class WeightSet:
     """One of the two: what it has, and how to get at a tensor's values."""
 
     name: str
@@ -48,7 +48,7 @@ class Difference:
     numel: int = 0
 
 
-def differences(one: Side, other: Side, values: int = 100) -> Iterator[Difference]:
+def differences(one: WeightSet, other: WeightSet, values: int = 100) -> Iterator[Difference]:
     """Everything in which the sides differ, bit by bit, by name; of the first ``values`` tensors also by how much."""
     for name in sorted(one.held.keys() | other.held.keys()):
         first, second = one.held.get(name), other.held.get(name)
@@ -70,7 +70,7 @@ def measured(name: str, first: Tensor, second: Tensor) -> Difference:
     return Difference(name, "values", float(delta.nan_to_num(float("inf")).max()), int(differ.sum()), first.numel())
 
 
-def saved(path: Path) -> Side:
+def saved(path: Path) -> WeightSet:
     """A Hugging Face directory, a checkpoint of a run, or a run folder (its newest model). ValueError if it is none."""
     directory = next((d for d in (path, path / "hf", path / "model") if any(d.glob("*.safetensors"))), None)
     if directory is None:
@@ -87,4 +87,4 @@ def saved(path: Path) -> Side:
         with safe_open(files[name], "pt") as tensors:
             return tensors.get_tensor(name)
 
-    return Side(str(path), {name: TensorDigest.of(fetch(name)) for name in files}, fetch)
+    return WeightSet(str(path), {name: TensorDigest.of(fetch(name)) for name in files}, fetch)
