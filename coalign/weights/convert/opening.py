@@ -10,7 +10,7 @@ from typing import Any
 from coalign.weights import families
 from coalign.weights.convert import fp8, huggingface, legacy, torch_dist
 from coalign.weights.convert.request import Request
-from coalign.weights.convert.side import Side
+from coalign.weights.convert.side import CheckpointReader
 from coalign.weights.families import Family, MegatronConfig, Parameter
 
 ITERATION = "latest_checkpointed_iteration.txt"
@@ -27,7 +27,7 @@ class Opened:
     family: Family
     config: MegatronConfig
     files: list[Path]
-    side: Side
+    side: CheckpointReader
     details: Mapping[str, Any]
     changes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ def _megatron(request: Request, folder: Path) -> Opened:
     hf = huggingface.read_config(place)
     family = families.of(hf)
     config = family.config(hf)
-    side: Side
+    side: CheckpointReader
     if legacy.is_legacy(folder):
         ranks = legacy.read(folder)
         side = legacy.Checkpoint(ranks, padded(family, config, legacy.vocabulary(ranks)), config)
