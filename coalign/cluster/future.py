@@ -144,7 +144,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class DeviceMemoryUse:
     """What the models of a process have on its device: bytes by model and part of what is there (``held``), and what
     each other part would bring (``away``; of models that move by means of their own, nothing). ``before`` a call, and
     at its ``peak``: bytes of all of them."""
@@ -175,7 +175,7 @@ class Meta:
     start: float = 0.0
     seconds: float = 0.0
     memory: int = 0
-    use: Use | None = None  # where somebody looks after the device's memory (coalign.cluster.residency)
+    use: DeviceMemoryUse | None = None  # where somebody looks after the device's memory (coalign.cluster.residency)
     failure: Failure | None = None
 
     @staticmethod

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from coalign.cluster.answers import Remote, Running, wait
-from coalign.cluster.future import Future, Meta, Use
+from coalign.cluster.future import DeviceMemoryUse, Future, Meta
 from coalign.cluster.slot import Slot
 from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS
@@ -271,7 +271,7 @@ class Residency:
         others = (t.size for place in tenant.places for t in self._at[place] if t.model not in tenant.reports)
         return int(self.capacity * len(tenant.places) - sum(others))
 
-    def _take_over(self, tenant: Tenant, use: Use) -> None:
+    def _take_over(self, tenant: Tenant, use: DeviceMemoryUse) -> None:
         """A process tells of all models that it has on its devices."""
         neighbours = self._neighbours(tenant)
         for other in neighbours:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from coalign.cluster.apply import apply_columns, sort_result, transform_batches
-from coalign.cluster.future import Failure, Meta, Share, Store, Use
+from coalign.cluster.future import DeviceMemoryUse, Failure, Meta, Share, Store
 from coalign.cluster.memory_report import memory_report
 from coalign.cluster.tracing import Tracer
 from coalign.config.functions import resolve_class
@@ -187,7 +187,7 @@ class Worker:
             return torch.cuda.memory_allocated(self.arena.device)
         return self.arena.begin()
 
-    def _use(self, before: int) -> Use | None:
+    def _use(self, before: int) -> DeviceMemoryUse | None:
         if self.arena is None or self.module is None:
             return None
         own = {self.context.model: self.module.held()}
@@ -196,7 +196,7 @@ class Worker:
         cuda = self.arena.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.arena.device) if cuda else self.arena.peak
         peak = max(peak, sum(size for parts in held.values() for size in parts.values()))
-        return Use(held, {model: self.arena.away(model) for model in models}, before, peak)
+        return DeviceMemoryUse(held, {model: self.arena.away(model) for model in models}, before, peak)
 
     def _held(self) -> int:
         """Bytes of everything that is known on the device."""

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from coalign.cluster.answers import Running
-from coalign.cluster.future import Failure, Future, Meta, Use, WorkerError
+from coalign.cluster.future import DeviceMemoryUse, Failure, Future, Meta, WorkerError
 from coalign.cluster.residency import PARTS, Residency, movable
 from coalign.cluster.slot import Footprint, plan
 from coalign.config.schema import ModelConfig
@@ -42,9 +42,9 @@ class Process:
         here |= moved
         return self.answer(Meta(value=sum(moved.values()), use=self.use(), failure=self.failure))
 
-    def use(self, extra: int = 0) -> Use:
+    def use(self, extra: int = 0) -> DeviceMemoryUse:
         before = sum(self.held.values())
-        return Use({self.name: dict(self.held)}, {self.name: dict(self.away)}, before, before + extra)
+        return DeviceMemoryUse({self.name: dict(self.held)}, {self.name: dict(self.away)}, before, before + extra)
 
     def answer(self, meta: Meta) -> Running:
         done: concurrent.futures.Future[Meta] = concurrent.futures.Future()
