@@ -25,7 +25,7 @@ from coalign.modules.huggingface import HuggingFaceModule
 from coalign.modules.layout import Layout, pack
 from coalign.modules.parallel import blocks, checks, experts
 from coalign.modules.parallel.ranks import Ranks
-from coalign.modules.parallel.rows import Rows, Way
+from coalign.modules.parallel.rows import RankAxis, Rows
 from coalign.native import kernels
 from coalign.types import Context
 
@@ -71,7 +71,7 @@ class FSDPModule(HuggingFaceModule):
         else:
             join(self.context, host=self.config.cpu_offload)
             ranks = Ranks(self.config, self.device)
-            self.rows = Rows(Way.of(ranks.rows["context"]), Way.of(ranks.rows["tensor"]))
+            self.rows = Rows(RankAxis.of(ranks.rows["context"]), RankAxis.of(ranks.rows["tensor"]))
             self.data = ranks.rows.get_group("data")
             self._load_sharded(ranks)
         layers = decoder_layers(self.model.model)

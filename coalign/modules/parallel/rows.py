@@ -19,7 +19,7 @@ from coalign.modules.parallel.collectives import Exchange, Group, ScatterRows
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RankAxis:
     """One of the ways in which a row is cut: this rank's place among the ``size`` ranks of ``group``."""
 
     rank: int = 0
@@ -63,7 +63,7 @@ class Rows:
     """How rows are cut over the ranks that have the same ones: first over ``context``, each part over ``tensor``; into
     lengths that are a multiple of ``multiple``."""
 
-    def __init__(self, context: Way, tensor: Way, *, multiple: int = 1) -> None:
+    def __init__(self, context: RankAxis, tensor: RankAxis, *, multiple: int = 1) -> None:
         self.context, self.tensor, self.multiple = context, tensor, multiple
         self.parts = context.size * tensor.size
         self.heads = Heads(context.group) if context.size > 1 else None
