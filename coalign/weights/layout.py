@@ -71,7 +71,7 @@ class Cut(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class UncutTensor:
     """The same on every rank."""
 
     name: str
