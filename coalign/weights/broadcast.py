@@ -29,10 +29,10 @@ from coalign.weights.entry import Entry, aligned
 from coalign.weights.groups import Link, broadcast, enter, enter_all, leave, listen
 from coalign.weights.places import WeightEndpoint
 from coalign.weights.transport import (
+    ExportRequest,
     Model,
     Sent,
     Transport,
-    Wanted,
     WeightError,
     both,
     check_names,
@@ -88,7 +88,7 @@ class Broadcast(Transport):
 # ---- a sender
 
 
-def send(module: Any, store: Any, link: str, wanted: Wanted, size: int) -> Sent:
+def send(module: Any, store: Any, link: str, wanted: ExportRequest, size: int) -> Sent:
     """Broadcast this rank's weights."""
     own: Link = module.links[link]
     sizes: dict[str, int] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coalign.weights.buckets import pack
 from coalign.weights.checksum import checksum, tensor_bytes
-from coalign.weights.transport import Sent, Staged, Wanted, WeightError, exported, installing
+from coalign.weights.transport import ExportRequest, Sent, Staged, WeightError, exported, installing
 
 Files = dict[str, dict[str, int]]  # of each file, the checksum of each tensor
 
@@ -56,7 +56,7 @@ def _files(sent: list[Sent]) -> Files:
     return {name: checksums for part in sent for name, checksums in part.where.items()}
 
 
-def write(module: Any, store: Any, directory: str, wanted: Wanted, size: int) -> Sent:
+def write(module: Any, store: Any, directory: str, wanted: ExportRequest, size: int) -> Sent:
     """Write this rank's weights, one file for each bucket."""
     files: Files = {}
     sizes: dict[str, int] = {}

@@ -23,7 +23,17 @@ from coalign.weights.entry import Entry, aligned
 from coalign.weights.journal import Journal, State
 from coalign.weights.places import Identity, WeightEndpoint, identity
 from coalign.weights.segment import Address, Segment
-from coalign.weights.transport import Model, Sent, Staged, Wanted, WeightError, both, damaged, exported, installing
+from coalign.weights.transport import (
+    ExportRequest,
+    Model,
+    Sent,
+    Staged,
+    WeightError,
+    both,
+    damaged,
+    exported,
+    installing,
+)
 
 SMALLEST = 16 * 2**20  # bytes of the first segment; later ones are as large as all before them together
 LARGEST = 2**30
@@ -134,7 +144,7 @@ def open_outlet(module: Any, store: Any, link: str, segment: type) -> Address:
     return module.links[link].journal.address
 
 
-def send(module: Any, store: Any, link: str, sync: int, wanted: Wanted, side: int, turn: int | None) -> Sent:
+def send(module: Any, store: Any, link: str, sync: int, wanted: ExportRequest, side: int, turn: int | None) -> Sent:
     """Write this rank's weights to one side, and the journal of it. ``turn``: of the checksums."""
     outlet: Outlet = module.links[link]
     journal, sizes = outlet.journal, {}

@@ -48,7 +48,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExportRequest:
     """What a sender is to yield. ``changing``: only what training changes. ``dtype``: to it floating-point weights of a
     wider one are cast. ``timeout``: seconds that the next weight may take."""
 
@@ -77,8 +77,8 @@ class Transport(ABC):
         self.config = config
         self.in_turns = source.store.in_process or source.takes_turns_with(target)
 
-    def wanted(self, changing: bool) -> Wanted:
-        return Wanted(changing, self.dtype, self.config.timeout)
+    def wanted(self, changing: bool) -> ExportRequest:
+        return ExportRequest(changing, self.dtype, self.config.timeout)
 
     @abstractmethod
     def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
@@ -163,7 +163,7 @@ def in_time(weights: Weights, timeout: float, sender: str) -> Iterator[tuple[str
 
 
 @contextmanager
-def exported(module: Any, wanted: Wanted) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def exported(module: Any, wanted: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """The weights of this rank. Whatever fails in the context, the rank takes part in the others' collectives to the
     end: else they would wait for it."""
     weights = module.export_weights(changing=wanted.changing)
