@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Places:
-    """Key -> Place. Two of them are always equal: where a value was written is not part of the value."""
+    """Key -> ConfigLocation. Two of them are always equal: where a value was written is not part of the value."""
 
     def __init__(self, known: Mapping[Key, ConfigLocation]) -> None:
         self._known = dict(known)

@@ -50,9 +50,8 @@ class Arena:
         self.device = torch.device(device)
         self.limit = limit
         self.used = self.peak = 0
-        self._pieces: dict[
-            int, ManagedStorage
-        ] = {}  # by the address of the storage's record: it stays when the bytes go
+        # By the address of the storage's record, which stays when the bytes go.
+        self._pieces: dict[int, ManagedStorage] = {}
         self._parts: dict[Key, list[ManagedStorage]] = {}
         self._away: set[Key] = set()
         self._reserved: dict[Key, int] = {}

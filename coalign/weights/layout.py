@@ -13,9 +13,7 @@ from typing import Literal, Protocol
 
 from coalign.weights.shards import Shape, Shard, ShardBox, Spec
 
-TensorRange = tuple[
-    str, int, int
-]  # a full tensor, and where a part of it starts and stops in the dimension that is cut
+TensorRange = tuple[str, int, int]  # a full tensor's name, then the start and stop in the dimension that is cut
 Where = Literal["layer", "first", "last", "every"]
 
 

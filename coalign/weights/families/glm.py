@@ -56,9 +56,7 @@ CHATGLM = Family(
         RequiredValue("rmsnorm", True),
         RequiredValue("post_layer_norm", True),
         RequiredValue("apply_residual_connection_post_layernorm", False),
-        RequiredValue(
-            "rope_ratio", 1
-        ),  # in some versions of the code it divides positions, in others it multiplies the base
+        RequiredValue("rope_ratio", 1),  # some versions of the code divide positions by it, others multiply the base
     ),
     tensors={
         "embedding.word_embeddings": Same("transformer.embedding.word_embeddings"),
