@@ -15,7 +15,7 @@ from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, Rows, open_rows
 from coalign.runtime import fingerprint
 from coalign.runtime.display import Display
-from coalign.runtime.judges import Answer, Judge, Verdict, open_judge
+from coalign.runtime.judges import Judge, JudgedResponse, Verdict, open_judge
 from coalign.runtime.partial import Partial, Record
 
 CHUNK = 256  # rows that are scored, and kept, together
@@ -52,7 +52,7 @@ class Scored:
     """A row, and the answers in it by the name that their scores get a prefix from."""
 
     row: Record
-    answers: dict[str, Answer]
+    answers: dict[str, JudgedResponse]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ScoreRow:
             raise ValueError(f"{self.rows.where(self.number)}: {error}") from error
         rest = {"group": self.group, "index": _number(row, "index"), "tokens": _number(row, "tokens")}
         tools = self.reader.tools(row)
-        return Scored(row, {name: Answer(*pair, row, tools=tools, **rest) for name, pair in said.items()})
+        return Scored(row, {name: JudgedResponse(*pair, row, tools=tools, **rest) for name, pair in said.items()})
 
     def _answers(self, row: Record) -> dict[str, tuple[list[Message], list[Message]]]:
         """(prompt, response) by name: one without a name, or chosen and rejected."""
