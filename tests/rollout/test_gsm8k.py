@@ -16,7 +16,7 @@ from coalign.data.templates import load_template
 from coalign.data.texts import read_samples
 from coalign.modules.native import NativeModule
 from coalign.rewards import math
-from coalign.rollout.parsers import Call
+from coalign.rollout.parsers import ToolRequest
 from coalign.types import Context, Sample, Status
 from tests.gsm8k import TEST
 from tests.rollout.helpers import TOOLS_CHATML
@@ -31,7 +31,7 @@ PER_TURN, TURNS = 8, 3
 def two_calls(turn):
     """A policy of random weights writes no calls, so each of its turns is taken for two, of its own token ids."""
     a, b = int(turn.tokens[0]), int(turn.tokens[-1])
-    return "", [Call("calculator", {"expression": wish}) for wish in (f"{a}*{b}", f"{a}+{b}")]
+    return "", [ToolRequest("calculator", {"expression": wish}) for wish in (f"{a}*{b}", f"{a}+{b}")]
 
 
 @pytest.fixture(scope="module")
