@@ -123,7 +123,7 @@ class Reader:
         return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)
 
 
-class Directory:
+class HuggingFaceWeights:
     """The weights as a side. ``sources``: all tensors that the model has. ``stored``: their names in the files."""
 
     def __init__(self, reader: Reader, sources: Mapping[str, Source], stored: Mapping[str, str]) -> None:

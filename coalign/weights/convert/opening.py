@@ -72,7 +72,7 @@ def _huggingface(request: Request) -> Opened:
         changes["num_nextn_predict_layers"] = 0
     left_out = beyond if request.without_mtp else []
     stored = family.stored_names(config, [name for name in reader.names if name not in set(left_out)])
-    side = huggingface.Directory(reader, family.sources(config), stored)
+    side = huggingface.HuggingFaceWeights(reader, family.sources(config), stored)
     return Opened("hf", request.source, family, config, reader.files, side, {"left_out": left_out}, changes)
 
 
