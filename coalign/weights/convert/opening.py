@@ -112,7 +112,7 @@ def _megatron(request: Request, folder: Path) -> Opened:
         return Opened("legacy", place, family, config, [rank.path for rank in ranks], side, {})
     if not (folder / torch_dist.METADATA).is_file():
         raise ValueError(f"{folder} has neither mp_rank_* nor {torch_dist.METADATA}: no format that can be read")
-    side = torch_dist.Directory(folder, padded(family, config, torch_dist.vocabulary(folder)), config)
+    side = torch_dist.TorchDistWeights(folder, padded(family, config, torch_dist.vocabulary(folder)), config)
     files = sorted({stored.file for stored in side.chunks.values()})
     return Opened("torch_dist", place, family, config, files, side, {"flavour": side.naming.flavour})
 

@@ -61,7 +61,7 @@ class Stored:
     dtype: torch.dtype
 
 
-class Directory:
+class TorchDistWeights:
     """The weights as a side. ValueError for keys that are missing or unknown, and for files that are cut off."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
