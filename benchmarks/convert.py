@@ -28,7 +28,7 @@ import torch
 from coalign.weights import families
 from coalign.weights.convert import Request, convert
 from coalign.weights.convert.files import writing
-from coalign.weights.convert.huggingface import Entry, write
+from coalign.weights.convert.huggingface import FileTensor, write
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -51,7 +51,7 @@ def make(folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     family = families.of(CONFIG)
-    entries = [Entry(name, s.stored, torch.bfloat16) for name, s in family.sources(family.config(CONFIG)).items()]
+    entries = [FileTensor(name, s.stored, torch.bfloat16) for name, s in family.sources(family.config(CONFIG)).items()]
     with writing(folder / "model.safetensors") as file:
         write(file, entries, (torch.randn(entry.shape).bfloat16() for entry in entries))
 

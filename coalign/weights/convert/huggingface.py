@@ -149,7 +149,7 @@ def whole(source: Source) -> Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileTensor:
     """A tensor in a file. ``shape``: as it is stored."""
 
     name: str
@@ -161,9 +161,9 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def split(entries: Iterable[Entry], size: int) -> list[list[Entry]]:
+def split(entries: Iterable[FileTensor], size: int) -> list[list[FileTensor]]:
     """Entries of each file, of up to ``size`` bytes (or one tensor)."""
-    files: list[list[Entry]] = []
+    files: list[list[FileTensor]] = []
     room = 0
     for entry in entries:
         if not files or entry.size > room:
@@ -182,7 +182,7 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write(file: Hashed, entries: list[Entry], tensors: Iterator[Tensor]) -> None:
+def write(file: Hashed, entries: list[FileTensor], tensors: Iterator[Tensor]) -> None:
     """One safetensors file; ``tensors``: parts of the entries, one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -202,7 +202,7 @@ def write(file: Hashed, entries: list[Entry], tensors: Iterator[Tensor]) -> None
         raise AssertionError(f"{expected} bytes were announced, {file.size} written")
 
 
-def write_index(folder: Path, files: Mapping[str, list[Entry]]) -> None:
+def write_index(folder: Path, files: Mapping[str, list[FileTensor]]) -> None:
     """Which file has which tensor, if there are several."""
     if len(files) > 1:
         names = {entry.name: file for file, entries in files.items() for entry in entries}

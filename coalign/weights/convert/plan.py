@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coalign.weights.convert import huggingface, torch_dist
 from coalign.weights.convert.files import writing
-from coalign.weights.convert.huggingface import Entry
+from coalign.weights.convert.huggingface import FileTensor
 from coalign.weights.convert.opening import HF, ITERATION, Opened, dtype_keys
 from coalign.weights.convert.request import Request
 from coalign.weights.convert.side import Scratch, bare, blocks, made, rows
@@ -65,7 +65,7 @@ class Output:
 class ToHuggingFace(Output):
     def __init__(self, request: Request, opened: Opened) -> None:
         super().__init__(request, opened)
-        entries = [Entry(name, source.stored, self.dtypes[name]) for name, source in self.sources.items()]
+        entries = [FileTensor(name, source.stored, self.dtypes[name]) for name, source in self.sources.items()]
         self.files = huggingface.split(entries, request.file_size)
         self.names = huggingface.file_names(len(self.files))
         self.total = sum(entry.size for entry in entries)
@@ -80,7 +80,7 @@ class ToHuggingFace(Output):
             huggingface.write(file, entries, tensors)
         return {"name": name, "size": file.size, "xxh3_128": file.digest}
 
-    def _blocks(self, entry: Entry) -> Iterator[Shard]:
+    def _blocks(self, entry: FileTensor) -> Iterator[Shard]:
         source = self.sources[entry.name]
         if source.shape != entry.shape or source.transposed:  # made whole: its parts are no runs of bytes
             yield huggingface.whole(source)
