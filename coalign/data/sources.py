@@ -17,14 +17,14 @@ from pathlib import Path
 
 from coalign.data.formats import BadRow, File, JsonLines, Parquet, Row, Table, TextLines
 
-__all__ = ["START", "BadRow", "Entry", "ReadPosition", "Rows", "Table", "open_rows"]
+__all__ = ["START", "BadRow", "ReadPosition", "Rows", "SourceRow", "Table", "open_rows"]
 
 ReadPosition = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
 START: ReadPosition = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SourceRow:
     """A row that is not read yet: its number in the source, itself (BadRow if broken), where a person finds it."""
 
     number: int
@@ -58,17 +58,17 @@ class Rows:
         file, index = self._find(number)
         return file.where(index)
 
-    def entry(self, number: int) -> Entry:
-        return Entry(number, partial(self.__getitem__, number), partial(self.where, number))
+    def entry(self, number: int) -> SourceRow:
+        return SourceRow(number, partial(self.__getitem__, number), partial(self.where, number))
 
-    def read(self, place: ReadPosition = START) -> Iterator[tuple[Entry, ReadPosition]]:
+    def read(self, place: ReadPosition = START) -> Iterator[tuple[SourceRow, ReadPosition]]:
         """The rows in turn from ``place`` on, each with the place of the next. Needs no index and no length."""
         first, start, number = place
         for which in range(first, len(self.files)):
             for row, where, after in self.files[which].read(start):
                 if number == self._most:
                     return
-                yield Entry(number, row, where), (which, after, number + 1)
+                yield SourceRow(number, row, where), (which, after, number + 1)
                 number += 1
             start = 0
 

@@ -15,7 +15,7 @@ from coalign.data.examples import Example, Examples
 from coalign.data.order import same_settings
 from coalign.data.phases import Phase
 from coalign.data.shuffle import permute
-from coalign.data.sources import START, Entry, ReadPosition, Rows
+from coalign.data.sources import START, ReadPosition, Rows, SourceRow
 from coalign.types import Stat, Stats, Total
 
 
@@ -122,5 +122,5 @@ class Streamed:
         self._after = found[-1][1] if found else self._start
         self._taken = 0
 
-    def _mine(self, start: ReadPosition) -> Iterator[tuple[Entry, ReadPosition]]:
+    def _mine(self, start: ReadPosition) -> Iterator[tuple[SourceRow, ReadPosition]]:
         return ((e, after) for e, after in self._rows.read(start) if self._phase is None or e.number in self._phase)
