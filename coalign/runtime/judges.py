@@ -15,7 +15,7 @@ from coalign.data.messages import Message, prompt_text, text_of
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.retokenize import Reader
 from coalign.modules.reward import reward_functions
-from coalign.rewards.calls import Caller, Failure, RewardError
+from coalign.rewards.calls import Caller, RewardError, RewardFailure
 from coalign.runtime.rewarding import terms_of
 from coalign.types import Context, Sample
 
@@ -89,7 +89,7 @@ class FunctionJudge:
         ]
         self._scored |= any(verdict.score is not None for verdict in verdicts)
         if answers and not self._scored:
-            failure = next(outcome for each in outcomes for outcome in each if isinstance(outcome, Failure))
+            failure = next(outcome for each in outcomes for outcome in each if isinstance(outcome, RewardFailure))
             raise RewardError(f"no response could be scored; {self.first}") from failure.error
         return verdicts
 
@@ -98,7 +98,7 @@ class FunctionJudge:
 
     def _verdict(self, outcomes: Sequence[Any], answer: JudgedResponse) -> Verdict:
         by_name = {term.name: outcome for term, outcome in zip(self._terms, outcomes, strict=True)}
-        parts = {name: outcome["reward"] for name, outcome in by_name.items() if not isinstance(outcome, Failure)}
+        parts = {name: outcome["reward"] for name, outcome in by_name.items() if not isinstance(outcome, RewardFailure)}
         lacking = [term.name for term in self._terms if term.weight and term.name not in parts]
         if lacking:
             return Verdict(None, parts, self._noted(lacking[0], by_name[lacking[0]], answer))
@@ -106,7 +106,7 @@ class FunctionJudge:
         total = combine(values, torch.zeros(1, dtype=torch.int64), self._terms, {})
         return Verdict(total.item(), parts if len(self._terms) > 1 else {})
 
-    def _noted(self, name: str, failure: Failure, answer: JudgedResponse) -> str:
+    def _noted(self, name: str, failure: RewardFailure, answer: JudgedResponse) -> str:
         self.failed[failure.reason] += 1
         self.first = self.first or f"reward function '{name}' on group {answer.group}, index {answer.index}: {failure}"
         return str(failure)

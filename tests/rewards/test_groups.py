@@ -10,7 +10,7 @@ from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.modules.reward import reward_function
 from coalign.rewards import Pairwise, Tournament
-from coalign.rewards.calls import Caller, Failure, RewardFunction
+from coalign.rewards.calls import Caller, RewardFailure, RewardFunction
 from coalign.rewards.ranking import Game, bradley_terry, swiss_round, win_rates
 from tests.rewards.samples import sample
 
@@ -66,7 +66,7 @@ def caller():
 
 def score(caller, fn, samples, *, retries=0, timeout=30.0, **settings):
     outcomes = caller.score([RewardFunction("g", fn, settings, retries=retries, timeout=timeout)], samples)[0]
-    return [str(one.error) if isinstance(one, Failure) else one["reward"] for one in outcomes]
+    return [str(one.error) if isinstance(one, RewardFailure) else one["reward"] for one in outcomes]
 
 
 @pytest.mark.parametrize("by", ["longer", "longer_async", "Longer"])
