@@ -134,7 +134,7 @@ class BatchRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class WorkerFailure:
     """An exception that crossed a process boundary: always printable, whole if it could be pickled."""
 
     kind: str
@@ -176,7 +176,7 @@ class Meta:
     seconds: float = 0.0
     memory: int = 0
     use: DeviceMemoryUse | None = None  # where somebody looks after the device's memory (coalign.cluster.residency)
-    failure: Failure | None = None
+    failure: WorkerFailure | None = None
 
     @staticmethod
     def of(batch: Batch, stats: Stats | None = None) -> Meta:
@@ -192,7 +192,7 @@ class WorkerError(RuntimeError):
     ``cause`` is the worker's own exception where it could travel (None if the process died or timed out).
     """
 
-    def __init__(self, label: str, where: str, failure: Failure) -> None:
+    def __init__(self, label: str, where: str, failure: WorkerFailure) -> None:
         text = f"{label} failed in {where}: {failure.kind}: {failure.message}"
         super().__init__(f"{text}\n\n{failure.traceback}" if failure.traceback else text)
         self.label, self.where, self.failure = label, where, failure

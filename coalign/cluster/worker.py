@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from coalign.cluster.apply import apply_columns, sort_result, transform_batches
-from coalign.cluster.future import DeviceMemoryUse, Failure, Meta, Share, Store
+from coalign.cluster.future import DeviceMemoryUse, Meta, Share, Store, WorkerFailure
 from coalign.cluster.memory_report import memory_report
 from coalign.cluster.tracing import Tracer
 from coalign.config.functions import resolve_class
@@ -224,9 +224,9 @@ def _answer(result: Any, base: Batch | None) -> Answer:
     return Meta.of(batch, stats), batch
 
 
-def _failure(error: BaseException, more: str) -> Failure:
+def _failure(error: BaseException, more: str) -> WorkerFailure:
     trace = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, f"{error}{more}", trace, _portable(error))
+    return WorkerFailure(type(error).__name__, f"{error}{more}", trace, _portable(error))
 
 
 def _raise(error: BaseException) -> None:
