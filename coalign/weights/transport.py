@@ -26,7 +26,7 @@ class WeightError(RuntimeError):
     """Weights that did not arrive as they were sent; names the tensor."""
 
 
-class Future(Protocol):
+class ResultFuture(Protocol):
     def result(self) -> Any: ...
 
 
@@ -39,7 +39,7 @@ class Model(Protocol):
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, fatal: bool = True, beside: Sequence[Any] = ()
-    ) -> Future:
+    ) -> ResultFuture:
         """``function(module, store, *arguments)`` on every rank: a Future of the list of results. It also works on the
         weights of the models ``beside`` it."""
 
@@ -128,7 +128,7 @@ def damaged(name: str, found: int, sent: int) -> WeightError:
     return WeightError(f"weight '{name}' arrived damaged: checksum {found:016x}, sent with {sent:016x}")
 
 
-def both(first: Future, second: Future) -> Any:
+def both(first: ResultFuture, second: ResultFuture) -> Any:
     """The first one's result once both are done; if both fail, the first one's error."""
     try:
         result = first.result()
