@@ -19,14 +19,14 @@ from coalign.algorithms.logprobs import linear_logprobs
 from coalign.algorithms.vocabulary import Share
 from coalign.data.batch import Batch
 from coalign.modules.layout import Layout, pack
-from coalign.modules.parallel.rows import Heads
+from coalign.modules.parallel.rows import HeadExchange
 
 
 class PackedModel(nn.Module):
     """``model`` is a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``.
     ``heads``: it computes a part of each row, and meets the others in attention."""
 
-    heads: Heads | None = None
+    heads: HeadExchange | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from coalign.modules.attention import attend
 from coalign.modules.layout import Block
 from coalign.modules.megatron_core.alibi import Alibi
-from coalign.modules.parallel.rows import Heads
+from coalign.modules.parallel.rows import HeadExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Packed:
 
     positions: Tensor
     blocks: tuple[Block, ...]
-    heads: Heads | None = None
+    heads: HeadExchange | None = None
     angles: Tensor | None = None
 
     qkv_format: ClassVar[str] = "blocks"  # none of those that megatron-core treats in some way of its own

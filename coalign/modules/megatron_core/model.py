@@ -18,7 +18,7 @@ from coalign.modules.megatron_core import layers
 from coalign.modules.megatron_core.attention import Packed
 from coalign.modules.megatron_core.norm import Norm
 from coalign.modules.megatron_core.rotary import angles
-from coalign.modules.parallel.rows import Heads
+from coalign.modules.parallel.rows import HeadExchange
 from coalign.weights.families import MegatronConfig
 
 
@@ -58,7 +58,7 @@ class PackedGPT(GPTModel):
             self.embedding.layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(
-        self, layout: Layout, heads: Heads | None = None, needs: Sequence[str] = ()
+        self, layout: Layout, heads: HeadExchange | None = None, needs: Sequence[str] = ()
     ) -> Tensor | dict[str, Tensor]:
         """Hidden states [P, 1, H] for the next chunk, or the outputs of the last one. ``layout``: of this rank's part
         of the row (coalign.modules.parallel.rows.Part)."""

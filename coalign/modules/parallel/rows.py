@@ -41,7 +41,7 @@ class RowShard:
     where: dict[str, tuple[Tensor, int]]
 
 
-class Heads:
+class HeadExchange:
     """Attention's change from a part of the row with all heads to all of the row with a part of the heads, and back."""
 
     def __init__(self, group: Group) -> None:
@@ -66,7 +66,7 @@ class Rows:
     def __init__(self, context: RankAxis, tensor: RankAxis, *, multiple: int = 1) -> None:
         self.context, self.tensor, self.multiple = context, tensor, multiple
         self.parts = context.size * tensor.size
-        self.heads = Heads(context.group) if context.size > 1 else None
+        self.heads = HeadExchange(context.group) if context.size > 1 else None
 
     def part(self, layout: Layout) -> RowShard:
         """This rank's part. The row is filled up, by a block that nobody reads, to a length that divides."""
