@@ -20,7 +20,7 @@ from coalign.weights.families.settings import (
     tied,
     window,
 )
-from coalign.weights.families.sources import Heads, Joined, Same
+from coalign.weights.families.sources import Joined, QueryKeyValueTensors, Same
 
 TENSORS = {
     "embedding.word_embeddings": Same("model.embed_tokens"),
@@ -29,7 +29,7 @@ TENSORS = {
 }
 ATTENTION = {
     "input_layernorm": Same("input_layernorm"),
-    "self_attention.linear_qkv": Heads("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_qkv": QueryKeyValueTensors("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attention.linear_proj": Same("self_attn.o_proj"),
     "pre_mlp_layernorm": Same("post_attention_layernorm"),
 }

@@ -17,7 +17,7 @@ from coalign.weights.families.settings import (
     RequiredValue,
     tied,
 )
-from coalign.weights.families.sources import Heads, Same
+from coalign.weights.families.sources import QueryKeyValueTensors, Same
 
 
 def _embedded(hf: Hf) -> dict[str, Any]:
@@ -58,7 +58,7 @@ OPT = Family(
     },
     layer={
         "input_layernorm": Same("self_attn_layer_norm"),
-        "self_attention.linear_qkv": Heads("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attention.linear_qkv": QueryKeyValueTensors("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "self_attention.linear_proj": Same("self_attn.out_proj"),
         "pre_mlp_layernorm": Same("final_layer_norm"),
         "mlp.linear_fc1": Same("fc1"),

@@ -86,7 +86,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class QueryKeyValueTensors:
     """Queries, keys and values in three tensors; Megatron has group by group its queries, its key and its value."""
 
     query: str
