@@ -8,7 +8,7 @@ from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
 from coalign.weights.families.settings import FFN, Activation, ConvertedFields, Field, Hf, epsilon, tied
-from coalign.weights.families.sources import Blocks
+from coalign.weights.families.sources import QueryKeyValueBlocks
 
 
 def _positions(hf: Hf) -> dict[str, Any]:
@@ -47,6 +47,6 @@ BAICHUAN = Family(
         NORM_HEAD,
     ),
     tensors=TENSORS,
-    layer=ATTENTION | MLP | {"self_attention.linear_qkv": Blocks("self_attn.W_pack")},
+    layer=ATTENTION | MLP | {"self_attention.linear_qkv": QueryKeyValueBlocks("self_attn.W_pack")},
     prefix=PREFIX,
 )

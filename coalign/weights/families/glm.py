@@ -21,7 +21,7 @@ from coalign.weights.families.settings import (
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Blocks, Same
+from coalign.weights.families.sources import QueryKeyValueBlocks, Same
 
 HALF_INTERLEAVED = FixedFields(rotary_interleaved=True)
 
@@ -65,7 +65,7 @@ CHATGLM = Family(
     },
     layer={
         "input_layernorm": Same("input_layernorm"),
-        "self_attention.linear_qkv": Blocks("self_attention.query_key_value"),
+        "self_attention.linear_qkv": QueryKeyValueBlocks("self_attention.query_key_value"),
         "self_attention.linear_proj": Same("self_attention.dense"),
         "pre_mlp_layernorm": Same("post_attention_layernorm"),
         "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),

@@ -12,7 +12,7 @@ from coalign.weights.families.settings import (
     RequiredValue,
     tied,
 )
-from coalign.weights.families.sources import Blocks, Same
+from coalign.weights.families.sources import QueryKeyValueBlocks, Same
 
 TENSORS = {
     "embedding.word_embeddings": Same("transformer.wte"),
@@ -42,7 +42,7 @@ GPT2 = Family(
     tensors=TENSORS,
     layer=NORMS
     | {
-        "self_attention.linear_qkv": Blocks("attn.c_attn", transposed=True),
+        "self_attention.linear_qkv": QueryKeyValueBlocks("attn.c_attn", transposed=True),
         "self_attention.linear_proj": Same("attn.c_proj", transposed=True),
         "mlp.linear_fc1": Same("mlp.c_fc", transposed=True),
         "mlp.linear_fc2": Same("mlp.c_proj", transposed=True),

@@ -29,7 +29,7 @@ from coalign.weights.families.settings import (
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Blocks, Joined, Same
+from coalign.weights.families.sources import Joined, QueryKeyValueBlocks, Same
 
 COMMON = (
     *SIZES,
@@ -140,7 +140,7 @@ QWEN = Family(
     },
     layer={
         "input_layernorm": Same("ln_1"),
-        "self_attention.linear_qkv": Blocks("attn.c_attn"),
+        "self_attention.linear_qkv": QueryKeyValueBlocks("attn.c_attn"),
         "self_attention.linear_proj": Same("attn.c_proj"),
         "pre_mlp_layernorm": Same("ln_2"),
         "mlp.linear_fc1": Joined(("mlp.w2", "mlp.w1")),

@@ -102,7 +102,7 @@ class QueryKeyValueTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class QueryKeyValueBlocks:
     """All queries, all keys and all values in one tensor."""
 
     name: str
