@@ -29,7 +29,7 @@ class State(IntEnum):
     BROKEN = 2
 
 
-class Journal:
+class SyncJournal:
     """Written by the process that made it with ``Journal()``, read by those that open its ``address``."""
 
     def __init__(self, address: Address | None = None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from coalign.weights.copying import checked, copied
 from coalign.weights.entry import Entry, aligned
-from coalign.weights.journal import Journal, State
+from coalign.weights.journal import State, SyncJournal
 from coalign.weights.places import Identity, WeightEndpoint, identity
 from coalign.weights.segment import Address, Segment
 from coalign.weights.transport import (
@@ -97,7 +97,7 @@ class Outlet:
     """A sender's memory: its journal, and for each side where each tensor lies."""
 
     def __init__(self, segment: type, device: str) -> None:
-        self.journal = Journal()
+        self.journal = SyncJournal()
         self._create = partial(segment.create, device=device)
         self._segments: list[Any] = []
         self._filled = 0  # of the newest segment
@@ -126,7 +126,7 @@ class Inlet:
 
     def __init__(self, segment: type, journals: list[Address]) -> None:
         self._open = segment.open
-        self.journals = [Journal(address) for address in journals]
+        self.journals = [SyncJournal(address) for address in journals]
         self.entries: list[Written] = []
         self.received = 0  # the last sync that arrived whole
         self._segments: dict[Any, Any] = {}
