@@ -16,7 +16,7 @@ from typing import Any
 
 from coalign.weights.convert import verify
 from coalign.weights.convert.files import digest, hashing
-from coalign.weights.convert.journal import JOURNAL, Journal
+from coalign.weights.convert.journal import JOURNAL, ConversionJournal
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import Advance, Output, Record, ToHuggingFace, ToMegatron
 from coalign.weights.convert.request import Request
@@ -62,7 +62,7 @@ def convert(
     aside = output.with_name(output.name + ".writing")
     output.parent.mkdir(parents=True, exist_ok=True)
     _check_room(output, plan.total - used(aside))
-    journal = Journal(aside, _what(request, opened))
+    journal = ConversionJournal(aside, _what(request, opened))
     with single_threaded(), hashing(opened.files) as hashes:
         records, reused = _written(request, plan, journal, progress)
         plan.finish(aside, records)
@@ -84,7 +84,9 @@ def convert(
     )
 
 
-def _written(request: Request, plan: Output, journal: Journal, progress: Progress) -> tuple[list[Record], int]:
+def _written(
+    request: Request, plan: Output, journal: ConversionJournal, progress: Progress
+) -> tuple[list[Record], int]:
     """Records of all files, in their order, and how many of them were there already."""
     records = _begun(request, journal)
     reused = len(records)
@@ -132,7 +134,7 @@ def _check_source(source: Path, files: list[Path], found: list[Record]) -> None:
                 raise ValueError(f"{file} is not what {MANIFEST} there tells of: {record}, not {told[name]}")
 
 
-def _begun(request: Request, journal: Journal) -> dict[int, Record]:
+def _begun(request: Request, journal: ConversionJournal) -> dict[int, Record]:
     """Files that are finished already."""
     folder = journal.path.parent
     if not folder.exists():
