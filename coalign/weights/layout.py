@@ -152,7 +152,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """``specs``: of all full tensors. ``stages``: the layers of each pipeline stage. ``experts``: those of each
     expert-parallel rank."""
 

@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from coalign.weights.layout import Attention, Layout, Mesh, Rule, Split, UncutTensor, contiguous
+from coalign.weights.layout import Attention, Mesh, ParallelLayout, Rule, Split, UncutTensor, contiguous
 from coalign.weights.shards import Spec, cut, join, overlap, plan, reshard, without
 from coalign.weights.transport import WeightError
 
 
 def lay(rules, full, stages=(), experts=((),), **mesh):
     specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in full.items()}
-    return Layout(Mesh(**mesh), rules, specs, stages, experts)
+    return ParallelLayout(Mesh(**mesh), rules, specs, stages, experts)
 
 
 def own(layout, full, rank):
