@@ -30,8 +30,8 @@ from coalign.weights.groups import Link, broadcast, enter, enter_all, leave, lis
 from coalign.weights.places import WeightEndpoint
 from coalign.weights.transport import (
     ExportRequest,
-    Model,
     Sent,
+    SyncedModel,
     Transport,
     WeightError,
     both,
@@ -48,7 +48,12 @@ class Broadcast(Transport):
     """``senders`` and ``readers``: where the ranks of the two models are. ValueError for models that take turns."""
 
     def __init__(
-        self, source: Model, target: Model, config: Any, senders: list[WeightEndpoint], readers: list[WeightEndpoint]
+        self,
+        source: SyncedModel,
+        target: SyncedModel,
+        config: Any,
+        senders: list[WeightEndpoint],
+        readers: list[WeightEndpoint],
     ) -> None:
         super().__init__(source, target, config)
         if self.in_turns:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from coalign.weights.places import WeightEndpoint
 from coalign.weights.shared_memory import SharedMemory
-from coalign.weights.transport import Model
+from coalign.weights.transport import SyncedModel
 
 
 class DeviceSegment:
@@ -44,7 +44,12 @@ class CudaIpc(SharedMemory):
     memory = "cuda"
 
     def __init__(
-        self, source: Model, target: Model, config: Any, senders: list[WeightEndpoint], readers: list[WeightEndpoint]
+        self,
+        source: SyncedModel,
+        target: SyncedModel,
+        config: Any,
+        senders: list[WeightEndpoint],
+        readers: list[WeightEndpoint],
     ) -> None:
         super().__init__(source, target, config, senders, readers)
         devices = sorted({place.gpu or "CPU" for place in [*senders, *readers]})

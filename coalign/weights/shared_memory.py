@@ -25,9 +25,9 @@ from coalign.weights.places import Identity, WeightEndpoint, identity
 from coalign.weights.segment import Address, Segment
 from coalign.weights.transport import (
     ExportRequest,
-    Model,
     Sent,
     Staged,
+    SyncedModel,
     WeightError,
     both,
     damaged,
@@ -54,7 +54,12 @@ class SharedMemory(Staged):
     memory = "cpu"
 
     def __init__(
-        self, source: Model, target: Model, config: Any, senders: list[WeightEndpoint], readers: list[WeightEndpoint]
+        self,
+        source: SyncedModel,
+        target: SyncedModel,
+        config: Any,
+        senders: list[WeightEndpoint],
+        readers: list[WeightEndpoint],
     ) -> None:
         super().__init__(source, target, config)
         self.link = f"shared memory {uuid.uuid4().hex}"

@@ -21,7 +21,7 @@ from coalign.weights.object_store import ObjectStore
 from coalign.weights.places import WeightEndpoint, place
 from coalign.weights.segment import NoRoom
 from coalign.weights.shared_memory import SharedMemory
-from coalign.weights.transport import Model, Transport, WeightError
+from coalign.weights.transport import SyncedModel, Transport, WeightError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class WeightSync:
     """
 
     def __init__(
-        self, source: Model, target: Model, config: SyncConfig | None = None, *, overlap: bool = False
+        self, source: SyncedModel, target: SyncedModel, config: SyncConfig | None = None, *, overlap: bool = False
     ) -> None:
         self.source = source
         self.target = target
@@ -89,7 +89,7 @@ class WeightSync:
         return sum(size for part in sent for size in part.sizes.values())
 
 
-def transport_between(source: Model, target: Model, config: SyncConfig, overlap: bool) -> Transport:
+def transport_between(source: SyncedModel, target: SyncedModel, config: SyncConfig, overlap: bool) -> Transport:
     """The one that ``config`` names, or the one that fits where the ranks are."""
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
         return (Copy if overlap else Adopt)(source, target, config)
@@ -101,8 +101,8 @@ def transport_between(source: Model, target: Model, config: SyncConfig, overlap:
 
 
 def _named(
-    source: Model,
-    target: Model,
+    source: SyncedModel,
+    target: SyncedModel,
     config: SyncConfig,
     senders: Sequence[WeightEndpoint],
     readers: Sequence[WeightEndpoint],

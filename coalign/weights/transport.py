@@ -30,7 +30,7 @@ class ResultFuture(Protocol):
     def result(self) -> Any: ...
 
 
-class Model(Protocol):
+class SyncedModel(Protocol):
     """What a transport needs of a coalign.cluster.DistModel."""
 
     name: str
@@ -71,7 +71,7 @@ class Transport(ABC):
 
     dtype: torch.dtype | None = None
 
-    def __init__(self, source: Model, target: Model, config: SyncConfig) -> None:
+    def __init__(self, source: SyncedModel, target: SyncedModel, config: SyncConfig) -> None:
         self.source = source
         self.target = target
         self.config = config
