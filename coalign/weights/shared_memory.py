@@ -98,7 +98,7 @@ class SharedMemory(Staged):
 # ---- in the workers
 
 
-class Outlet:
+class SenderMemory:
     """A sender's memory: its journal, and for each side where each tensor lies."""
 
     def __init__(self, segment: type, device: str) -> None:
@@ -145,13 +145,13 @@ class Inlet:
 
 def open_outlet(module: Any, store: Any, link: str, segment: type) -> Address:
     """Where to find this rank's journal."""
-    module.links[link] = Outlet(segment, module.context.device)
+    module.links[link] = SenderMemory(segment, module.context.device)
     return module.links[link].journal.address
 
 
 def send(module: Any, store: Any, link: str, sync: int, wanted: ExportRequest, side: int, turn: int | None) -> Sent:
     """Write this rank's weights to one side, and the journal of it. ``turn``: of the checksums."""
-    outlet: Outlet = module.links[link]
+    outlet: SenderMemory = module.links[link]
     journal, sizes = outlet.journal, {}
     journal.begin(sync)
 
