@@ -126,7 +126,7 @@ class SenderMemory:
         return self._segments[-1], offset
 
 
-class Inlet:
+class ReaderMemory:
     """What a reader knows of the senders' memory."""
 
     def __init__(self, segment: type, journals: list[Address]) -> None:
@@ -187,8 +187,8 @@ def receive(
 ) -> int:
     """Follow the senders to their end: how many weights came. WeightError unless they arrived as they were sent."""
     if link not in module.links:
-        module.links[link] = Inlet(segment, journals)
-    inlet: Inlet = module.links[link]
+        module.links[link] = ReaderMemory(segment, journals)
+    inlet: ReaderMemory = module.links[link]
     inlet.entries, inlet.received = [], 0
 
     def mine() -> Iterator[tuple[Written, Tensor]]:
@@ -207,7 +207,7 @@ def receive(
 
 def install(module: Any, store: Any, link: str, sync: int, version: int, adopt: bool) -> None:
     """Serve what was received."""
-    inlet: Inlet = module.links[link]
+    inlet: ReaderMemory = module.links[link]
     if inlet.received != sync:
         raise WeightError(f"the weights of version {version} did not arrive whole, so they cannot be installed")
     weights = ((entry.name, entry.tensor(inlet.memory(entry))) for entry in inlet.entries)
