@@ -19,7 +19,7 @@ from coalign.modules.parallel.rows import HeadExchange
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRow:
     """What attention has to know of a row. megatron-core hands it through, recomputation included, as it would its own
     parameters of packed sequences. ``positions`` i64[P]: of this rank's part of the row. ``angles`` f32[P, 1, 1, D]:
     for latent attention, which megatron-core gives none."""
@@ -60,7 +60,7 @@ class PackedAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: Packed,
+        packed_seq_params: PackedRow,
         **_: Any,
     ) -> Tensor:
         packed, alibi = packed_seq_params, self.alibi

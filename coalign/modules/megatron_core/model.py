@@ -15,7 +15,7 @@ from coalign.algorithms.vocabulary import Share
 from coalign.modules.heads import Readings
 from coalign.modules.layout import Layout
 from coalign.modules.megatron_core import layers
-from coalign.modules.megatron_core.attention import Packed
+from coalign.modules.megatron_core.attention import PackedRow
 from coalign.modules.megatron_core.norm import Norm
 from coalign.modules.megatron_core.rotary import angles
 from coalign.modules.parallel.rows import HeadExchange
@@ -67,7 +67,7 @@ class PackedGPT(GPTModel):
             hidden_states=self._embedded(layout) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=None if latent else turns,
-            packed_seq_params=Packed(layout.positions, layout.blocks, heads, turns if latent else None),
+            packed_seq_params=PackedRow(layout.positions, layout.blocks, heads, turns if latent else None),
         )
         return self._outputs(hidden, layout, needs) if self.post_process else hidden
 
