@@ -13,7 +13,7 @@ from coalign.algorithms.combining import combine
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.modules.fsdp import FSDPModule
-from coalign.modules.retokenize import Reader
+from coalign.modules.retokenize import ConversationReader
 from coalign.modules.reward import reward_functions
 from coalign.rewards.calls import Caller, RewardError, RewardFailure
 from coalign.runtime.rewarding import terms_of
@@ -130,7 +130,7 @@ class ModelJudge:
         )
         self._module = FSDPModule(model, Context(model="reward_model", device=config.device))
         self._module.setup()
-        self._reader = Reader(model)
+        self._reader = ConversationReader(model)
 
     def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]:
         read = [self._read(answer) for answer in answers]
