@@ -28,7 +28,7 @@ from coalign.modules.megatron_core.weights import SCORE, Weights
 from coalign.modules.parallel.rows import RankAxis, Rows
 from coalign.types import Context
 from coalign.weights import families
-from coalign.weights.convert.huggingface import Reader
+from coalign.weights.convert.huggingface import DirectoryReader
 
 
 def with_engine(config: ModelConfig, device: torch.device) -> bool:
@@ -72,10 +72,10 @@ def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tu
         state = pretrained.load(config, seed=context.seed, name=context.model).state_dict()
         return weights.read(context.rank, state.__getitem__, in_memory=True)
     folder = Path(str(config.load))
-    return weights.read(context.rank, _stored(config, weights, Reader(folder, pickled=False)), in_memory=False)
+    return weights.read(context.rank, _stored(config, weights, DirectoryReader(folder, pickled=False)), in_memory=False)
 
 
-def _stored(config: ModelConfig, weights: Weights, reader: Reader) -> Callable[[str], Tensor]:
+def _stored(config: ModelConfig, weights: Weights, reader: DirectoryReader) -> Callable[[str], Tensor]:
     model, names = weights.layout.config, set(reader.names)
     if not weights.scalar:
         stored = weights.family.stored_names(model, names)

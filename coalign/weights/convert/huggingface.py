@@ -57,7 +57,7 @@ def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-class Reader:
+class DirectoryReader:
     """The tensors of a directory, mapped into memory. ValueError naming a file that is missing, cut off, or a pickle
     without ``pickled`` (allowed).
 
@@ -126,7 +126,7 @@ class Reader:
 class HuggingFaceWeights:
     """The weights as a side. ``sources``: all tensors that the model has. ``stored``: their names in the files."""
 
-    def __init__(self, reader: Reader, sources: Mapping[str, Source], stored: Mapping[str, str]) -> None:
+    def __init__(self, reader: DirectoryReader, sources: Mapping[str, Source], stored: Mapping[str, str]) -> None:
         self.reader, self.sources, self.stored = reader, sources, stored
         self.ranks = [[whole(source) for source in sources.values()]]
         self.dtypes = {}

@@ -61,7 +61,7 @@ def _huggingface(request: Request) -> Opened:
     family = families.of(hf)
     config = family.config(hf)
     changes = _unquantised(hf)
-    reader = huggingface.Reader(request.source, pickled=request.pickles)
+    reader = huggingface.DirectoryReader(request.source, pickled=request.pickles)
     beyond = [name for name in reader.names if (family.layer_of(name) or 0) >= config.num_layers]
     if hf.get("num_nextn_predict_layers") and beyond:
         if not request.without_mtp:
