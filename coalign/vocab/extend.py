@@ -20,7 +20,7 @@ LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 @dataclass(frozen=True)
-class Report:
+class ExtensionReport:
     """What was done. ``sample``: tokens of the sample text before and after."""
 
     tokens: Extension
@@ -65,7 +65,7 @@ def extend(
     pad_to_multiple: int = 64,
     roles: Mapping[str, str] | None = None,
     sample: Path | None = None,
-) -> Report:
+) -> ExtensionReport:
     """Write to ``output`` the model with the tokens of a file added to its tokenizer, embedding and head.
 
     model: a Hugging Face directory: a causal LM or any model with a head of its own (reward, value), in safetensors.
@@ -98,7 +98,7 @@ def extend(
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return Report(extension, rows, (before, tokenizers.count(tokenizer, sample)) if sample else None)
+    return ExtensionReport(extension, rows, (before, tokenizers.count(tokenizer, sample)) if sample else None)
 
 
 def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dict[str, int]:
