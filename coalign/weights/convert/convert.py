@@ -28,7 +28,7 @@ Models = Callable[[Request, Opened, Path], str]  # of a source and what was writ
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConversionReport:
     """``reused``: files that an interrupted run had finished. ``verified``: tensors compared (None: not asked).
     ``models``: what was found of what they compute. ``left_out``: tensors that were asked not to be converted."""
 
@@ -47,7 +47,7 @@ def convert(
     request: Request,
     progress: Progress = lambda title, total: nullcontext(lambda n: None),
     models: Models = lambda request, source, folder: "no model was run",
-) -> Report:
+) -> ConversionReport:
     """Write ``request.output``. ``models``: how ``request.verify`` compares what the models compute.
 
     The output appears whole or not at all. What an interrupted conversion has finished stands in `OUTPUT.writing`, and
@@ -79,7 +79,7 @@ def convert(
         output.rmdir()
     os.replace(aside, output)
     left_out = tuple(opened.details.get("left_out", ()))
-    return Report(
+    return ConversionReport(
         opened.family.name, opened.format, len(plan.sources), plan.total, len(records), reused, compared, said, left_out
     )
 
