@@ -5,6 +5,6 @@ written is planned from that. No megatron is imported here.
 """
 
 from coalign.weights.convert.convert import ConversionReport, convert
-from coalign.weights.convert.request import Request
+from coalign.weights.convert.request import ConversionRequest
 
-__all__ = ["ConversionReport", "Request", "convert"]
+__all__ = ["ConversionReport", "ConversionRequest", "convert"]

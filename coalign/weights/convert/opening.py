@@ -9,7 +9,7 @@ from typing import Any
 
 from coalign.weights import families
 from coalign.weights.convert import fp8, huggingface, legacy, torch_dist
-from coalign.weights.convert.request import Request
+from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.convert.side import CheckpointReader
 from coalign.weights.families import Family, MegatronConfig, Parameter
 
@@ -32,7 +32,7 @@ class Opened:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_source(request: Request) -> Opened:
+def open_source(request: ConversionRequest) -> Opened:
     """ValueError for what is no model that can be read, and for whatever does not fit its config.json."""
     if not request.source.is_dir():
         raise FileNotFoundError(f"{request.source} is no directory")
@@ -56,7 +56,7 @@ def iteration(source: Path) -> Path | None:
     return folder
 
 
-def _huggingface(request: Request) -> Opened:
+def _huggingface(request: ConversionRequest) -> Opened:
     hf = huggingface.read_config(request.source)
     family = families.of(hf)
     config = family.config(hf)
@@ -94,7 +94,7 @@ def dtype_keys(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in hf] or ["dtype"], dtype)
 
 
-def _megatron(request: Request, folder: Path) -> Opened:
+def _megatron(request: ConversionRequest, folder: Path) -> Opened:
     places = [request.hf] if request.hf else [request.source / HF, request.source.parent / HF]
     place = next((each for each in places if (each / "config.json").is_file()), None)
     if place is None:

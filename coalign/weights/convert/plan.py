@@ -14,7 +14,7 @@ from coalign.weights.convert import huggingface, torch_dist
 from coalign.weights.convert.files import writing
 from coalign.weights.convert.huggingface import FileTensor
 from coalign.weights.convert.opening import HF, ITERATION, Opened, dtype_keys
-from coalign.weights.convert.request import Request
+from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.convert.side import Scratch, bare, blocks, made, rows
 from coalign.weights.convert.torch_dist import Chunk
 from coalign.weights.families.layout import MegatronLayout, stages
@@ -31,7 +31,7 @@ Record = dict[str, Any]  # of a file that is written: name, size, xxh3_128, and 
 class Output:
     """Files, by number. ``total``: bytes of all. ``write`` makes one of them and may be called in any process."""
 
-    def __init__(self, request: Request, opened: Opened) -> None:
+    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
         self.request, self.opened = request, opened
         self.dtypes = dtypes(request, opened)
         self.sources = opened.family.sources(opened.config)
@@ -63,7 +63,7 @@ class Output:
 
 
 class ToHuggingFace(Output):
-    def __init__(self, request: Request, opened: Opened) -> None:
+    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
         super().__init__(request, opened)
         entries = [FileTensor(name, source.stored, self.dtypes[name]) for name, source in self.sources.items()]
         self.files = huggingface.split(entries, request.file_size)
@@ -99,7 +99,7 @@ class ToHuggingFace(Output):
 class ToMegatron(Output):
     """A `torch_dist` directory."""
 
-    def __init__(self, request: Request, opened: Opened) -> None:
+    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
         super().__init__(request, opened)
         config, family = opened.config, opened.family
         divisor = request.vocab_divisor * request.tensor
@@ -171,7 +171,7 @@ class ToMegatron(Output):
         (folder / ITERATION).write_text(f"{RELEASE}\n")
 
 
-def dtypes(request: Request, opened: Opened) -> dict[str, torch.dtype]:
+def dtypes(request: ConversionRequest, opened: Opened) -> dict[str, torch.dtype]:
     """What each Hugging Face tensor, and what is made of it, is in the output."""
     found = dict(opened.side.dtypes)
     if request.dtype is not None:

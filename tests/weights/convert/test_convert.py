@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import load as load_distributed
 from typer.testing import CliRunner
 
 from coalign.cli import app
-from coalign.weights.convert import Request, convert, torch_dist
+from coalign.weights.convert import ConversionRequest, convert, torch_dist
 from coalign.weights.convert.convert import MANIFEST
 from coalign.weights.convert.files import digest
 from coalign.weights.convert.plan import ToMegatron
@@ -20,11 +20,11 @@ from tests.weights.convert import made
 
 
 def megatron(source, output, **options):
-    return convert(Request(source=source, output=output, to="megatron", **options))
+    return convert(ConversionRequest(source=source, output=output, to="megatron", **options))
 
 
 def huggingface(source, output, **options):
-    return convert(Request(source=source, output=output, to="hf", **options))
+    return convert(ConversionRequest(source=source, output=output, to="hf", **options))
 
 
 def stored(folder):
