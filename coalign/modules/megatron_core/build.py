@@ -25,7 +25,7 @@ from coalign.modules.megatron_core.cut import sizes_of
 from coalign.modules.megatron_core.model import PackedGPT, ScalarGPT
 from coalign.modules.megatron_core.training import Pipeline
 from coalign.modules.megatron_core.weights import SCORE, Weights
-from coalign.modules.parallel.rows import RankAxis, Rows
+from coalign.modules.parallel.rows import RankAxis, RowSharding
 from coalign.types import Context
 from coalign.weights import families
 from coalign.weights.convert.huggingface import DirectoryReader
@@ -60,7 +60,9 @@ def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: boo
         for parameter in made.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
         chunks.append(made.requires_grad_(not config.frozen))
-    rows = Rows(ranks.context(), RankAxis(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1))
+    rows = RowSharding(
+        ranks.context(), RankAxis(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1)
+    )
     return Pipeline(
         chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
     )

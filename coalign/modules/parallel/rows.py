@@ -59,7 +59,7 @@ class HeadExchange:
         return Exchange.apply(x, self.group, 1, 2)
 
 
-class Rows:
+class RowSharding:
     """How rows are cut over the ranks that have the same ones: first over ``context``, each part over ``tensor``; into
     lengths that are a multiple of ``multiple``."""
 
