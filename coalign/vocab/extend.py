@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coalign.vocab import sources
 from coalign.vocab import tokenizer as tokenizers
-from coalign.vocab.model import Rows, read_config, tables, write_json, write_weights
+from coalign.vocab.model import VocabularyRows, read_config, tables, write_json, write_weights
 from coalign.vocab.tokenizer import Extension, extend_tokenizer
 
 LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -24,7 +24,7 @@ class ExtensionReport:
     """What was done. ``sample``: tokens of the sample text before and after."""
 
     tokens: Extension
-    rows: Rows
+    rows: VocabularyRows
     sample: tuple[int, int] | None
 
     def table(self) -> dict[str, float]:
@@ -84,7 +84,7 @@ def extend(
     tokenizer = tokenizers.load(model)
     before = tokenizers.count(tokenizer, sample) if sample else 0
     extension = extend_tokenizer(tokenizer, source, special=special)
-    rows = Rows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
+    rows = VocabularyRows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
     ids = _assign(tokenizer, roles or {})
     aside = output.with_name(output.name + ".writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -112,7 +112,7 @@ def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dic
     return {role: known[token] for role, token in roles.items()}
 
 
-def _write_configs(source: Path, target: Path, rows: Rows, roles: dict[str, int]) -> None:
+def _write_configs(source: Path, target: Path, rows: VocabularyRows, roles: dict[str, int]) -> None:
     """Everything else in them stays as it is. Generation goes on to stop at the old end tokens too."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     ids = {f"{role}_token_id": i for role, i in roles.items()}
