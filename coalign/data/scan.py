@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from coalign.data.examples import MARKS, Example, Examples
 from coalign.data.phases import Phase
-from coalign.data.sources import Rows
+from coalign.data.sources import FileRows
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Scan:
     Once it is at the end, ``tokens`` and ``hash`` are those of all that it yielded.
     """
 
-    def __init__(self, examples: Examples, rows: Rows, phase: Phase | None) -> None:
+    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None) -> None:
         self.examples, self.rows, self.phase = examples, rows, phase
         self.tokens = 0
         self._seen = hashlib.blake2b(digest_size=16)
@@ -77,7 +77,7 @@ class Scan:
 class Scanned:
     """A Source that tokenises what is drawn."""
 
-    def __init__(self, examples: Examples, rows: Rows, phase: Phase | None = None) -> None:
+    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None = None) -> None:
         """ValueError for a row that may not be dropped, and if none is left."""
         scan = Scan(examples, rows, phase)
         self.name = examples.name

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from coalign.data.formats import BadRow, File, JsonLines, Parquet, Row, Table, TextLines
 
-__all__ = ["START", "BadRow", "ReadPosition", "Rows", "SourceRow", "Table", "open_rows"]
+__all__ = ["START", "BadRow", "FileRows", "ReadPosition", "SourceRow", "Table", "open_rows"]
 
 ReadPosition = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
 START: ReadPosition = (0, 0, 0)
@@ -32,7 +32,7 @@ class SourceRow:
     where: Callable[[], str]
 
 
-class Rows:
+class FileRows:
     """The rows of ``files``, one file after the other, by number from 0; at most the first ``max_samples``."""
 
     def __init__(self, files: Sequence[File], max_samples: int | None = None) -> None:
@@ -79,7 +79,7 @@ class Rows:
         return self.files[which], number - (self._ends[which - 1] if which else 0)
 
 
-def open_rows(path: str | Path, max_samples: int | None = None) -> Rows:
+def open_rows(path: str | Path, max_samples: int | None = None) -> FileRows:
     """The rows of ``path`` (at most the first ``max_samples``), each file by its ending.
 
     `.jsonl`; `.json` (an array of objects, or one object a line); `.parquet`; `.txt` (a document a line, under the key
@@ -87,7 +87,7 @@ def open_rows(path: str | Path, max_samples: int | None = None) -> Rows:
     their names.
     Raises FileNotFoundError with the nearest name there is, ValueError for any other ending or for files without rows.
     """
-    rows = Rows([_open(found, max_samples) for found in _matching(Path(path))], max_samples)
+    rows = FileRows([_open(found, max_samples) for found in _matching(Path(path))], max_samples)
     if next(rows.read(), None) is None:
         raise ValueError(f"{path} holds no rows")
     return rows

@@ -15,7 +15,7 @@ from coalign.data.examples import Example, Examples
 from coalign.data.order import same_settings
 from coalign.data.phases import Phase
 from coalign.data.shuffle import permute
-from coalign.data.sources import START, ReadPosition, Rows, SourceRow
+from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import Stat, Stats, Total
 
 
@@ -32,7 +32,7 @@ class Streamed:
     def __init__(
         self,
         examples: Examples,
-        rows: Rows,
+        rows: FileRows,
         key: tuple[int, ...] | None,
         *,
         window: int,

@@ -12,7 +12,7 @@ from pathlib import Path
 from coalign.config.schema import ScoreConfig, SourceConfig
 from coalign.data.messages import Message, as_response
 from coalign.data.reader import RowReader
-from coalign.data.sources import BadRow, Rows, open_rows
+from coalign.data.sources import BadRow, FileRows, open_rows
 from coalign.runtime import fingerprint
 from coalign.runtime.display import Display
 from coalign.runtime.judges import Judge, JudgedResponse, Verdict, open_judge
@@ -61,7 +61,7 @@ class ScoreRow:
 
     config: ScoreConfig
     reader: RowReader
-    rows: Rows
+    rows: FileRows
     number: int
     group: int
 

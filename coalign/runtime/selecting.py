@@ -12,7 +12,7 @@ from pathlib import Path
 from coalign.config.schema import DataConfig, SelectConfig, SourceConfig
 from coalign.data.messages import Message
 from coalign.data.reader import RowReader
-from coalign.data.sources import Rows, open_rows
+from coalign.data.sources import FileRows, open_rows
 from coalign.runtime.partial import Record
 from coalign.types import Status
 
@@ -25,7 +25,7 @@ class Scored:
     """A response with a score; its row is read when it is wanted."""
 
     score: float
-    rows: Rows
+    rows: FileRows
     number: int
 
     @property
