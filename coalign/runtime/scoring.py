@@ -48,7 +48,7 @@ def score(config: ScoreConfig, output: Path, display: Display) -> dict[str, floa
 
 
 @dataclass(frozen=True)
-class Scored:
+class RowAnswers:
     """A row, and the answers in it by the name that their scores get a prefix from."""
 
     row: Record
@@ -65,7 +65,7 @@ class ScoreRow:
     number: int
     group: int
 
-    def read(self) -> Scored:
+    def read(self) -> RowAnswers:
         """Raises ValueError with the row's place if there is nothing to score; an empty response to compare has no
         answer where ``data.on_empty`` drops such rows."""
         row = self.reader.named(self.rows[self.number])
@@ -73,11 +73,11 @@ class ScoreRow:
             said = self._answers(row)
         except BadRow as error:
             if error.reason == "empty" and self.config.data.on_empty == "drop":
-                return Scored(row, {})
+                return RowAnswers(row, {})
             raise ValueError(f"{self.rows.where(self.number)}: {error}") from error
         rest = {"group": self.group, "index": _number(row, "index"), "tokens": _number(row, "tokens")}
         tools = self.reader.tools(row)
-        return Scored(row, {name: JudgedResponse(*pair, row, tools=tools, **rest) for name, pair in said.items()})
+        return RowAnswers(row, {name: JudgedResponse(*pair, row, tools=tools, **rest) for name, pair in said.items()})
 
     def _answers(self, row: Record) -> dict[str, tuple[list[Message], list[Message]]]:
         """(prompt, response) by name: one without a name, or chosen and rejected."""
@@ -99,7 +99,7 @@ class ScoreRow:
         return {"": (prompt, [response])}
 
 
-def judged(judge: Judge, rows: Sequence[Scored]) -> list[Record]:
+def judged(judge: Judge, rows: Sequence[RowAnswers]) -> list[Record]:
     """The rows with the judge's scores."""
     answers = [(i, name, answer) for i, scored in enumerate(rows) for name, answer in scored.answers.items()]
     records = [scored.row | ({} if scored.answers else {"score": None}) for scored in rows]
