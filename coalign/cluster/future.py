@@ -43,7 +43,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WorkerRows:
     """Rows on their way to a worker: the stored batches, and for each row which of them it is in (i64[N]), and where
     there (i64[N]); ``update`` i32[N] becomes a column, if there is one."""
 
@@ -95,8 +95,8 @@ class BatchRef:
         )
 
     @property
-    def share(self) -> Share:
-        return Share(self.payloads, self.which.numpy(), self.rows.numpy())
+    def share(self) -> WorkerRows:
+        return WorkerRows(self.payloads, self.which.numpy(), self.rows.numpy())
 
     def slice(self, start: int, stop: int) -> BatchRef:
         """Sequences start..stop-1, nothing moved."""

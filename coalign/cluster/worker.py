@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from coalign.cluster.apply import apply_columns, sort_result, transform_batches
-from coalign.cluster.future import DeviceMemoryUse, Meta, Share, Store, WorkerFailure
+from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
 from coalign.cluster.memory_report import memory_report
 from coalign.cluster.tracing import Tracer
 from coalign.config.functions import resolve_class
@@ -134,12 +134,12 @@ class Worker:
         with self.tracer.range(f"{self.context.model}.{function.__name__}"):
             return Meta(value=function(self.module, self.store, *arguments)), None
 
-    def apply(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
+    def apply(self, function: Callable[..., Any], inputs: list[WorkerRows], keywords: Mapping[str, Any]) -> Answer:
         """A pure function on the merged columns of the inputs; see coalign.cluster.apply."""
         batch, stats = apply_columns(function, [share.gather(self.store) for share in inputs], keywords)
         return Meta.of(batch, stats), batch
 
-    def transform(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
+    def transform(self, function: Callable[..., Any], inputs: list[WorkerRows], keywords: Mapping[str, Any]) -> Answer:
         """A pure function from whole batches to another one; see coalign.cluster.apply."""
         batch, stats = transform_batches(function, [share.gather(self.store) for share in inputs], keywords)
         return Meta.of(batch, stats), batch
@@ -172,7 +172,7 @@ class Worker:
         return Meta(), None
 
     def _receive(self, value: Any) -> Any:
-        return value.gather(self.store) if isinstance(value, Share) else value
+        return value.gather(self.store) if isinstance(value, WorkerRows) else value
 
     def _memory_report(self, error: BaseException) -> str:
         output = self.context.output
