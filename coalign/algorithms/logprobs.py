@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coalign.algorithms.vocabulary import Share
+from coalign.algorithms.vocabulary import VocabularyShard
 
 # Logits held at once: what stays near a CPU's caches (measured), and what fills a GPU (not measured).
 TILE = {"cpu": 2**21, "cuda": 2**26}
@@ -34,7 +34,7 @@ def linear_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    share: Share | None = None,
+    share: VocabularyShard | None = None,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of ``targets`` i64[M] and, if asked for, the entropy of the whole distribution, in nats: f32[M] each.
@@ -100,7 +100,7 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: _Head,
         entropy: bool,
-        share: Share | None,
+        share: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         targets = targets - share.first if share else targets
         tiles = head.tiles(hidden, weight.to(hidden.dtype), bias)
@@ -146,7 +146,7 @@ def _rows(tile: int, tokens: int) -> int:
 
 
 def _reduce(
-    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool, share: Share | None = None
+    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool, share: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, log-sum-exps and entropies in one walk over the vocabulary. All [M], in ``dtype``."""
     top = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=targets.device)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from coalign.algorithms.candidates import candidate_logprobs, log_collision, top_logprobs
 from coalign.algorithms.logprobs import linear_logprobs
-from coalign.algorithms.vocabulary import Share
+from coalign.algorithms.vocabulary import VocabularyShard
 from coalign.data.batch import Batch
 from coalign.modules.layout import Layout, pack
 from coalign.modules.parallel.rows import HeadExchange
@@ -64,7 +64,7 @@ class Readings:
         needs: Sequence[str] = (),
         *,
         bias: Tensor | None = None,
-        share: Share | None = None,
+        share: VocabularyShard | None = None,
     ) -> dict[str, Tensor]:
         """Of hidden [T, H], where trained tokens are predicted: logprobs f32[T], and of ``needs``: entropy f32[T], of
         the whole next-token distribution; candidate_logprobs f32[T, K], of layout.candidates; collision f32[T],

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from coalign.algorithms.vocabulary import Share
+from coalign.algorithms.vocabulary import VocabularyShard
 from coalign.modules.heads import Readings
 from coalign.modules.layout import Layout
 from coalign.modules.megatron_core import layers
@@ -91,7 +91,7 @@ class PackedGPT(GPTModel):
         weight = weight[: max(0, real - first)]  # no logits for padding
         if self.described.normalised_head:
             weight = F.normalize(weight)
-        share = Share(group, first, real) if group.size() > 1 else None
+        share = VocabularyShard(group, first, real) if group.size() > 1 else None
         return self.read(hidden[:, 0][layout.predictors], weight, layout, needs, share=share)
 
 
