@@ -16,7 +16,7 @@ from torch import Tensor
 from coalign.weights.checksum import tensor_bytes
 from coalign.weights.convert import fp8, pickles
 from coalign.weights.convert.files import Hashed
-from coalign.weights.families.sources import Source
+from coalign.weights.families.sources import HuggingFaceTensor
 from coalign.weights.shards import Shape, Shard, ShardBox
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
@@ -126,7 +126,9 @@ class DirectoryReader:
 class HuggingFaceWeights:
     """The weights as a side. ``sources``: all tensors that the model has. ``stored``: their names in the files."""
 
-    def __init__(self, reader: DirectoryReader, sources: Mapping[str, Source], stored: Mapping[str, str]) -> None:
+    def __init__(
+        self, reader: DirectoryReader, sources: Mapping[str, HuggingFaceTensor], stored: Mapping[str, str]
+    ) -> None:
         self.reader, self.sources, self.stored = reader, sources, stored
         self.ranks = [[whole(source) for source in sources.values()]]
         self.dtypes = {}
@@ -142,7 +144,7 @@ class HuggingFaceWeights:
         return self.sources[name].read(self.reader.tensor(self.stored[name]))
 
 
-def whole(source: Source) -> Shard:
+def whole(source: HuggingFaceTensor) -> Shard:
     """A view, as it is."""
     box = tuple((0, size) for size in source.shape)
     return Shard(source.name, source.shape, source.name, (ShardBox(source.name, box, box),))

@@ -14,7 +14,7 @@ from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.cuts import cut_of
 from coalign.weights.families.model import LAYER, MegatronParameter, TensorParallelCut, holds
 from coalign.weights.families.settings import Setting
-from coalign.weights.families.sources import Source, TensorRule, pieces
+from coalign.weights.families.sources import HuggingFaceTensor, TensorRule, pieces
 from coalign.weights.shards import Box, Shape, Shard, ShardBox, cut, overlap
 
 
@@ -33,7 +33,7 @@ class Parameter:
     expert: int | None
     moe: bool
     dtype: torch.dtype | None
-    sources: Mapping[str, Source]
+    sources: Mapping[str, HuggingFaceTensor]
     pieces: tuple[ShardBox, ...]
 
     @property
@@ -155,9 +155,9 @@ class Family:
         made = (self._parameter(config, held, memory) for held in holds(config, padded))
         return {parameter.name: parameter for parameter in made}
 
-    def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, Source]:
+    def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, HuggingFaceTensor]:
         """All Hugging Face tensors by name."""
-        found: dict[str, Source] = {}
+        found: dict[str, HuggingFaceTensor] = {}
         for parameter in self.parameters(config, in_memory=in_memory).values():
             found |= parameter.sources
         return found

@@ -13,7 +13,7 @@ from coalign.weights.shards import Box, Shape, ShardBox
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class HuggingFaceTensor:
     """A Hugging Face tensor. Boxes are of its view: [out, in], and without rows that mean nothing.
 
     ``shape``: of the view. ``transposed``: the file has [in, out] (GPT-2's Conv1D). ``skip``: rows in front of the view
@@ -49,7 +49,9 @@ class Source:
         return tensor
 
 
-SourceRows = tuple[Source, int, int, int]  # of a source, the rows from … to …, which lie from row … on in the parameter
+SourceRows = tuple[
+    HuggingFaceTensor, int, int, int
+]  # of a source, the rows from … to …, which lie from row … on in the parameter
 
 
 class TensorRule(Protocol):
@@ -70,7 +72,7 @@ class Same:
 
     def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         turned = self.transposed and len(shape) == 2
-        yield Source(self.name + suffix, shape, turned, self.skip), 0, shape[0], 0
+        yield HuggingFaceTensor(self.name + suffix, shape, turned, self.skip), 0, shape[0], 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Joined:
     def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         rows = shape[0] // len(self.names)
         for i, name in enumerate(self.names):
-            yield Source(name + suffix, (rows, *shape[1:])), 0, rows, i * rows
+            yield HuggingFaceTensor(name + suffix, (rows, *shape[1:])), 0, rows, i * rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class QueryKeyValueTensors:
     def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         queries, keys = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
         sizes = zip((self.query, self.key, self.value), (queries, keys, keys), strict=True)
-        sources = [Source(name + suffix, (rows, *shape[1:])) for name, rows in sizes]
+        sources = [HuggingFaceTensor(name + suffix, (rows, *shape[1:])) for name, rows in sizes]
         for which, start, stop, at in _groups(config):
             yield sources[which], start, stop, at
 
@@ -110,7 +112,7 @@ class QueryKeyValueBlocks:
 
     def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         queries, keys = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
-        source = Source(self.name + suffix, shape, self.transposed and len(shape) == 2)
+        source = HuggingFaceTensor(self.name + suffix, shape, self.transposed and len(shape) == 2)
         starts = (0, queries, queries + keys)
         for which, start, stop, at in _groups(config):
             yield source, starts[which] + start, starts[which] + stop, at
@@ -124,7 +126,7 @@ class Stacked:
 
     def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         assert config.num_moe_experts is not None
-        yield Source(self.name, (config.num_moe_experts, *shape), experts=True), 0, shape[0], 0
+        yield HuggingFaceTensor(self.name, (config.num_moe_experts, *shape), experts=True), 0, shape[0], 0
 
 
 def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
