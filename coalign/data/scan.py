@@ -20,7 +20,7 @@ from coalign.data.sources import FileRows
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class ExampleSource(Protocol):
     """The usable rows of a source, in the order of its files: ``source[i]`` is what row i of them becomes.
 
     ``tokens`` is how many they hold together.
@@ -107,7 +107,7 @@ def counted(examples: Examples, phase: Phase | None, rows: int) -> str:
     return f"{examples.counts['rows']} of {rows} rows (phase {phase.name})"
 
 
-def conclude(source: Source, examples: Examples) -> None:
+def conclude(source: ExampleSource, examples: Examples) -> None:
     """ValueError for a source without usable rows; a warning of what its kind finds odd about them."""
     if not len(source):
         bound = f"; data.{examples.longest} is the bound" if examples.counts["long"] else ""
