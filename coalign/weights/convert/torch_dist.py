@@ -51,7 +51,7 @@ OTHERS = ("optimizer", "chained_", "rng_state", "opt_param_scheduler", "rerun_st
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredChunk:
     """A chunk of a tensor: where it lies in a file."""
 
     file: Path
@@ -74,7 +74,7 @@ class TorchDistWeights:
             if isinstance(each, TensorStorageMetadata) and not key.startswith(OTHERS)
         }
         self.naming = _naming(tensors, parameters, config)
-        self.chunks: dict[str, Stored] = {}
+        self.chunks: dict[str, StoredChunk] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         shards = []
         for key, held in self._by_key(tensors, parameters, config).items():
@@ -107,9 +107,9 @@ class TorchDistWeights:
             raise ValueError(f"{self.folder}: shapes that are not those of config.json: {', '.join(wrong)}")
         return keys
 
-    def _stored(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Stored:
+    def _stored(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> StoredChunk:
         where = found.storage_data[MetadataIndex(key, chunk.offsets)]
-        return Stored(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
+        return StoredChunk(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
 
     def _check_files(self) -> None:
         ends: dict[Path, int] = {}
@@ -170,7 +170,7 @@ def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[TorchDist
     return Shard(name, sizes, like, tuple(pieces))
 
 
-def mapped(stored: Stored, file_map: np.ndarray) -> Tensor:
+def mapped(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
     """A chunk, as a view of its mapped file. The archive says where its one record is and how it is laid out."""
     with open(stored.file, "rb") as file:
         view = _Slice(file, stored.offset, stored.length)
