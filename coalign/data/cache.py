@@ -26,7 +26,7 @@ from coalign.data.examples import Example, Examples
 from coalign.data.phases import Phase
 from coalign.data.scan import Scan, conclude, counted
 from coalign.data.sources import FileRows
-from coalign.data.stored import Damaged, Stored, checksum, store
+from coalign.data.stored import Damaged, StoredExamples, checksum, store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ WHICH = {"train", "eval", "mixing", "phases", "phase", "stream", "stream_window"
 class Cached:
     """A Source whose rows have been tokenised before. Draws exactly what `Scanned` would."""
 
-    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None, stored: Stored) -> None:
+    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None, stored: StoredExamples) -> None:
         """ValueError if it holds no usable row."""
         examples.counts = Counter(stored.meta["counts"])
         self.name, self.tokens = examples.name, stored.meta["tokens"]
@@ -71,7 +71,7 @@ def open_cached(directory: Path, examples: Examples, rows: FileRows, phase: Phas
     entry = directory / f"{rows.paths[0].stem}-{_digest([identity, _code()])}"
     if entry.exists():
         try:
-            return Cached(examples, rows, phase, Stored(entry))
+            return Cached(examples, rows, phase, StoredExamples(entry))
         except Damaged as error:
             log.warning("data.cache: %s; tokenising %s again", error, examples.name)
             _remove(entry)
@@ -84,7 +84,7 @@ def open_cached(directory: Path, examples: Examples, rows: FileRows, phase: Phas
         except OSError:
             if not entry.exists():  # else another process was first
                 raise
-    return Cached(examples, rows, phase, Stored(entry))
+    return Cached(examples, rows, phase, StoredExamples(entry))
 
 
 def identify(examples: Examples, config: DataConfig, source: SourceConfig, phase: Phase | None, files: Any) -> str:
