@@ -1,6 +1,6 @@
 """One worker: holds one Module in its process (or thread), executes calls, and answers (Meta, payload).
 
-Plain Python: the same class serves the local cluster and Ray. Exceptions do not leave it; they become a Failure.
+Plain Python: the same class serves the local cluster and Ray. Exceptions do not leave it; they become a WorkerFailure.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Scan:
 
 
 class Scanned:
-    """A Source that tokenises what is drawn."""
+    """An ExampleSource that tokenises what is drawn."""
 
     def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None = None) -> None:
         """ValueError for a row that may not be dropped, and if none is left."""

@@ -40,7 +40,7 @@ class SyncedModel(Protocol):
     def run(
         self, function: Callable[..., Any], *arguments: Any, fatal: bool = True, beside: Sequence[Any] = ()
     ) -> ResultFuture:
-        """``function(module, store, *arguments)`` on every rank: a Future of the list of results. It also works on the
+        """``function(module, store, *arguments)`` on every rank: a future of the list of results. It also works on the
         weights of the models ``beside`` it."""
 
     def takes_turns_with(self, other: Any) -> bool:

@@ -61,7 +61,7 @@ class PackedGPT(GPTModel):
         self, layout: Layout, heads: HeadExchange | None = None, needs: Sequence[str] = ()
     ) -> Tensor | dict[str, Tensor]:
         """Hidden states [P, 1, H] for the next chunk, or the outputs of the last one. ``layout``: of this rank's part
-        of the row (coalign.modules.parallel.rows.Part)."""
+        of the row (coalign.modules.parallel.rows.RowShard)."""
         turns, latent = angles(self.described, layout.positions, layout.blocks), self.described.multi_latent_attention
         hidden = self.decoder(
             hidden_states=self._embedded(layout) if self.pre_process else None,

@@ -29,7 +29,8 @@ class ExpertGroupChoice:
 
 
 class GroupedRouter(TopKRouter):
-    """``best``: as in Choice. The biases of experts stay what they are, unless a rate of change was asked for."""
+    """``best``: as in ExpertGroupChoice. The biases of experts stay what they are, unless a rate of change
+    was asked for."""
 
     def __init__(self, *arguments: Any, best: int, **settings: Any) -> None:
         super().__init__(*arguments, **settings)

@@ -49,9 +49,8 @@ class HuggingFaceTensor:
         return tensor
 
 
-SourceRows = tuple[
-    HuggingFaceTensor, int, int, int
-]  # of a source, the rows from … to …, which lie from row … on in the parameter
+# Of a source, the rows from … to …, which lie from row … on in the parameter.
+SourceRows = tuple[HuggingFaceTensor, int, int, int]
 
 
 class TensorRule(Protocol):

@@ -386,7 +386,7 @@ def test_a_process_that_is_killed_leaves_what_resume_goes_on_from(tmp_path, llam
     code = """
 import os, sys
 from pathlib import Path
-from coalign.weights.convert import Request, convert, files
+from coalign.weights.convert import ConversionRequest, convert, files
 calls, fsync = [], files.os.fsync
 def counted(number):
     calls.append(number)
@@ -394,7 +394,7 @@ def counted(number):
         os.kill(os.getpid(), 9)
     fsync(number)
 files.os.fsync = counted
-convert(Request(source=Path(sys.argv[1]), output=Path(sys.argv[2]), to="megatron", file_size=10_000))
+convert(ConversionRequest(source=Path(sys.argv[1]), output=Path(sys.argv[2]), to="megatron", file_size=10_000))
 """
     output = tmp_path / "megatron"
     killed = subprocess.run([sys.executable, "-c", code, str(llama), str(output)], capture_output=True, text=True)
