@@ -21,16 +21,16 @@ from coalign.weights.families.settings import (
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Same
+from coalign.weights.families.sources import SingleTensor
 
 LATENT = {
-    "self_attention.linear_q_proj": Same("self_attn.q_proj"),
-    "self_attention.linear_q_down_proj": Same("self_attn.q_a_proj"),
-    "self_attention.q_layernorm": Same("self_attn.q_a_layernorm"),
-    "self_attention.linear_q_up_proj": Same("self_attn.q_b_proj"),
-    "self_attention.linear_kv_down_proj": Same("self_attn.kv_a_proj_with_mqa"),
-    "self_attention.kv_layernorm": Same("self_attn.kv_a_layernorm"),
-    "self_attention.linear_kv_up_proj": Same("self_attn.kv_b_proj"),
+    "self_attention.linear_q_proj": SingleTensor("self_attn.q_proj"),
+    "self_attention.linear_q_down_proj": SingleTensor("self_attn.q_a_proj"),
+    "self_attention.q_layernorm": SingleTensor("self_attn.q_a_layernorm"),
+    "self_attention.linear_q_up_proj": SingleTensor("self_attn.q_b_proj"),
+    "self_attention.linear_kv_down_proj": SingleTensor("self_attn.kv_a_proj_with_mqa"),
+    "self_attention.kv_layernorm": SingleTensor("self_attn.kv_a_layernorm"),
+    "self_attention.linear_kv_up_proj": SingleTensor("self_attn.kv_b_proj"),
 }
 LAYER = ATTENTION | LATENT | MLP | ROUTER | EXPERTS | shared("shared_experts")
 
@@ -120,7 +120,7 @@ DEEPSEEK_V3 = Family(
         RequiredValue("rope_interleave", True),
     ),
     tensors=TENSORS,
-    layer=LAYER | {"mlp.router.expert_bias": Same("mlp.gate.e_score_correction_bias")},
+    layer=LAYER | {"mlp.router.expert_bias": SingleTensor("mlp.gate.e_score_correction_bias")},
     prefix=PREFIX,
     memory=STACKED,
 )

@@ -7,12 +7,12 @@ from typing import Any
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.model import EXPERT
 from coalign.weights.families.settings import ConvertedFields, Field, Hf
-from coalign.weights.families.sources import Joined, Same, Stacked
+from coalign.weights.families.sources import Joined, SingleTensor, Stacked
 
-ROUTER = {"mlp.router": Same("mlp.gate")}
+ROUTER = {"mlp.router": SingleTensor("mlp.gate")}
 EXPERTS = {
     EXPERT + "linear_fc1": Joined(("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")),
-    EXPERT + "linear_fc2": Same("mlp.experts.{expert}.down_proj"),
+    EXPERT + "linear_fc2": SingleTensor("mlp.experts.{expert}.down_proj"),
 }
 # In memory transformers 5 has them in two tensors, [gate | up] and down.
 STACKED = {
@@ -21,11 +21,11 @@ STACKED = {
 }
 
 
-def shared(name: str) -> dict[str, Joined | Same]:
+def shared(name: str) -> dict[str, Joined | SingleTensor]:
     """The lines of an MLP called ``name`` that all tokens go through."""
     return {
         "mlp.shared_experts.linear_fc1": Joined((f"mlp.{name}.gate_proj", f"mlp.{name}.up_proj")),
-        "mlp.shared_experts.linear_fc2": Same(f"mlp.{name}.down_proj"),
+        "mlp.shared_experts.linear_fc2": SingleTensor(f"mlp.{name}.down_proj"),
     }
 
 

@@ -21,7 +21,7 @@ from coalign.weights.families.settings import (
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import QueryKeyValueBlocks, Same
+from coalign.weights.families.sources import QueryKeyValueBlocks, SingleTensor
 
 HALF_INTERLEAVED = FixedFields(rotary_interleaved=True)
 
@@ -59,17 +59,17 @@ CHATGLM = Family(
         RequiredValue("rope_ratio", 1),  # some versions of the code divide positions by it, others multiply the base
     ),
     tensors={
-        "embedding.word_embeddings": Same("transformer.embedding.word_embeddings"),
-        "decoder.final_layernorm": Same("transformer.encoder.final_layernorm"),
-        "output_layer": Same("transformer.output_layer"),
+        "embedding.word_embeddings": SingleTensor("transformer.embedding.word_embeddings"),
+        "decoder.final_layernorm": SingleTensor("transformer.encoder.final_layernorm"),
+        "output_layer": SingleTensor("transformer.output_layer"),
     },
     layer={
-        "input_layernorm": Same("input_layernorm"),
+        "input_layernorm": SingleTensor("input_layernorm"),
         "self_attention.linear_qkv": QueryKeyValueBlocks("self_attention.query_key_value"),
-        "self_attention.linear_proj": Same("self_attention.dense"),
-        "pre_mlp_layernorm": Same("post_attention_layernorm"),
-        "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),
-        "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
+        "self_attention.linear_proj": SingleTensor("self_attention.dense"),
+        "pre_mlp_layernorm": SingleTensor("post_attention_layernorm"),
+        "mlp.linear_fc1": SingleTensor("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": SingleTensor("mlp.dense_4h_to_h"),
     },
     prefix="transformer.encoder.layers.{layer}.",
     base="transformer.",
@@ -93,6 +93,7 @@ GLM4 = Family(
         HALF_INTERLEAVED,
     ),
     tensors=TENSORS,
-    layer=ATTENTION | {"mlp.linear_fc1": Same("mlp.gate_up_proj"), "mlp.linear_fc2": Same("mlp.down_proj")},
+    layer=ATTENTION
+    | {"mlp.linear_fc1": SingleTensor("mlp.gate_up_proj"), "mlp.linear_fc2": SingleTensor("mlp.down_proj")},
     prefix=PREFIX,
 )

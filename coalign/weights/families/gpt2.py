@@ -12,15 +12,15 @@ from coalign.weights.families.settings import (
     RequiredValue,
     tied,
 )
-from coalign.weights.families.sources import QueryKeyValueBlocks, Same
+from coalign.weights.families.sources import QueryKeyValueBlocks, SingleTensor
 
 TENSORS = {
-    "embedding.word_embeddings": Same("transformer.wte"),
-    "embedding.position_embeddings": Same("transformer.wpe"),
-    "decoder.final_layernorm": Same("transformer.ln_f"),
-    "output_layer": Same("lm_head"),
+    "embedding.word_embeddings": SingleTensor("transformer.wte"),
+    "embedding.position_embeddings": SingleTensor("transformer.wpe"),
+    "decoder.final_layernorm": SingleTensor("transformer.ln_f"),
+    "output_layer": SingleTensor("lm_head"),
 }
-NORMS = {"input_layernorm": Same("ln_1"), "pre_mlp_layernorm": Same("ln_2")}
+NORMS = {"input_layernorm": SingleTensor("ln_1"), "pre_mlp_layernorm": SingleTensor("ln_2")}
 COMMON = (
     *GPT2_SIZES,
     tied(True),
@@ -43,9 +43,9 @@ GPT2 = Family(
     layer=NORMS
     | {
         "self_attention.linear_qkv": QueryKeyValueBlocks("attn.c_attn", transposed=True),
-        "self_attention.linear_proj": Same("attn.c_proj", transposed=True),
-        "mlp.linear_fc1": Same("mlp.c_fc", transposed=True),
-        "mlp.linear_fc2": Same("mlp.c_proj", transposed=True),
+        "self_attention.linear_proj": SingleTensor("attn.c_proj", transposed=True),
+        "mlp.linear_fc1": SingleTensor("mlp.c_fc", transposed=True),
+        "mlp.linear_fc2": SingleTensor("mlp.c_proj", transposed=True),
     },
     prefix="transformer.h.{layer}.",
     base="transformer.",
@@ -68,10 +68,10 @@ STARCODER = Family(
     layer=NORMS
     | {
         # With one group all queries, the key, the value; with as many as heads, head by head: Megatron's order, both.
-        "self_attention.linear_qkv": Same("attn.c_attn"),
-        "self_attention.linear_proj": Same("attn.c_proj"),
-        "mlp.linear_fc1": Same("mlp.c_fc"),
-        "mlp.linear_fc2": Same("mlp.c_proj"),
+        "self_attention.linear_qkv": SingleTensor("attn.c_attn"),
+        "self_attention.linear_proj": SingleTensor("attn.c_proj"),
+        "mlp.linear_fc1": SingleTensor("mlp.c_fc"),
+        "mlp.linear_fc2": SingleTensor("mlp.c_proj"),
     },
     prefix="transformer.h.{layer}.",
     base="transformer.",

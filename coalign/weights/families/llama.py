@@ -20,22 +20,22 @@ from coalign.weights.families.settings import (
     tied,
     window,
 )
-from coalign.weights.families.sources import Joined, QueryKeyValueTensors, Same
+from coalign.weights.families.sources import Joined, QueryKeyValueTensors, SingleTensor
 
 TENSORS = {
-    "embedding.word_embeddings": Same("model.embed_tokens"),
-    "decoder.final_layernorm": Same("model.norm"),
-    "output_layer": Same("lm_head"),
+    "embedding.word_embeddings": SingleTensor("model.embed_tokens"),
+    "decoder.final_layernorm": SingleTensor("model.norm"),
+    "output_layer": SingleTensor("lm_head"),
 }
 ATTENTION = {
-    "input_layernorm": Same("input_layernorm"),
+    "input_layernorm": SingleTensor("input_layernorm"),
     "self_attention.linear_qkv": QueryKeyValueTensors("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.linear_proj": Same("self_attn.o_proj"),
-    "pre_mlp_layernorm": Same("post_attention_layernorm"),
+    "self_attention.linear_proj": SingleTensor("self_attn.o_proj"),
+    "pre_mlp_layernorm": SingleTensor("post_attention_layernorm"),
 }
 MLP = {
     "mlp.linear_fc1": Joined(("mlp.gate_proj", "mlp.up_proj")),
-    "mlp.linear_fc2": Same("mlp.down_proj"),
+    "mlp.linear_fc2": SingleTensor("mlp.down_proj"),
 }
 PREFIX = "model.layers.{layer}."
 

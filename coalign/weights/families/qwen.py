@@ -29,7 +29,7 @@ from coalign.weights.families.settings import (
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Joined, QueryKeyValueBlocks, Same
+from coalign.weights.families.sources import Joined, QueryKeyValueBlocks, SingleTensor
 
 COMMON = (
     *SIZES,
@@ -42,7 +42,10 @@ COMMON = (
     RequiredValue("use_sliding_window", False),
 )
 ROUTED = (QWEN_LAYERS, TOP_K, EXPERT_FFN, NORMALISED)
-NORMS = {"self_attention.q_layernorm": Same("self_attn.q_norm"), "self_attention.k_layernorm": Same("self_attn.k_norm")}
+NORMS = {
+    "self_attention.q_layernorm": SingleTensor("self_attn.q_norm"),
+    "self_attention.k_layernorm": SingleTensor("self_attn.k_norm"),
+}
 
 QWEN2 = Family(
     name="qwen2",
@@ -73,7 +76,7 @@ QWEN2_MOE = Family(
     | ROUTER
     | EXPERTS
     | shared("shared_expert")
-    | {"mlp.shared_experts.gate_weight": Same("mlp.shared_expert_gate.weight")},
+    | {"mlp.shared_experts.gate_weight": SingleTensor("mlp.shared_expert_gate.weight")},
     prefix=PREFIX,
     memory=STACKED,
 )
@@ -134,17 +137,17 @@ QWEN = Family(
         RequiredValue("scale_attn_weights", True),
     ),
     tensors={
-        "embedding.word_embeddings": Same("transformer.wte"),
-        "decoder.final_layernorm": Same("transformer.ln_f"),
-        "output_layer": Same("lm_head"),
+        "embedding.word_embeddings": SingleTensor("transformer.wte"),
+        "decoder.final_layernorm": SingleTensor("transformer.ln_f"),
+        "output_layer": SingleTensor("lm_head"),
     },
     layer={
-        "input_layernorm": Same("ln_1"),
+        "input_layernorm": SingleTensor("ln_1"),
         "self_attention.linear_qkv": QueryKeyValueBlocks("attn.c_attn"),
-        "self_attention.linear_proj": Same("attn.c_proj"),
-        "pre_mlp_layernorm": Same("ln_2"),
+        "self_attention.linear_proj": SingleTensor("attn.c_proj"),
+        "pre_mlp_layernorm": SingleTensor("ln_2"),
         "mlp.linear_fc1": Joined(("mlp.w2", "mlp.w1")),
-        "mlp.linear_fc2": Same("mlp.c_proj"),
+        "mlp.linear_fc2": SingleTensor("mlp.c_proj"),
     },
     prefix="transformer.h.{layer}.",
     base="transformer.",

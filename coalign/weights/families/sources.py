@@ -62,7 +62,7 @@ class TensorRule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class SingleTensor:
     """One tensor as it is."""
 
     name: str
