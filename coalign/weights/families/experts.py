@@ -7,11 +7,11 @@ from typing import Any
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.model import EXPERT
 from coalign.weights.families.settings import ConvertedFields, Field, Hf
-from coalign.weights.families.sources import Joined, SingleTensor, Stacked
+from coalign.weights.families.sources import ConcatenatedTensors, SingleTensor, Stacked
 
 ROUTER = {"mlp.router": SingleTensor("mlp.gate")}
 EXPERTS = {
-    EXPERT + "linear_fc1": Joined(("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")),
+    EXPERT + "linear_fc1": ConcatenatedTensors(("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")),
     EXPERT + "linear_fc2": SingleTensor("mlp.experts.{expert}.down_proj"),
 }
 # In memory transformers 5 has them in two tensors, [gate | up] and down.
@@ -21,10 +21,10 @@ STACKED = {
 }
 
 
-def shared(name: str) -> dict[str, Joined | SingleTensor]:
+def shared(name: str) -> dict[str, ConcatenatedTensors | SingleTensor]:
     """The lines of an MLP called ``name`` that all tokens go through."""
     return {
-        "mlp.shared_experts.linear_fc1": Joined((f"mlp.{name}.gate_proj", f"mlp.{name}.up_proj")),
+        "mlp.shared_experts.linear_fc1": ConcatenatedTensors((f"mlp.{name}.gate_proj", f"mlp.{name}.up_proj")),
         "mlp.shared_experts.linear_fc2": SingleTensor(f"mlp.{name}.down_proj"),
     }
 

@@ -20,7 +20,7 @@ from coalign.weights.families.settings import (
     tied,
     window,
 )
-from coalign.weights.families.sources import Joined, QueryKeyValueTensors, SingleTensor
+from coalign.weights.families.sources import ConcatenatedTensors, QueryKeyValueTensors, SingleTensor
 
 TENSORS = {
     "embedding.word_embeddings": SingleTensor("model.embed_tokens"),
@@ -34,7 +34,7 @@ ATTENTION = {
     "pre_mlp_layernorm": SingleTensor("post_attention_layernorm"),
 }
 MLP = {
-    "mlp.linear_fc1": Joined(("mlp.gate_proj", "mlp.up_proj")),
+    "mlp.linear_fc1": ConcatenatedTensors(("mlp.gate_proj", "mlp.up_proj")),
     "mlp.linear_fc2": SingleTensor("mlp.down_proj"),
 }
 PREFIX = "model.layers.{layer}."

@@ -18,7 +18,7 @@ from coalign.weights.families.settings import (
     tied,
     window,
 )
-from coalign.weights.families.sources import Joined, SingleTensor
+from coalign.weights.families.sources import ConcatenatedTensors, SingleTensor
 
 W = "block_sparse_moe.experts.{expert}."
 
@@ -45,7 +45,7 @@ MIXTRAL = Family(
     layer=ATTENTION
     | {
         "mlp.router": SingleTensor("block_sparse_moe.gate"),
-        EXPERT + "linear_fc1": Joined((W + "w1", W + "w3")),
+        EXPERT + "linear_fc1": ConcatenatedTensors((W + "w1", W + "w3")),
         EXPERT + "linear_fc2": SingleTensor(W + "w2"),
     },
     prefix=PREFIX,

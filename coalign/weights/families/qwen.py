@@ -29,7 +29,7 @@ from coalign.weights.families.settings import (
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Joined, QueryKeyValueBlocks, SingleTensor
+from coalign.weights.families.sources import ConcatenatedTensors, QueryKeyValueBlocks, SingleTensor
 
 COMMON = (
     *SIZES,
@@ -146,7 +146,7 @@ QWEN = Family(
         "self_attention.linear_qkv": QueryKeyValueBlocks("attn.c_attn"),
         "self_attention.linear_proj": SingleTensor("attn.c_proj"),
         "pre_mlp_layernorm": SingleTensor("ln_2"),
-        "mlp.linear_fc1": Joined(("mlp.w2", "mlp.w1")),
+        "mlp.linear_fc1": ConcatenatedTensors(("mlp.w2", "mlp.w1")),
         "mlp.linear_fc2": SingleTensor("mlp.c_proj"),
     },
     prefix="transformer.h.{layer}.",

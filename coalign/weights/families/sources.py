@@ -75,7 +75,7 @@ class SingleTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class ConcatenatedTensors:
     """Tensors of one size, end to end: the gate, then what it gates."""
 
     names: tuple[str, ...]
