@@ -7,7 +7,7 @@ from typing import Any
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.model import EXPERT
 from coalign.weights.families.settings import ConvertedFields, Field, Hf
-from coalign.weights.families.sources import ConcatenatedTensors, SingleTensor, Stacked
+from coalign.weights.families.sources import ConcatenatedTensors, SingleTensor, StackedExperts
 
 ROUTER = {"mlp.router": SingleTensor("mlp.gate")}
 EXPERTS = {
@@ -16,8 +16,8 @@ EXPERTS = {
 }
 # In memory transformers 5 has them in two tensors, [gate | up] and down.
 STACKED = {
-    EXPERT + "linear_fc1": Stacked("mlp.experts.gate_up_proj"),
-    EXPERT + "linear_fc2": Stacked("mlp.experts.down_proj"),
+    EXPERT + "linear_fc1": StackedExperts("mlp.experts.gate_up_proj"),
+    EXPERT + "linear_fc2": StackedExperts("mlp.experts.down_proj"),
 }
 
 

@@ -118,7 +118,7 @@ class QueryKeyValueBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackedExperts:
     """One expert's weight out of a tensor that has those of all experts. Its name has no `.weight`."""
 
     name: str
