@@ -22,7 +22,8 @@ from coalign.weights.shards import Box, Shape, Shard, ShardBox, cut, overlap
 class Parameter:
     """A parameter of the whole Megatron model (no padding but the vocabulary's, no parallelism).
 
-    ``pieces``: boxes of the views of ``sources`` (HuggingFaceTensor), so ``whole`` can be cut, joined and planned by coalign.weights.shards. ``kind``: how tensor parallelism cuts it (experts: expert-tensor).
+    ``pieces``: boxes of the views of ``sources`` (HuggingFaceTensor), so ``whole`` can be cut, joined and planned by
+    coalign.weights.shards. ``kind``: how tensor parallelism cuts it (experts: expert-tensor).
     """
 
     template: str
