@@ -26,9 +26,9 @@ import psutil
 import torch
 
 from coalign.weights import families
-from coalign.weights.convert import Request, convert
+from coalign.weights.convert import ConversionRequest, convert
 from coalign.weights.convert.files import writing
-from coalign.weights.convert.huggingface import Entry, write
+from coalign.weights.convert.huggingface import FileTensor, write
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -51,7 +51,7 @@ def make(folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     family = families.of(CONFIG)
-    entries = [Entry(name, s.stored, torch.bfloat16) for name, s in family.sources(family.config(CONFIG)).items()]
+    entries = [FileTensor(name, s.stored, torch.bfloat16) for name, s in family.sources(family.config(CONFIG)).items()]
     with writing(folder / "model.safetensors") as file:
         write(file, entries, (torch.randn(entry.shape).bfloat16() for entry in entries))
 
@@ -101,7 +101,7 @@ class Memory:
         return found
 
 
-def measured(request: Request, size: int, copied: Callable[[], float], memory: Memory) -> None:
+def measured(request: ConversionRequest, size: int, copied: Callable[[], float], memory: Memory) -> None:
     """Against copies before and after, the faster one."""
     copy = copied()
     with memory:
@@ -135,8 +135,8 @@ def main() -> None:
             there, back = base / f"megatron{round}", base / f"back{round}"
             more = {"processes": options.processes}
             for request in (
-                Request(source=source, output=there, to="megatron", **more),
-                Request(source=there, output=back, to="hf", **more),
+                ConversionRequest(source=source, output=there, to="megatron", **more),
+                ConversionRequest(source=there, output=back, to="hf", **more),
             ):
                 measured(request, size, lambda: copied(file, base / "copy"), memory)
             if subprocess.run(["cmp", file, back / "model.safetensors"]).returncode:

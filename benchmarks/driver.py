@@ -23,7 +23,7 @@ import torch
 
 from coalign.cluster.answers import Running
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import Meta, Share
+from coalign.cluster.future import Meta, WorkerRows
 from coalign.cluster.local import Cell, LocalCluster
 from coalign.cluster.slot import Slot
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
@@ -76,7 +76,9 @@ class StandIn:
 
     close = setup
 
-    def call(self, method: str, arguments: tuple[Share], keywords: Mapping[str, Any]) -> tuple[Batch | None, Stats]:
+    def call(
+        self, method: str, arguments: tuple[WorkerRows], keywords: Mapping[str, Any]
+    ) -> tuple[Batch | None, Stats]:
         rows = arguments[0].gather(self.store)
         stats: Stats = {f"{method}/{i}": Stat(1.0, float(len(rows))) for i in range(20)}
         if method == "generate":
@@ -85,11 +87,11 @@ class StandIn:
             return Batch(rows.lengths, {}, {"scored": torch.zeros(len(rows))}), stats
         return None, stats
 
-    def apply(self, function: Callable[..., Any], given: Share, keywords: Any) -> tuple[None, Stats]:
+    def apply(self, function: Callable[..., Any], given: WorkerRows, keywords: Any) -> tuple[None, Stats]:
         given.gather(self.store)
         return None, {f"{function.__name__}/count": Total(1.0)}
 
-    def transform(self, function: Callable[..., Any], inputs: list[Share], keywords: Any) -> tuple[Batch, Stats]:
+    def transform(self, function: Callable[..., Any], inputs: list[WorkerRows], keywords: Any) -> tuple[Batch, Stats]:
         batch, stats = inputs[0].gather(self.store), {f"{function.__name__}/count": Total(1.0)}
         if function is not filter_groups:
             return batch, stats

@@ -1,6 +1,6 @@
 """Losses and gradients: Coalign against TRL's own trainers on one model and the same tokens, in float32.
 
-    python benchmarks/parity_trl.py [--pairs 6] [--solutions ../shared/data/gsm8k_model_solutions.jsonl] [--only dpo]
+    python benchmarks/parity_trl.py [--pairs 6] [--solutions FILE.jsonl] [--only dpo]
 
 For each loss: TRL's trainer collates the batch and computes its loss, Coalign's FSDPModule takes a train_step on the
 same token ids in micro-batches of its own. Prints both losses, their relative difference and that of the gradients (the
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="compare the losses whose name contains this")
     options = parser.parse_args()
     quiet()
-    print(f"data: {options.solutions or (GSM8K if GSM8K.exists() else 'synthetic')}, {options.pairs} pairs")
+    print(f"data: {options.solutions or GSM8K or 'synthetic'}, {options.pairs} pairs")
     print(f"{'loss':24} {'TRL':>12} {'Coalign':>12} {'loss diff':>10} {'grad diff':>10}  differs by definition")
     worst = 0.0
     with tempfile.TemporaryDirectory() as work:

@@ -1,8 +1,9 @@
 """GSM8K for the examples: a small model with a tokenizer of its own, and preference data from solutions marked right or
 wrong.
 
-    python examples/gsm8k.py runs/gsm8k        # writes model/, pairs, labelled and scored solutions there
+    GSM8K=DIRECTORY python examples/gsm8k.py runs/gsm8k    # writes model/, pairs, labelled and scored solutions there
 
+DIRECTORY has gsm8k_train.jsonl and gsm8k_model_solutions.jsonl; README.md says where they come from.
 The solutions are those that four models of OpenAI gave to the test questions (2110.14168).
 Questions, not solutions, are held out: no question of the evaluation files is in the training files.
 """
@@ -16,15 +17,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-DATA = Path(os.environ.get("GSM8K", Path(__file__).resolve().parents[2] / "shared" / "data"))
 HELD_OUT = 5  # every fifth question
 
 Row = dict[str, Any]
 
 
 def read(name: str) -> list[Row]:
-    """The rows of a file of GSM8K."""
-    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+    """The rows of a file in the directory that the environment variable GSM8K names."""
+    if "GSM8K" not in os.environ:
+        sys.exit(f"the environment variable GSM8K is not set; set it to the directory of {name} (see README.md)")
+    return [json.loads(line) for line in Path(os.environ["GSM8K"], name).read_text(encoding="utf-8").splitlines()]
 
 
 def write(path: Path, rows: Iterator[Row] | list[Row]) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from coalign.algorithms.vocabulary import Share
+from coalign.algorithms.vocabulary import VocabularyShard
 
 BLOCK = {"cpu": 2**22, "cuda": 2**26}  # logits held at once
 
@@ -25,7 +25,7 @@ def candidate_logprobs(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    share: Share | None = None,
+    share: VocabularyShard | None = None,
 ) -> Tensor:
     """f32[M, K]: log-probs of ``candidates`` i64[M, K] after hidden [M, H]; logits as in `linear_logprobs`.
 
@@ -63,7 +63,7 @@ def top_logprobs(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    share: Share | None = None,
+    share: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``k`` likeliest tokens after hidden [M, H], best first: i64[M, K], and their log-probs f32[M, K]. K is the
     smaller of k and the vocabulary."""
@@ -92,7 +92,7 @@ def log_collision(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    share: Share | None = None,
+    share: VocabularyShard | None = None,
 ) -> Tensor:
     """f32[M]: log Σ p² over the vocabulary after hidden [M, H], the log-prob that two draws agree."""
     parts = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coalign.algorithms.vocabulary import Share
+from coalign.algorithms.vocabulary import VocabularyShard
 
 # Logits held at once: what stays near a CPU's caches (measured), and what fills a GPU (not measured).
 TILE = {"cpu": 2**21, "cuda": 2**26}
@@ -34,7 +34,7 @@ def linear_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    share: Share | None = None,
+    share: VocabularyShard | None = None,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of ``targets`` i64[M] and, if asked for, the entropy of the whole distribution, in nats: f32[M] each.
@@ -57,16 +57,6 @@ def linear_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, head, entropy, share)
     return logprobs, entropies
-
-
-def packed_logprobs(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False, tile: int | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The same from ``logits`` [M, V] that a backend has made already, without a float32 copy of them."""
-    if temperature <= 0:
-        raise ValueError(f"temperature is {temperature}: log-probs need one above 0")
-    tile = tile or TILE.get(logits.device.type, TILE["cuda"])
-    return _PackedLogprobs.apply(logits, targets, 1.0 / temperature, _rows(tile, len(logits)), entropy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +100,7 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: _Head,
         entropy: bool,
-        share: Share | None,
+        share: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         targets = targets - share.first if share else targets
         tiles = head.tiles(hidden, weight.to(hidden.dtype), bias)
@@ -150,41 +140,13 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-class _PackedLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, inner: float, columns: int, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.inner, ctx.columns = inner, columns
-        tiles = _column_tiles(logits, inner, columns)
-        logprobs, normaliser, entropies = _reduce(tiles, targets, dtype=_exact(logits), entropy=entropy)
-        ctx.save_for_backward(logits, targets, normaliser, entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, targets, normaliser, entropies = ctx.saved_tensors
-        factor = -ctx.inner * (grad if entropies is None else torch.ones_like(grad))
-        grad_logits = torch.empty_like(logits)
-        for start, tile in _column_tiles(logits, ctx.inner, ctx.columns):
-            error = _error(start, tile, targets, normaliser, grad, grad_entropy, entropies)
-            grad_logits[:, start : start + error.shape[1]] = error.mul_(factor[:, None])
-        return grad_logits, None, None, None, None
-
-
 def _rows(tile: int, tokens: int) -> int:
     """How many rows of the weight make about ``tile`` logits."""
     return max(1, round(tile / max(1, tokens) / ROWS)) * ROWS
 
 
-def _column_tiles(logits: Tensor, inner: float, columns: int) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, logits.shape[1], columns):
-        yield start, logits[:, start : start + columns].to(_exact(logits), copy=True).mul_(inner)
-
-
 def _reduce(
-    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool, share: Share | None = None
+    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool, share: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs, log-sum-exps and entropies in one walk over the vocabulary. All [M], in ``dtype``."""
     top = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=targets.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class VocabularyShard:
     """The tokens that this rank of ``group`` has: those from ``first`` on, as many as the weight has rows (at least
     one), of ``size`` on all ranks."""
 

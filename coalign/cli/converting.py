@@ -52,7 +52,7 @@ def convert(
 ):
     """Convert a model between Hugging Face's and Megatron's formats."""
     from coalign.runtime.display import Display
-    from coalign.weights.convert import Request
+    from coalign.weights.convert import ConversionRequest
     from coalign.weights.convert import convert as run
     from coalign.weights.transport import WeightError
 
@@ -72,7 +72,7 @@ def convert(
 
             yield advance
 
-    request = Request(
+    request = ConversionRequest(
         source=source,
         output=output,
         to=to,

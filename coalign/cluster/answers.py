@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from coalign.cluster.future import BatchRef, Failure, Future, Meta, Outcome, Span, Store, WorkerError
+from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Span, Store, WorkerError, WorkerFailure
 from coalign.types import merge_stats
 
 
@@ -59,12 +59,12 @@ def silence(future: Future, running: Sequence[Running], timeout: float) -> Worke
     """The error of workers that have not answered for ``timeout`` s."""
     late = ", ".join(each.where for each in running if not each.meta.done())
     message = f"no answer within {timeout:g} s (runtime.call_timeout)"
-    return WorkerError(future.label, late, Failure("TimeoutError", message, ""))
+    return WorkerError(future.label, late, WorkerFailure("TimeoutError", message, ""))
 
 
 def _raise_failure(label: str, where: str, done: concurrent.futures.Future[Meta]) -> None:
     if lost := done.exception():
-        raise WorkerError(label, where, Failure("worker lost", str(lost).strip(), "")) from None
+        raise WorkerError(label, where, WorkerFailure("worker lost", str(lost).strip(), "")) from None
     if failure := done.result().failure:
         raise WorkerError(label, where, failure) from failure.exception
 

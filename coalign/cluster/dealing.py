@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from coalign.cluster.answers import Remote
-from coalign.cluster.future import BatchRef, Meta, Outcome, Share
+from coalign.cluster.future import BatchRef, Meta, Outcome, WorkerRows
 from coalign.data.balance import cost, partition
 from coalign.data.batch import split_ranges
 from coalign.types import merge_stats
@@ -36,7 +36,7 @@ class Deal:
         return [self.given.select(rows) for rows in self.rows]
 
     @property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[WorkerRows]:
         """What each part gets."""
         shares = [part.share for part in self.parts]
         if self.updates is None:

@@ -46,7 +46,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class WorkerRows:
     """Rows on their way to a worker: the stored batches, and for each row which of them it is in (i64[N]), and where
     there (i64[N]); ``update`` i32[N] becomes a column, if there is one."""
 
@@ -118,8 +118,8 @@ class BatchRef:
         return BatchRef((payload,), which, rows, lengths, meta.group, meta.columns, store, meta.work, meta.status)
 
     @property
-    def share(self) -> Share:
-        return Share(self.payloads, self.which.numpy(), self.rows.numpy())
+    def share(self) -> WorkerRows:
+        return WorkerRows(self.payloads, self.which.numpy(), self.rows.numpy())
 
     def slice(self, start: int, stop: int) -> BatchRef:
         """Sequences start..stop-1, nothing moved."""
@@ -176,7 +176,7 @@ class BatchRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class WorkerFailure:
     """An exception that crossed a process boundary: always printable, whole if it could be pickled."""
 
     kind: str
@@ -186,7 +186,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class DeviceMemoryUse:
     """What the models of a process have on its device: bytes by model and part of what is there (``held``), and what
     each other part would bring (``away``; of models that move by means of their own, nothing). ``before`` a call, and
     at its ``peak``: bytes of all of them."""
@@ -219,8 +219,8 @@ class Meta:
     start: float = 0.0
     seconds: float = 0.0
     memory: int = 0
-    use: Use | None = None  # where somebody looks after the device's memory (coalign.cluster.residency)
-    failure: Failure | None = None
+    use: DeviceMemoryUse | None = None  # where somebody looks after the device's memory (coalign.cluster.residency)
+    failure: WorkerFailure | None = None
 
     @staticmethod
     def of(batch: Batch, stats: Stats | None = None) -> Meta:
@@ -237,7 +237,7 @@ class WorkerError(RuntimeError):
     ``cause`` is the worker's own exception where it could travel (None if the process died or timed out).
     """
 
-    def __init__(self, label: str, where: str, failure: Failure) -> None:
+    def __init__(self, label: str, where: str, failure: WorkerFailure) -> None:
         text = f"{label} failed in {where}: {failure.kind}: {failure.message}"
         super().__init__(f"{text}\n\n{failure.traceback}" if failure.traceback else text)
         self.label, self.where, self.failure = label, where, failure

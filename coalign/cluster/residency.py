@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from coalign.cluster.answers import Remote, Running, wait
-from coalign.cluster.future import Future, Meta, Use
+from coalign.cluster.future import DeviceMemoryUse, Future, Meta
 from coalign.cluster.slot import Slot
 from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS
@@ -24,7 +24,7 @@ from coalign.types import Max, Stats, Total
 
 GROWTH = 1.25  # what a call takes grows with its samples: room is made for so much more than it took so far
 LEAVING = ("optimizer", "gradients", "kv", "weights")  # in this order: fewest calls need what is first
-Place = tuple[str, int]  # (slot, number)
+SlotPlace = tuple[str, int]  # (slot, number)
 Sizes = Mapping[str, int]  # bytes of each part
 
 
@@ -36,7 +36,7 @@ class Tenant:
     """
 
     model: str
-    places: tuple[Place, ...]
+    places: tuple[SlotPlace, ...]
     worker: Remote
     movable: frozenset[str]
     held: Sizes = field(default_factory=dict)
@@ -81,9 +81,9 @@ class Residency:
         leaves = [slot for name, slot in slots.items() if self.movable[name] and len(slot.places) > 1]
         self.slots = {slot.name for slot in ([] if capacity is None else limited) + leaves}
         self._tenants: dict[str, list[Tenant]] = {}
-        self._at: dict[Place, list[Tenant]] = {}
+        self._at: dict[SlotPlace, list[Tenant]] = {}
         self._where: dict[str, Tenant] = {}
-        self._computing: dict[Place, tuple[Tenant, str]] = {}
+        self._computing: dict[SlotPlace, tuple[Tenant, str]] = {}
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
         self._peak = self._waited = 0.0
@@ -197,7 +197,7 @@ class Residency:
         extra = GROWTH * caller.extra[method] / len(caller.places)
         return min(self.capacity - self._load(place, wanted) - extra for place in caller.places)
 
-    def _load(self, place: Place, wanted: Mapping[Tenant, Sequence[str]]) -> float:
+    def _load(self, place: SlotPlace, wanted: Mapping[Tenant, Sequence[str]]) -> float:
         """Bytes at a place once all that is wanted has come."""
         tenants = self._at[place]
         coming = sum(sum(t.away[part] for part in t.missing(wanted.get(t, ()))) / len(t.places) for t in tenants)
@@ -271,7 +271,7 @@ class Residency:
         others = (t.size for place in tenant.places for t in self._at[place] if t.model not in tenant.reports)
         return int(self.capacity * len(tenant.places) - sum(others))
 
-    def _take_over(self, tenant: Tenant, use: Use) -> None:
+    def _take_over(self, tenant: Tenant, use: DeviceMemoryUse) -> None:
         """A process tells of all models that it has on its devices."""
         neighbours = self._neighbours(tenant)
         for other in neighbours:

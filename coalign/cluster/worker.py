@@ -1,6 +1,6 @@
 """One worker: holds one Module in its process (or thread), executes calls, and answers (Meta, payload).
 
-Plain Python: the same class serves the local cluster and Ray. Exceptions do not leave it; they become a Failure.
+Plain Python: the same class serves the local cluster and Ray. Exceptions do not leave it; they become a WorkerFailure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from coalign.cluster.apply import apply_columns, sort_result, transform_batches
-from coalign.cluster.future import Failure, Meta, Share, Store, Use
+from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
 from coalign.cluster.memory_report import memory_report
 from coalign.cluster.tracing import Tracer
 from coalign.config.functions import resolve_class
@@ -134,13 +134,13 @@ class Worker:
         with self.tracer.range(f"{self.context.model}.{function.__name__}"):
             return Meta(value=function(self.module, self.store, *arguments)), None
 
-    def apply(self, function: Callable[..., Any], given: Share, keywords: Mapping[str, Any]) -> Answer:
+    def apply(self, function: Callable[..., Any], given: WorkerRows, keywords: Mapping[str, Any]) -> Answer:
         """A pure function on columns (coalign.cluster.apply); its own columns alone, no batch if it returns none."""
         batch = given.gather(self.store)
         columns, stats = apply_columns(function, batch, keywords)
         return _answer({**columns, **stats}, batch)
 
-    def transform(self, function: Callable[..., Any], inputs: list[Share], keywords: Mapping[str, Any]) -> Answer:
+    def transform(self, function: Callable[..., Any], inputs: list[WorkerRows], keywords: Mapping[str, Any]) -> Answer:
         """A pure function from whole batches to another one; see coalign.cluster.apply."""
         batch, stats = transform_batches(function, [share.gather(self.store) for share in inputs], keywords)
         return Meta.of(batch, stats), batch
@@ -173,7 +173,7 @@ class Worker:
         return Meta(), None
 
     def _receive(self, value: Any) -> Any:
-        return value.gather(self.store) if isinstance(value, Share) else value
+        return value.gather(self.store) if isinstance(value, WorkerRows) else value
 
     def _memory_report(self, error: BaseException) -> str:
         output = self.context.output
@@ -188,7 +188,7 @@ class Worker:
             return torch.cuda.memory_allocated(self.arena.device)
         return self.arena.begin()
 
-    def _use(self, before: int) -> Use | None:
+    def _use(self, before: int) -> DeviceMemoryUse | None:
         if self.arena is None or self.module is None:
             return None
         own = {self.context.model: self.module.held()}
@@ -197,7 +197,7 @@ class Worker:
         cuda = self.arena.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.arena.device) if cuda else self.arena.peak
         peak = max(peak, sum(size for parts in held.values() for size in parts.values()))
-        return Use(held, {model: self.arena.away(model) for model in models}, before, peak)
+        return DeviceMemoryUse(held, {model: self.arena.away(model) for model in models}, before, peak)
 
     def _held(self) -> int:
         """Bytes of everything that is known on the device."""
@@ -225,9 +225,9 @@ def _answer(result: Any, base: Batch | None) -> Answer:
     return Meta.of(batch, stats), batch
 
 
-def _failure(error: BaseException, more: str) -> Failure:
+def _failure(error: BaseException, more: str) -> WorkerFailure:
     trace = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, f"{error}{more}", trace, _portable(error))
+    return WorkerFailure(type(error).__name__, f"{error}{more}", trace, _portable(error))
 
 
 def _raise(error: BaseException) -> None:

@@ -12,7 +12,7 @@ Key = tuple[str | int, ...]  # ("data", "train", 0, "path") is data.train[0].pat
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ConfigLocation:
     """Where a value was written: a file with its line and column (from 1), an override, a recipe's defaults."""
 
     source: str
@@ -29,7 +29,7 @@ class Problem:
 
     key: Key
     message: str
-    place: Place | None = None
+    place: ConfigLocation | None = None
 
     def __str__(self) -> str:
         return ": ".join(part for part in (str(self.place or ""), dotted(self.key), self.message) if part)

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from coalign.config.errors import ConfigError, Key, Place, Problem, shown, undotted
+from coalign.config.errors import ConfigError, ConfigLocation, Key, Problem, shown, undotted
 from coalign.config.functions import name_object
 from coalign.config.introspect import names_at, section_at
 from coalign.config.places import Places
@@ -54,7 +54,7 @@ def overlay(base: Any, over: Any) -> Any:
     return base | {name: overlay(base.get(name), value) for name, value in over.items()}
 
 
-def from_mapping(data: Mapping[str, Any], place: Place, schema: type[Section] = RunConfig) -> Layer:
+def from_mapping(data: Mapping[str, Any], place: ConfigLocation, schema: type[Section] = RunConfig) -> Layer:
     """A layer of data that was not read from a file."""
     layer = Layer(written_out(data, (), schema), schema=schema)
     for key in _keys(data, ()):
@@ -63,7 +63,7 @@ def from_mapping(data: Mapping[str, Any], place: Place, schema: type[Section] = 
 
 
 def from_file(
-    path: Path, trail: tuple[Path, ...] = (), asked: Place | None = None, schema: type[Section] = RunConfig
+    path: Path, trail: tuple[Path, ...] = (), asked: ConfigLocation | None = None, schema: type[Section] = RunConfig
 ) -> Layer:
     """A YAML file on top of what it includes (relative to it). Problems are collected, not raised."""
     if path.resolve() in [p.resolve() for p in trail]:
@@ -78,7 +78,9 @@ def from_file(
     except ConfigError as error:
         return Layer(problems=list(error.problems))
     if not isinstance(data, dict | None):
-        return Layer(problems=[Problem((), "expected keys with values, like `algorithm: grpo`", Place(str(path), 1))])
+        return Layer(
+            problems=[Problem((), "expected keys with values, like `algorithm: grpo`", ConfigLocation(str(path), 1))]
+        )
     return with_includes(path, data or {}, Places(places), trail, schema)
 
 
@@ -118,7 +120,7 @@ def _malformed_references(value: Any, key: Key, places: Places) -> Iterator[Prob
 def assign(layer: Layer, override: str) -> None:
     """Set ``key=value`` in the layer: the value, read as YAML, replaces what is at the dotted key."""
     name, equals, text = override.partition("=")
-    place = Place(f"override '{override}'")
+    place = ConfigLocation(f"override '{override}'")
     if not equals or not name.strip():
         layer.problems.append(Problem((), "expected key=value, like runtime.steps=100", place))
         return

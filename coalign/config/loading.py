@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 from pydantic import ValidationError
 
-from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near, readable, shown, undotted
+from coalign.config.errors import ConfigError, ConfigLocation, Conflict, Key, Problem, near, readable, shown, undotted
 from coalign.config.introspect import admits_null, input_at, names_at, type_at
 from coalign.config.layers import (
     Layer,
@@ -132,12 +132,12 @@ def given(
 ) -> tuple[Layer, Path]:
     """What the person wrote, and the directory of the file."""
     if isinstance(source, Mapping):
-        layer, folder = from_mapping(source, Place("configuration"), schema), Path()
+        layer, folder = from_mapping(source, ConfigLocation("configuration"), schema), Path()
     else:
         layer, folder = from_file(Path(source), schema=schema), Path(source).parent
     if isinstance(overrides, Mapping):
         for name, value in overrides.items():
-            put(layer, undotted(name), value, Place(f"override '{name}'"))
+            put(layer, undotted(name), value, ConfigLocation(f"override '{name}'"))
         return layer, folder
     for override in overrides:
         assign(layer, override)
@@ -154,7 +154,7 @@ def _lay_defaults(layer: Layer, defaults: Defaults) -> None:
     except ValueError as error:
         layer.problems.append(Problem(("algorithm",), str(error)))
         return
-    base = from_mapping(found, Place(f"defaults of {name}"))
+    base = from_mapping(found, ConfigLocation(f"defaults of {name}"))
     base.data = beneath(base.data, layer.data)
     base.lay(layer)
     layer.data, layer.places = base.data, base.places

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coalign.config.errors import ConfigError, Conflict, Key, Place, Problem, near
+from coalign.config.errors import ConfigError, ConfigLocation, Conflict, Key, Problem, near
 from coalign.config.layers import Layer, assign, from_file, with_includes, written_out
 from coalign.config.loading import Defaults, Outside, given, load_run, refuse, validated
 from coalign.config.schema import STAGES, PipelineConfig, Section
@@ -110,6 +110,6 @@ def _numbered(override: str, stages: Sequence[dict[str, Any]]) -> str:
     names = [stage.get("name") or kind for stage, kind in zip(stages, kinds, strict=True)]
     if match[1] not in names:
         problem = f"there is no stage '{match[1]}'{near(match[1], names)}"
-        raise ConfigError([Problem(("stages",), problem, Place(f"override '{override}'"))])
+        raise ConfigError([Problem(("stages",), problem, ConfigLocation(f"override '{override}'"))])
     index = names.index(match[1])
     return f"stages[{index}].{kinds[index]}{match[2]}"

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from coalign.config.errors import ConfigError, Key, Place, Problem
+from coalign.config.errors import ConfigError, ConfigLocation, Key, Problem
 
 if TYPE_CHECKING:
     from coalign.config.schema import RunConfig
 
 
 class Places:
-    """Key -> Place. Two of them are always equal: where a value was written is not part of the value."""
+    """Key -> ConfigLocation. Two of them are always equal: where a value was written is not part of the value."""
 
-    def __init__(self, known: Mapping[Key, Place]) -> None:
+    def __init__(self, known: Mapping[Key, ConfigLocation]) -> None:
         self._known = dict(known)
 
     def __eq__(self, other: object) -> bool:
@@ -24,7 +24,7 @@ class Places:
 
     __hash__ = None
 
-    def put(self, key: Key, place: Place) -> None:
+    def put(self, key: Key, place: ConfigLocation) -> None:
         """``key`` was written at ``place``."""
         self._known[key] = place
 
@@ -46,7 +46,7 @@ class Places:
         """The places of what is below ``key``, seen from there."""
         return Places({k[len(key) :]: place for k, place in self._known.items() if k[: len(key)] == key})
 
-    def find(self, key: Key) -> Place | None:
+    def find(self, key: Key) -> ConfigLocation | None:
         """The place of ``key``, or of the nearest section around it. A list's only item may stand without brackets."""
         while key:
             for candidate in (key, tuple(part for part in key if part != 0)):

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from coalign.config.errors import ConfigError, Key, Place, Problem
+from coalign.config.errors import ConfigError, ConfigLocation, Key, Problem
 
-Places = dict[Key, Place]
+ConfigLocations = dict[Key, ConfigLocation]
 
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
@@ -51,7 +51,7 @@ for _tag, (_pattern, _first) in _SCALARS.items():
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
 
 
-def parse(text: str, source: str) -> tuple[Any, Places]:
+def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
     """The value of a YAML document, and where each of its keys was written. Raises ConfigError with file and line."""
     try:
         loader = _Loader(text)
@@ -62,7 +62,7 @@ def parse(text: str, source: str) -> tuple[Any, Places]:
             [Problem((), f"not valid YAML: {error.problem}{_hint(error)}", _place(source, mark))]
         ) from error
     except yaml.reader.ReaderError as error:
-        place = Place(source, text.count("\n", 0, error.position) + 1)
+        place = ConfigLocation(source, text.count("\n", 0, error.position) + 1)
         raise ConfigError([Problem((), f"not valid YAML: {error.reason}", place)]) from error
     reader = _Reader(loader, source)
     value = reader.value(node, ()) if node else None
@@ -89,7 +89,7 @@ class _Reader:
 
     def __init__(self, loader: _Loader, source: str) -> None:
         self.loader, self.source = loader, source
-        self.places: Places = {}
+        self.places: ConfigLocations = {}
         self.problems: list[Problem] = []
         self._open: set[int] = set()
 
@@ -148,8 +148,8 @@ class _Reader:
         return node.value
 
 
-def _place(source: str, mark: yaml.Mark | None) -> Place:
-    return Place(source, mark.line + 1, mark.column + 1) if mark else Place(source)
+def _place(source: str, mark: yaml.Mark | None) -> ConfigLocation:
+    return ConfigLocation(source, mark.line + 1, mark.column + 1) if mark else ConfigLocation(source)
 
 
 def _hint(error: yaml.MarkedYAMLError) -> str:

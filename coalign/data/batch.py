@@ -233,32 +233,6 @@ class Batch:
             row = {k: v[offsets[i] : offsets[i + 1]] for k, v in self.token.items()}
             yield row | {k: v[i] for k, v in self.sequence.items()}
 
-    @staticmethod
-    def from_samples(samples: Sequence[Sample]) -> Batch:
-        """Samples as a batch with the columns of coalign.types."""
-        sequence: dict[str, Column] = {
-            "group": torch.tensor([s.group for s in samples], dtype=torch.int64),
-            "index": torch.tensor([s.index for s in samples], dtype=torch.int32),
-            "prompt_length": torch.tensor([_prompt_length(s) for s in samples], dtype=torch.int32),
-            "status": torch.tensor([int(s.status) for s in samples], dtype=torch.uint8),
-            "rows": [s.meta for s in samples],
-        }
-        if samples and all(s.reward is not None for s in samples):
-            sequence["reward"] = torch.tensor([s.reward for s in samples], dtype=torch.float32)
-            for name in samples[0].rewards:
-                sequence[f"reward/{name}"] = torch.tensor([s.rewards[name] for s in samples], dtype=torch.float32)
-        columns = {
-            "tokens": [s.tokens for s in samples],
-            "loss_mask": [s.loss_mask for s in samples],
-            "rollout_logprobs": [s.logprobs for s in samples],
-            "versions": [_decode_versions(s) for s in samples],
-        }
-        return Batch(
-            torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64),
-            {k: _flatten(v, TOKEN_COLUMNS[k]) for k, v in columns.items()},
-            sequence,
-        )
-
     def samples(self) -> list[Sample]:
         """The batch as Samples (texts are left empty: a Batch has no tokenizer)."""
         out = []
@@ -344,21 +318,3 @@ def _own(column: Column) -> Column:
     if isinstance(column, Tensor) and column.untyped_storage().nbytes() > column.nbytes:
         return column.clone()
     return column
-
-
-def _flatten(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=dtype), *(t.to(dtype) for t in tensors)])
-
-
-def _decode_versions(sample: Sample) -> Tensor:
-    """i32[T]: the weight version that chose each token, -1 elsewhere."""
-    versions = torch.full((len(sample.tokens),), -1, dtype=torch.int32)
-    coded = [version for version, count in sample.versions for _ in range(count)]
-    versions[sample.loss_mask] = torch.tensor(coded or -1, dtype=torch.int32)
-    return versions
-
-
-def _prompt_length(sample: Sample) -> int:
-    """The number of tokens before the first one that was chosen."""
-    chosen = sample.loss_mask.nonzero()
-    return int(chosen[0]) if len(chosen) else len(sample.tokens)

@@ -25,8 +25,8 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.examples import Example, Examples
 from coalign.data.phases import Phase
 from coalign.data.scan import Scan, conclude, counted
-from coalign.data.sources import Rows
-from coalign.data.stored import Damaged, Stored, checksum, store
+from coalign.data.sources import FileRows
+from coalign.data.stored import Damaged, StoredExamples, checksum, store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ WHICH = {"train", "eval", "mixing", "phases", "phase", "stream", "stream_window"
 class Cached:
     """A Source whose rows have been tokenised before. Draws exactly what `Scanned` would."""
 
-    def __init__(self, examples: Examples, rows: Rows, phase: Phase | None, stored: Stored) -> None:
+    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None, stored: StoredExamples) -> None:
         """ValueError if it holds no usable row."""
         examples.counts = Counter(stored.meta["counts"])
         self.name, self.tokens = examples.name, stored.meta["tokens"]
@@ -62,7 +62,7 @@ class Cached:
         return {"name": self.name, "rows": len(self), "hash": self._stored.meta["hash"]}
 
 
-def open_cached(directory: Path, examples: Examples, rows: Rows, phase: Phase | None, identity: str) -> Cached:
+def open_cached(directory: Path, examples: Examples, rows: FileRows, phase: Phase | None, identity: str) -> Cached:
     """The source as ``directory`` has it; tokenised and put there first if it has not, or if that was damaged.
 
     ``identity`` is `identify` with the `contents`. Processes may do this at once: the first entry to be complete is
@@ -71,7 +71,7 @@ def open_cached(directory: Path, examples: Examples, rows: Rows, phase: Phase | 
     entry = directory / f"{rows.paths[0].stem}-{_digest([identity, _code()])}"
     if entry.exists():
         try:
-            return Cached(examples, rows, phase, Stored(entry))
+            return Cached(examples, rows, phase, StoredExamples(entry))
         except Damaged as error:
             log.warning("data.cache: %s; tokenising %s again", error, examples.name)
             _remove(entry)
@@ -84,7 +84,7 @@ def open_cached(directory: Path, examples: Examples, rows: Rows, phase: Phase | 
         except OSError:
             if not entry.exists():  # else another process was first
                 raise
-    return Cached(examples, rows, phase, Stored(entry))
+    return Cached(examples, rows, phase, StoredExamples(entry))
 
 
 def identify(examples: Examples, config: DataConfig, source: SourceConfig, phase: Phase | None, files: Any) -> str:
@@ -103,12 +103,12 @@ def identify(examples: Examples, config: DataConfig, source: SourceConfig, phase
     )
 
 
-def contents(rows: Rows) -> list[str]:
+def contents(rows: FileRows) -> list[str]:
     """Of each file, a hash of its bytes."""
     return [checksum(file) for path in rows.paths for file in _files(path)]
 
 
-def sizes(rows: Rows) -> list[tuple[str, int]]:
+def sizes(rows: FileRows) -> list[tuple[str, int]]:
     """Of each file, its name and size in bytes: what is known of it without reading."""
     return [(file.name, file.stat().st_size) for path in rows.paths for file in _files(path)]
 

@@ -13,7 +13,7 @@ import torch
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.reader import RowReader
-from coalign.data.sources import BadRow, Entry
+from coalign.data.sources import BadRow, SourceRow
 from coalign.data.templates import Template
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
@@ -78,7 +78,7 @@ class Examples(ABC):
         """What row ``number`` becomes, within ``max_tokens``, and marked with where it is from. BadRow likewise."""
         return self.marked(self.fit(self.encode(self.reader.named(row))), number)
 
-    def use(self, entry: Entry) -> list[Example] | None:
+    def use(self, entry: SourceRow) -> list[Example] | None:
         """Likewise of a row that nobody has seen yet: counted; None if it is dropped, ValueError if it is refused."""
         self.counts["rows"] += 1
         try:

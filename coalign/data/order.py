@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from coalign.data.examples import Example
-from coalign.data.scan import Source
+from coalign.data.scan import ExampleSource
 from coalign.data.shuffle import permute
 from coalign.types import Stat, Stats
 
@@ -52,7 +52,7 @@ class Shuffled:
     The key None leaves the rows in file order.
     """
 
-    def __init__(self, source: Source, key: tuple[int, ...] | None) -> None:
+    def __init__(self, source: ExampleSource, key: tuple[int, ...] | None) -> None:
         self.source, self._key = source, key
         self.name, self.rows, self.tokens = source.name, len(source), source.tokens
         self._taken = 0

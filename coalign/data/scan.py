@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from coalign.data.examples import MARKS, Example, Examples
 from coalign.data.phases import Phase
-from coalign.data.sources import Rows
+from coalign.data.sources import FileRows
 
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class ExampleSource(Protocol):
     """The usable rows of a source, in the order of its files: ``source[i]`` is what row i of them becomes.
 
     ``tokens`` is how many they hold together.
@@ -48,7 +48,7 @@ class Scan:
     Once it is at the end, ``tokens`` and ``hash`` are those of all that it yielded.
     """
 
-    def __init__(self, examples: Examples, rows: Rows, phase: Phase | None) -> None:
+    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None) -> None:
         self.examples, self.rows, self.phase = examples, rows, phase
         self.tokens = 0
         self._seen = hashlib.blake2b(digest_size=16)
@@ -75,9 +75,9 @@ class Scan:
 
 
 class Scanned:
-    """A Source that tokenises what is drawn."""
+    """An ExampleSource that tokenises what is drawn."""
 
-    def __init__(self, examples: Examples, rows: Rows, phase: Phase | None = None) -> None:
+    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None = None) -> None:
         """ValueError for a row that may not be dropped, and if none is left."""
         scan = Scan(examples, rows, phase)
         self.name = examples.name
@@ -107,7 +107,7 @@ def counted(examples: Examples, phase: Phase | None, rows: int) -> str:
     return f"{examples.counts['rows']} of {rows} rows (phase {phase.name})"
 
 
-def conclude(source: Source, examples: Examples) -> None:
+def conclude(source: ExampleSource, examples: Examples) -> None:
     """ValueError for a source without usable rows; a warning of what its kind finds odd about them."""
     if not len(source):
         bound = f"; data.{examples.longest} is the bound" if examples.counts["long"] else ""

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from coalign.data.formats import BadRow, File, JsonLines, Parquet, Row, Table, TextLines
 
-__all__ = ["START", "BadRow", "Entry", "Place", "Rows", "Table", "open_rows"]
+__all__ = ["START", "BadRow", "FileRows", "ReadPosition", "SourceRow", "Table", "open_rows"]
 
-Place = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
-START: Place = (0, 0, 0)
+ReadPosition = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
+START: ReadPosition = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SourceRow:
     """A row that is not read yet: its number in the source, itself (BadRow if broken), where a person finds it."""
 
     number: int
@@ -32,7 +32,7 @@ class Entry:
     where: Callable[[], str]
 
 
-class Rows:
+class FileRows:
     """The rows of ``files``, one file after the other, by number from 0; at most the first ``max_samples``."""
 
     def __init__(self, files: Sequence[File], max_samples: int | None = None) -> None:
@@ -58,17 +58,17 @@ class Rows:
         file, index = self._find(number)
         return file.where(index)
 
-    def entry(self, number: int) -> Entry:
-        return Entry(number, partial(self.__getitem__, number), partial(self.where, number))
+    def entry(self, number: int) -> SourceRow:
+        return SourceRow(number, partial(self.__getitem__, number), partial(self.where, number))
 
-    def read(self, place: Place = START) -> Iterator[tuple[Entry, Place]]:
+    def read(self, place: ReadPosition = START) -> Iterator[tuple[SourceRow, ReadPosition]]:
         """The rows in turn from ``place`` on, each with the place of the next. Needs no index and no length."""
         first, start, number = place
         for which in range(first, len(self.files)):
             for row, where, after in self.files[which].read(start):
                 if number == self._most:
                     return
-                yield Entry(number, row, where), (which, after, number + 1)
+                yield SourceRow(number, row, where), (which, after, number + 1)
                 number += 1
             start = 0
 
@@ -79,7 +79,7 @@ class Rows:
         return self.files[which], number - (self._ends[which - 1] if which else 0)
 
 
-def open_rows(path: str | Path, max_samples: int | None = None) -> Rows:
+def open_rows(path: str | Path, max_samples: int | None = None) -> FileRows:
     """The rows of ``path`` (at most the first ``max_samples``), each file by its ending.
 
     `.jsonl`; `.json` (an array of objects, or one object a line); `.parquet`; `.txt` (a document a line, under the key
@@ -87,7 +87,7 @@ def open_rows(path: str | Path, max_samples: int | None = None) -> Rows:
     their names.
     Raises FileNotFoundError with the nearest name there is, ValueError for any other ending or for files without rows.
     """
-    rows = Rows([_open(found, max_samples) for found in _matching(Path(path))], max_samples)
+    rows = FileRows([_open(found, max_samples) for found in _matching(Path(path))], max_samples)
     if next(rows.read(), None) is None:
         raise ValueError(f"{path} holds no rows")
     return rows

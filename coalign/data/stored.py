@@ -33,7 +33,7 @@ class Damaged(ValueError):
     """A stored source that is not what was written."""
 
 
-class Stored:
+class StoredExamples:
     """What `store` wrote to ``folder``: sequences by the number of a usable row."""
 
     def __init__(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from coalign.data.examples import Example, Examples
 from coalign.data.order import same_settings
 from coalign.data.phases import Phase
 from coalign.data.shuffle import permute
-from coalign.data.sources import START, Entry, Place, Rows
+from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import Stat, Stats, Total
 
 
@@ -32,7 +32,7 @@ class Streamed:
     def __init__(
         self,
         examples: Examples,
-        rows: Rows,
+        rows: FileRows,
         key: tuple[int, ...] | None,
         *,
         window: int,
@@ -100,7 +100,7 @@ class Streamed:
     def _settings(self) -> dict[str, Any]:
         return {"stream": True, "shuffle": self._key is not None, "stream_window": self._most}
 
-    def _go_to(self, epoch: int, number: int, start: Place) -> None:
+    def _go_to(self, epoch: int, number: int, start: ReadPosition) -> None:
         self._epoch, self._number, self._start = epoch, number, start  # of the window
         self._reading = self._mine(start)
         self._fill()
@@ -122,5 +122,5 @@ class Streamed:
         self._after = found[-1][1] if found else self._start
         self._taken = 0
 
-    def _mine(self, start: Place) -> Iterator[tuple[Entry, Place]]:
+    def _mine(self, start: ReadPosition) -> Iterator[tuple[SourceRow, ReadPosition]]:
         return ((e, after) for e, after in self._rows.read(start) if self._phase is None or e.number in self._phase)

@@ -26,7 +26,7 @@ class OutOfDeviceMemory(MemoryError):
 
 
 @dataclass(slots=True)
-class Piece:
+class ManagedStorage:
     """One storage of ``size`` bytes, the parts that use it in the order in which they came, and its place on the host
     (u8[size]), which it keeps once it has one."""
 
@@ -50,8 +50,9 @@ class Arena:
         self.device = torch.device(device)
         self.limit = limit
         self.used = self.peak = 0
-        self._pieces: dict[int, Piece] = {}  # by the address of the storage's record: it stays when the bytes go
-        self._parts: dict[Key, list[Piece]] = {}
+        # By the address of the storage's record, which stays when the bytes go.
+        self._pieces: dict[int, ManagedStorage] = {}
+        self._parts: dict[Key, list[ManagedStorage]] = {}
         self._away: set[Key] = set()
         self._reserved: dict[Key, int] = {}
         self._books = threading.RLock()  # never held while bytes move
@@ -78,7 +79,7 @@ class Arena:
                 self._drop(key, address)
             for address, storage in found.items():
                 if address not in self._pieces:
-                    self._pieces[address] = Piece(storage, storage.nbytes())
+                    self._pieces[address] = ManagedStorage(storage, storage.nbytes())
                     self._count(storage.nbytes())
                 if key not in self._pieces[address].users:
                     self._pieces[address].users[key] = None
@@ -175,7 +176,7 @@ class Arena:
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _save(self, pieces: list[Piece]) -> None:
+    def _save(self, pieces: list[ManagedStorage]) -> None:
         """Copy to the host."""
         new = [piece for piece in pieces if piece.host is None]
         space = host_space([piece.size for piece in new], pinned=self.device.type == "cuda")
@@ -185,11 +186,11 @@ class Arena:
             for piece in pieces:
                 piece.host.copy_(raw(piece.storage), non_blocking=True)
 
-    def _of(self, keys: Iterable[Key]) -> list[Piece]:
+    def _of(self, keys: Iterable[Key]) -> list[ManagedStorage]:
         """The pieces of some parts, each once."""
         return list({id(piece): piece for key in keys for piece in self._parts[key]}.values())
 
-    def _payer(self, piece: Piece) -> Key | None:
+    def _payer(self, piece: ManagedStorage) -> Key | None:
         return next((key for key in piece.users if key not in self._away), None)
 
     def _drop(self, key: Key, address: int) -> None:

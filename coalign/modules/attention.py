@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from coalign.modules.layout import Block, Layout
-from coalign.modules.parallel.rows import Heads
+from coalign.modules.parallel.rows import HeadExchange
 
 NAME = "coalign_packed"
 
@@ -39,7 +39,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     layout: Layout | None = None,
-    heads: Heads | None = None,
+    heads: HeadExchange | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,

@@ -20,7 +20,7 @@ from coalign.generation.sampling import Sampling
 from coalign.modules.rollout import missing_groups
 from coalign.rollout.episode import Episode, Log
 from coalign.rollout.rendering import Rendering
-from coalign.rollout.running import Environment, EnvironmentBatch, EnvironmentCall, EnvironmentLoop
+from coalign.rollout.running import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.types import TOKEN_COLUMNS, Context, Max, Stat, Stats, Status, Total, merge_stats
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class EnginePolicy:
 class EpisodeRunner:
     """The environment of a policy, with what it needs to be played."""
 
-    def __init__(self, environment: Environment, tokenizer: PreTrainedTokenizerBase, context: Context) -> None:
+    def __init__(self, environment: EnvironmentFunction, tokenizer: PreTrainedTokenizerBase, context: Context) -> None:
         self.environment = environment
         self.tokenizer = tokenizer
         self.seed = context.seed

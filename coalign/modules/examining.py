@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 QUESTIONS = 2**16
 
 
-class Answer(NamedTuple):
+class JudgeReply(NamedTuple):
     """A verdict, or None and the reason why there is none; ``text``: what the judge said, for messages."""
 
     verdict: float | None
@@ -59,7 +59,7 @@ class Examiner:
         self._policys = AutoTokenizer.from_pretrained(context.tokenizer, trust_remote_code=config.trust_remote_code)
         self._longest = (context_length(read_config(config)) or 2**31) - reserved
 
-    def score(self, batch: Batch, answer: Callable[[Batch], list[Answer]], name: str) -> dict[str, Any]:
+    def score(self, batch: Batch, answer: Callable[[Batch], list[JudgeReply]], name: str) -> dict[str, Any]:
         """The columns ``name`` f32[N] and ``status`` u8[N], NaN and ERROR where a response has no reward, and
         ``name``/failure, strings that say why; rows that are not at their end are left as they are. Stats: the mean
         verdict `<name>/verdict` (of a pairwise judge the share of the response shown first: ½ unless it is biased), the
@@ -86,7 +86,9 @@ class Examiner:
         _report(flat)
         return {name: column, "status": status, f"{name}/failure": failures, **_stats(flat, name)}
 
-    def _ask(self, groups: Sequence[list[Sample]], answer: Callable[[Batch], list[Answer]]) -> list[list[Answer]]:
+    def _ask(
+        self, groups: Sequence[list[Sample]], answer: Callable[[Batch], list[JudgeReply]]
+    ) -> list[list[JudgeReply]]:
         """The answers about each group, in the order of its questions; those that are too long are not asked."""
         questions = [[self._template.prompt(messages) for messages in self.judging.ask(group)] for group in groups]
         fitting = [
@@ -97,12 +99,12 @@ class Examiner:
         ]
         given = iter(answer(_packed(fitting)) if fitting else [])
         return [
-            [next(given) if len(tokens) <= self._longest else Answer(None, "long") for tokens in some]
+            [next(given) if len(tokens) <= self._longest else JudgeReply(None, "long") for tokens in some]
             for some in questions
         ]
 
 
-def _failure(answers: Sequence[Answer]) -> str:
+def _failure(answers: Sequence[JudgeReply]) -> str:
     """Why a response of a group has no reward, if it has none."""
     if not answers:
         return (
@@ -112,7 +114,7 @@ def _failure(answers: Sequence[Answer]) -> str:
     return next((f"{answer.reason}: {answer.text!r:.300}" for answer in answers if answer.verdict is None), "")
 
 
-def _report(answers: Sequence[Answer]) -> None:
+def _report(answers: Sequence[JudgeReply]) -> None:
     failed = [answer for answer in answers if answer.verdict is None]
     if failed:
         counts = f"{len(failed)} of {len(answers)} questions to the judge have no verdict"
@@ -128,7 +130,7 @@ def _packed(questions: Sequence[tuple[int, list[int]]]) -> Batch:
     )
 
 
-def _stats(answers: Sequence[Answer], name: str) -> Stats:
+def _stats(answers: Sequence[JudgeReply], name: str) -> Stats:
     return merge_stats(
         {f"{name}/failed/{answer.reason}": Total(1.0)}
         if answer.verdict is None

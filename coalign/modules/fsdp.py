@@ -26,7 +26,7 @@ from coalign.modules.huggingface import HuggingFaceModule
 from coalign.modules.layout import Layout, pack
 from coalign.modules.parallel import blocks, checks, experts
 from coalign.modules.parallel.ranks import Ranks
-from coalign.modules.parallel.rows import Rows, Way
+from coalign.modules.parallel.rows import RankAxis, RowSharding
 from coalign.native import kernels
 from coalign.types import Context
 
@@ -39,7 +39,7 @@ class FSDPModule(HuggingFaceModule):
 
     parallel = ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")
     optimizer: optim.Optimizer | optim.SideBySide | None = None
-    rows: Rows | None = None  # over several ranks
+    rows: RowSharding | None = None  # over several ranks
 
     @classmethod
     def one_group(cls, config: ModelConfig) -> bool:
@@ -86,7 +86,7 @@ class FSDPModule(HuggingFaceModule):
         else:
             join(self.context, host=self.config.cpu_offload)
             ranks = Ranks(self.config, self.device)
-            self.rows = Rows(Way.of(ranks.rows["context"]), Way.of(ranks.rows["tensor"]))
+            self.rows = RowSharding(RankAxis.of(ranks.rows["context"]), RankAxis.of(ranks.rows["tensor"]))
             self.data = ranks.rows.get_group("data")
             self._load_sharded(ranks)
         layers = decoder_layers(self.model.model)

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from coalign.algorithms.candidates import candidate_logprobs, log_collision, top_logprobs
 from coalign.algorithms.logprobs import linear_logprobs
-from coalign.algorithms.vocabulary import Share
+from coalign.algorithms.vocabulary import VocabularyShard
 from coalign.data.batch import Batch
 from coalign.modules.attention import UnsupportedAttention
 from coalign.modules.layout import Layout, pack
-from coalign.modules.parallel.rows import Heads
+from coalign.modules.parallel.rows import HeadExchange
 
 LENGTHS = [5, 3]  # of the sequences in the row that models are tried on
 
@@ -29,7 +29,7 @@ class PackedModel(nn.Module):
     """``model`` is a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``.
     ``heads``: it computes a part of each row, and meets the others in attention."""
 
-    heads: Heads | None = None
+    heads: HeadExchange | None = None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Readings:
         needs: Sequence[str] = (),
         *,
         bias: Tensor | None = None,
-        share: Share | None = None,
+        share: VocabularyShard | None = None,
     ) -> dict[str, Tensor]:
         """Of hidden [T, H], where trained tokens are predicted: logprobs f32[T], and of ``needs``: entropy f32[T], of
         the whole next-token distribution; candidate_logprobs f32[T, K], of layout.candidates; collision f32[T],

@@ -7,7 +7,7 @@ from typing import Any
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.texts import read_samples
-from coalign.modules.examining import Answer, Examiner, judging
+from coalign.modules.examining import Examiner, JudgeReply, judging
 from coalign.modules.native import NativeModule
 from coalign.types import Context
 
@@ -32,7 +32,7 @@ class JudgeModule(NativeModule):
         """See Examiner.score; ``into`` is another name for `reward`."""
         return self.examiner.score(batch, self._answers, into or "reward")
 
-    def _answers(self, questions: Batch) -> list[Answer]:
+    def _answers(self, questions: Batch) -> list[JudgeReply]:
         said = read_samples(self.generate(questions, samples=1), self.examiner.tokenizer)
         texts = [sample.response for sample in said]
-        return [Answer(self.examiner.judging.verdict(text), text=text) for text in texts]
+        return [JudgeReply(self.examiner.judging.verdict(text), text=text) for text in texts]

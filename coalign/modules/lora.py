@@ -30,7 +30,7 @@ SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
 # key of LoraConfig -> field of peft's
 FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
-Whole = Callable[[Tensor], Tensor]
+GatherTensor = Callable[[Tensor], Tensor]
 
 
 # ---- putting adapters in
@@ -112,7 +112,7 @@ def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def merged(
-    model: nn.Module, whole: Whole = lambda tensor: tensor, *, changing: bool = False
+    model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of all weights as a model without adapters has them, in the dtype of the frozen weights.
 
@@ -136,7 +136,7 @@ def merged(
 
 @torch.no_grad()
 def apart(
-    model: nn.Module, whole: Whole = lambda tensor: tensor, *, changing: bool = False
+    model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """As ``merged``, but the weights are those beneath the adapters, and these come beside them: A and B by their names
     in an adapter's file, B multiplied by the scaling. For adapters without magnitudes."""
@@ -156,7 +156,7 @@ def _adapted(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _merge(layer: Any, base: Tensor, whole: Whole) -> Tensor:
+def _merge(layer: Any, base: Tensor, whole: GatherTensor) -> Tensor:
     """base + scaling · B A, with the rows scaled to DoRA's magnitudes (2402.09353, eq. 5) where there are any."""
     a, b = (whole(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
     total = base.float().addmm(b, a, alpha=layer.scaling[ADAPTER])
@@ -194,7 +194,7 @@ def off(model: nn.Module) -> Iterator[None]:
 # ---- adapters on disk, in peft's format
 
 
-def save(model: PreTrainedModel, directory: str | Path, whole: Whole, *, write: bool) -> None:
+def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, write: bool) -> None:
     """Write the adapters so that ``peft.PeftModel.from_pretrained(base, directory)`` loads them. A collective, in which
     one rank ``write``s."""
     tensors = {name: whole(parameter.detach()).cpu().contiguous() for name, parameter in trained(model).items()}

@@ -12,7 +12,7 @@ import torch
 
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.examining import Answer, Examiner, judging
+from coalign.modules.examining import Examiner, JudgeReply, judging
 from coalign.modules.fsdp import FSDPModule
 from coalign.types import Context
 
@@ -42,11 +42,11 @@ class PreferenceModule(FSDPModule):
         """See Examiner.score; ``into`` is another name for `reward`. A verdict is P(first) / (P(first) + P(second))."""
         return self.examiner.score(batch, self._answers, into or "reward")
 
-    def _answers(self, questions: Batch) -> list[Answer]:
+    def _answers(self, questions: Batch) -> list[JudgeReply]:
         chances = torch.empty(len(questions))
         for micro, out in self.computed(_answered(questions, self.labels), needs=("candidate_logprobs",)):
             chances[micro["row"]] = out["candidate_logprobs"].softmax(1)[:, 0].float().cpu()
-        return [Answer(chance) for chance in chances.tolist()]
+        return [JudgeReply(chance) for chance in chances.tolist()]
 
     def _token(self, label: str) -> int:
         tokens = self.examiner.tokenizer(label, add_special_tokens=False)["input_ids"]

@@ -45,7 +45,7 @@ class RetokenizeModule(Module):
     def setup(self) -> None:
         trust = self.config.trust_remote_code
         self.policy_tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
-        self.reader = Reader(self.config)
+        self.reader = ConversationReader(self.config)
         self.scorer.arena = self.arena
         self.scorer.setup()
 
@@ -96,7 +96,7 @@ class RetokenizeModule(Module):
         return read
 
 
-class Reader:
+class ConversationReader:
     """How a reward model reads a conversation: its tokenizer, template and ``longest``, the most tokens it can take."""
 
     def __init__(self, config: ModelConfig) -> None:

@@ -13,7 +13,7 @@ from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.data.texts import at_their_end, read_samples
 from coalign.modules.base import Module
-from coalign.rewards.calls import Caller, Failure, Outcome, RewardFunction
+from coalign.rewards.calls import Caller, Outcome, RewardFailure, RewardFunction
 from coalign.types import Context, Sample, Stat, Stats, Total, merge_stats
 
 log = logging.getLogger(__name__)
@@ -64,14 +64,14 @@ class RewardModule(Module):
         for function, scored in zip(self.functions, outcomes, strict=True):
             column = columns[f"reward/{function.name}"] = torch.full((len(batch),), float("nan"))
             column[rows] = torch.tensor([_value(outcome) for outcome in scored])
-            texts = iter(str(outcome) if isinstance(outcome, Failure) else "" for outcome in scored)
+            texts = iter(str(outcome) if isinstance(outcome, RewardFailure) else "" for outcome in scored)
             columns[f"reward/{function.name}/failure"] = [next(texts) if row else "" for row in rows.tolist()]
             self._report(function, samples, scored)
         return {**columns, **_stats(self.functions, outcomes)}
 
     def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[Outcome]) -> None:
         """Show a function's first failure, and where it was raised, once."""
-        failures = [(s, o) for s, o in zip(samples, scored, strict=True) if isinstance(o, Failure)]
+        failures = [(s, o) for s, o in zip(samples, scored, strict=True) if isinstance(o, RewardFailure)]
         if not failures:
             return
         sample, first = failures[0]
@@ -110,7 +110,7 @@ def named(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[st
 
 
 def _value(outcome: Outcome) -> float:
-    return float("nan") if isinstance(outcome, Failure) else outcome["reward"]
+    return float("nan") if isinstance(outcome, RewardFailure) else outcome["reward"]
 
 
 def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[Outcome]]) -> Stats:
@@ -118,7 +118,7 @@ def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[Outc
     many: list[Stats] = []
     for function, scored in zip(functions, outcomes, strict=True):
         for outcome in scored:
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, RewardFailure):
                 many.append({f"reward/failed/{outcome.reason}": Total(1.0)})
             else:
                 logged = {key: value for key, value in outcome.items() if key != "reward"}

@@ -44,7 +44,7 @@ from coalign.rewards.code import code
 from coalign.rewards.episodes import episode
 from coalign.rewards.groups import Pairwise, Tournament
 from coalign.rewards.length import CosineLength, length_penalty, length_range, length_target
-from coalign.rewards.math import math
+from coalign.rewards.math_answer import math
 from coalign.rewards.remote import Remote
 from coalign.rewards.repetition import repetition_penalty, script
 from coalign.rewards.rules import contains, exact_match, regex, tags

@@ -40,7 +40,7 @@ class TryLater(RuntimeError):
         self.seconds = seconds
 
 
-class Failure(NamedTuple):
+class RewardFailure(NamedTuple):
     """Why a sample has no value: ``raised``, ``timeout``, ``not_finite``, ``wrong_type`` or ``wrong_length``."""
 
     reason: str
@@ -50,7 +50,7 @@ class Failure(NamedTuple):
         return f"{self.reason}: {type(self.error).__name__}: {self.error}"
 
 
-Outcome = dict[str, float] | Failure  # {"reward": value, further entries for the log}
+Outcome = dict[str, float] | RewardFailure  # {"reward": value, further entries for the log}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Caller:
     def _pause(self, attempt: int, outcomes: Sequence[Outcome]) -> float:
         """Seconds before the next attempt: as long as was asked for, at least a backoff whose random part keeps the
         workers of a run from coming back all at once."""
-        errors = [outcome.error for outcome in outcomes if isinstance(outcome, Failure)]
+        errors = [outcome.error for outcome in outcomes if isinstance(outcome, RewardFailure)]
         asked = max((error.seconds for error in errors if isinstance(error, TryLater)), default=0.0)
         return min(max(asked, _BACKOFF * 2**attempt) * self._random.uniform(1.0, 1.5), _LONGEST_PAUSE)
 
@@ -203,12 +203,12 @@ async def _settled(call: Callable[[Any], Any], argument: Any) -> Settled:
 
 
 def _worth_repeating(outcome: Outcome) -> bool:
-    return isinstance(outcome, Failure) and not isinstance(outcome.error, GiveUp)
+    return isinstance(outcome, RewardFailure) and not isinstance(outcome.error, GiveUp)
 
 
 def _outcomes(function: RewardFunction, returned: Any, error: BaseException | None, expected: int) -> list[Outcome]:
     if error is not None:
-        return [Failure("timeout" if isinstance(error, OutOfTime) else "raised", error)] * expected
+        return [RewardFailure("timeout" if isinstance(error, OutOfTime) else "raised", error)] * expected
     return read_outcomes(function, returned, expected)
 
 
@@ -219,23 +219,25 @@ def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> lis
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, (list, tuple)):
         error = TypeError(f"returned {_shown(returned)} for {expected} samples; expected a list of {expected} numbers")
-        return [Failure("wrong_type", error)] * expected
+        return [RewardFailure("wrong_type", error)] * expected
     if len(values) != expected:
         error = ValueError(f"returned {len(values)} values for {expected} samples")
-        return [Failure("wrong_length", error)] * expected
+        return [RewardFailure("wrong_length", error)] * expected
     return [_outcome(value) for value in values]
 
 
 def _outcome(value: Any) -> Outcome:
     entries = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in entries:
-        return Failure("wrong_type", TypeError(f"returned a dict without the key 'reward': {_shown(value)}"))
+        return RewardFailure("wrong_type", TypeError(f"returned a dict without the key 'reward': {_shown(value)}"))
     for name, entry in entries.items():
         if not hasattr(entry, "__float__") or getattr(entry, "ndim", 0):
-            return Failure("wrong_type", TypeError(f"returned {_shown(entry)}{_of(name)}; expected a number"))
+            return RewardFailure("wrong_type", TypeError(f"returned {_shown(entry)}{_of(name)}; expected a number"))
         entries[name] = float(entry)
         if not math.isfinite(entries[name]):
-            return Failure("not_finite", ValueError(f"returned {entries[name]}{_of(name)}; expected a finite number"))
+            return RewardFailure(
+                "not_finite", ValueError(f"returned {entries[name]}{_of(name)}; expected a finite number")
+            )
     return entries
 
 

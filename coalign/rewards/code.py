@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coalign.rewards.sandbox import REQUIREMENTS, Limits, Report, Sandbox, demand
+from coalign.rewards.sandbox import REQUIREMENTS, Limits, Sandbox, SandboxResult, demand
 from coalign.types import Sample
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
@@ -94,7 +94,7 @@ class Test:
     """What to ask of the code, and whether a report says that it passed."""
 
     asked: Mapping[str, str]  # arguments of Sandbox.run
-    passes: Callable[[Report], bool]
+    passes: Callable[[SandboxResult], bool]
 
 
 def read_tests(given: Any, entry: str | None = None) -> list[Test]:
@@ -168,14 +168,14 @@ def _call(name: str, arguments: Sequence[Any], expected: Any) -> Test:
     expression = f"{function}(*{list(arguments)!r})"
     alone = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected  # APPS wraps results
 
-    def passes(report: Report) -> bool:
+    def passes(report: SandboxResult) -> bool:
         known, value = _value(report)
         return known and (_same(value, expected) or _same(value, alone))
 
     return Test({"evaluate": expression}, passes)
 
 
-def _value(report: Report) -> tuple[bool, Any]:
+def _value(report: SandboxResult) -> tuple[bool, Any]:
     """Whether the code gave a value that can be read, and the value."""
     try:
         return bool(report.answer), ast.literal_eval(report.answer or "None")

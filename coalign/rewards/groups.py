@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from coalign.rewards.nested import Comparing, Nested
-from coalign.rewards.ranking import Game, bradley_terry, swiss_round, win_rates
+from coalign.rewards.ranking import Comparison, bradley_terry, swiss_round, win_rates
 from coalign.types import Sample
 
 Score = Literal["win_rate", "bradley_terry"]
@@ -76,7 +76,7 @@ class Match:
         self._by, self._group, self._both = by, group, both_orders
         self._values: list[float] = []
 
-    async def play(self, pairs: Sequence[tuple[int, int]]) -> list[Game]:
+    async def play(self, pairs: Sequence[tuple[int, int]]) -> list[Comparison]:
         if self._by.arity == 1:
             return await self._by_value(pairs)
         seats = [pair if sum(pair) % 2 else pair[::-1] for pair in pairs]
@@ -84,24 +84,26 @@ class Match:
         if not self._both:
             return games
         exchanged = await self._compared([seat[::-1] for seat in seats])
-        return [Game(i, j, (won + 1.0 - lost) / 2) for (i, j, won), (_, _, lost) in zip(games, exchanged, strict=True)]
+        return [
+            Comparison(i, j, (won + 1.0 - lost) / 2) for (i, j, won), (_, _, lost) in zip(games, exchanged, strict=True)
+        ]
 
-    async def _compared(self, seats: Sequence[tuple[int, int]]) -> list[Game]:
+    async def _compared(self, seats: Sequence[tuple[int, int]]) -> list[Comparison]:
         shares = await self._by([(self._group[first], self._group[second]) for first, second in seats])
         for share in shares:
             if not 0.0 <= share <= 1.0:
                 raise ValueError(
                     f"'{self._by.name}' returned {share:g}; expected the first one's share of the win, from 0 to 1"
                 )
-        return [Game(*seat, share) for seat, share in zip(seats, shares, strict=True)]
+        return [Comparison(*seat, share) for seat, share in zip(seats, shares, strict=True)]
 
-    async def _by_value(self, pairs: Sequence[tuple[int, int]]) -> list[Game]:
+    async def _by_value(self, pairs: Sequence[tuple[int, int]]) -> list[Comparison]:
         self._values = self._values or await self._by([(sample,) for sample in self._group])
         values = self._values
-        return [Game(i, j, 0.5 * (1 + (values[i] > values[j]) - (values[i] < values[j]))) for i, j in pairs]
+        return [Comparison(i, j, 0.5 * (1 + (values[i] > values[j]) - (values[i] < values[j]))) for i, j in pairs]
 
 
-def _scoring(score: Score, prior: float) -> Callable[[Sequence[Game], int], list[float]]:
+def _scoring(score: Score, prior: float) -> Callable[[Sequence[Comparison], int], list[float]]:
     if score == "win_rate":
         return win_rates
     return lambda games, count: bradley_terry(games, count, prior)

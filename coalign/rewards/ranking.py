@@ -12,7 +12,7 @@ _STEPS = 10_000  # far more than any group needs
 _REACH = 0.3
 
 
-class Game(NamedTuple):
+class Comparison(NamedTuple):
     """A comparison of two items by their numbers. ``won`` is the first one's share of the win: 1, 0.5 for a draw, 0, or
     a probability between."""
 
@@ -21,13 +21,13 @@ class Game(NamedTuple):
     won: float
 
 
-def win_rates(games: Sequence[Game], count: int) -> list[float]:
+def win_rates(games: Sequence[Comparison], count: int) -> list[float]:
     """The share of its games that each item won, draws by half; 0.5 for one without a game."""
     won, played = _points(games, count), _played(games, count)
     return [won[i] / played[i] if played[i] else 0.5 for i in range(count)]
 
 
-def bradley_terry(games: Sequence[Game], count: int, prior: float = 1.0) -> list[float]:
+def bradley_terry(games: Sequence[Comparison], count: int, prior: float = 1.0) -> list[float]:
     """The strengths θ under which i beats j with probability sigmoid(θ_i - θ_j), as the games make most likely.
 
     Every item has also drawn ``prior`` games against one of strength 0, so one that always won has a finite strength
@@ -51,7 +51,7 @@ def bradley_terry(games: Sequence[Game], count: int, prior: float = 1.0) -> list
     return strengths.tolist()
 
 
-def swiss_round(games: Sequence[Game], count: int) -> list[tuple[int, int]]:
+def swiss_round(games: Sequence[Comparison], count: int) -> list[tuple[int, int]]:
     """Pairs for the next round of a Swiss tournament: each item with the one nearest in points that it has not met (a
     rematch if it has met all). Of an odd number the last in points sits out, each at most once before another does."""
     points, played = _points(games, count), _played(games, count)
@@ -68,7 +68,7 @@ def swiss_round(games: Sequence[Game], count: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def _points(games: Sequence[Game], count: int) -> list[float]:
+def _points(games: Sequence[Comparison], count: int) -> list[float]:
     points = [0.0] * count
     for game in games:
         points[game.first] += game.won
@@ -76,7 +76,7 @@ def _points(games: Sequence[Game], count: int) -> list[float]:
     return points
 
 
-def _played(games: Sequence[Game], count: int) -> list[int]:
+def _played(games: Sequence[Comparison], count: int) -> list[int]:
     played = [0] * count
     for game in games:
         played[game.first] += 1

@@ -55,7 +55,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Report:
+class SandboxResult:
     """How a run ended: ``exit N``, ``signal N``, or the limit it was killed for: ``seconds``, ``output``, ``files``.
 
     ``answer`` is the value asked for, as a literal; empty if the code did not get that far.
@@ -100,7 +100,9 @@ class Sandbox:
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._opened.aclose()
 
-    async def run(self, code: str, *, stdin: str = "", evaluate: str = "", test: str = "", token: str = "") -> Report:
+    async def run(
+        self, code: str, *, stdin: str = "", evaluate: str = "", test: str = "", token: str = ""
+    ) -> SandboxResult:
         """Run ``code`` (Python source), then get the value of the expression ``evaluate``, or run the statements
         ``test`` and get ``token`` if they come to their end. With neither, the code is a program of its own
         (``__main__``). Raises SandboxError if the supervisor does not answer."""
@@ -112,7 +114,7 @@ class Sandbox:
             raise SandboxError("the sandbox's supervisor does not answer") from None
         if not line.endswith(b"\n"):
             raise SandboxError("the sandbox's supervisor has ended unexpectedly; its errors are on stderr")
-        return Report(**json.loads(line))
+        return SandboxResult(**json.loads(line))
 
     async def _end(self) -> None:
         """The end of its input makes the supervisor end, once nothing of a job is left."""

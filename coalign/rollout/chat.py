@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict
 
 from coalign.data.messages import text_of
 from coalign.rollout.episode import Episode, Turn
-from coalign.rollout.parsers import Call, hermes
+from coalign.rollout.parsers import ToolRequest, hermes
 from coalign.types import Status
 
-Parser = Callable[[Turn], tuple[str, list[Call]]]
+Parser = Callable[[Turn], tuple[str, list[ToolRequest]]]
 
 
 class HistoryRewritten(ValueError):

@@ -20,7 +20,7 @@ from coalign.types import Status
 _EITHER = "between two turns an environment says messages (Episode.say) or writes text (Episode.write), not both"
 
 
-class Answer(Protocol):
+class PolicyResponse(Protocol):
     """tokens i32[R], logprobs f32[R], versions i32[R], and how they end."""
 
     tokens: Tensor
@@ -36,7 +36,7 @@ class Policy(Protocol):
 
     async def respond(
         self, tokens: list[int], *, group: int, index: int, opening: int, limit: int, stop: tuple[str, ...] | None
-    ) -> Answer:
+    ) -> PolicyResponse:
         """The answer to ``tokens``, of which the first ``opening`` came before the first turn."""
         ...
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RolloutConfig
 from coalign.rollout import single_turn
-from coalign.rollout.running import Environment
+from coalign.rollout.running import EnvironmentFunction
 
 
-def environment(config: RolloutConfig) -> Environment | None:
+def environment(config: RolloutConfig) -> EnvironmentFunction | None:
     """What `rollout` asks for; None for `single_turn`, which policies do by themselves.
 
     Raises ConfigError for wrong arguments, ValueError where there is no such function, TypeError for a function that is
@@ -18,4 +18,4 @@ def environment(config: RolloutConfig) -> Environment | None:
     arguments = bind(fn, config.arguments, "rollout")
     if fn is single_turn:
         return None
-    return Environment(fn, arguments, config.timeout)
+    return EnvironmentFunction(fn, arguments, config.timeout)

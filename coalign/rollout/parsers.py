@@ -24,7 +24,7 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolRequest:
     """What the policy wants of a tool; ``error`` if that cannot be read."""
 
     name: str
@@ -32,14 +32,14 @@ class Call:
     error: ToolError | None = None
 
 
-def hermes(turn: Turn) -> tuple[str, list[Call]]:
+def hermes(turn: Turn) -> tuple[str, list[ToolRequest]]:
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them: Hermes, Qwen2.5, Qwen3. The end of the
     turn ends a call, too."""
     calls = [_read(inside, "arguments") for inside in _TAGGED.findall(turn.raw)] if "<tool_call>" in turn.raw else []
     return _TAGGED.sub("", turn.text).strip(), calls
 
 
-def llama(turn: Turn) -> tuple[str, list[Call]]:
+def llama(turn: Turn) -> tuple[str, list[ToolRequest]]:
     """A turn that is nothing but {"name": …, "parameters": {…}}: Llama 3.1 and later. Anything else is text."""
     text = turn.text.strip()
     if not re.match(r'\{\s*"(name|type)"', text):
@@ -47,13 +47,13 @@ def llama(turn: Turn) -> tuple[str, list[Call]]:
     return "", [_read(text, "parameters")]
 
 
-def _read(text: str, key: str) -> Call:
+def _read(text: str, key: str) -> ToolRequest:
     try:
         said = json.loads(text)
     except ValueError as error:
-        return Call("", error=ToolError("bad_json", f"the call is no valid JSON: {error}"))
+        return ToolRequest("", error=ToolError("bad_json", f"the call is no valid JSON: {error}"))
     name = said.get("name") if isinstance(said, dict) else None
     arguments = said.get(key, {}) if isinstance(said, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Call("", error=ToolError("bad_json", f'a call is an object {{"name": …, "{key}": {{…}}}}'))
-    return Call(name, arguments)
+        return ToolRequest("", error=ToolError("bad_json", f'a call is an object {{"name": …, "{key}": {{…}}}}'))
+    return ToolRequest(name, arguments)

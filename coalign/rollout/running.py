@@ -25,7 +25,7 @@ class EnvironmentBlocked(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Environment:
+class EnvironmentFunction:
     """A coroutine function of one ``episode`` or of a ``group``, its configuration, and its ``timeout`` in seconds."""
 
     fn: Callable[..., Coroutine[Any, Any, Any]]
@@ -84,7 +84,7 @@ class EnvironmentLoop:
         self.thread.start()
 
     def start(
-        self, environment: Environment, episodes: Sequence[Episode], *, enough: int | None = None
+        self, environment: EnvironmentFunction, episodes: Sequence[Episode], *, enough: int | None = None
     ) -> EnvironmentBatch:
         """Start the environment of every episode, or group of them; one batch at a time. ``enough``: see
         EnvironmentBatch."""
@@ -106,7 +106,7 @@ class EnvironmentBatch:
     """The environments of one batch. Once ``enough`` groups are done, the episodes of the others end as PARTIAL."""
 
     def __init__(
-        self, loop: EnvironmentLoop, environment: Environment, episodes: Sequence[Episode], enough: int | None
+        self, loop: EnvironmentLoop, environment: EnvironmentFunction, episodes: Sequence[Episode], enough: int | None
     ) -> None:
         self.loop = loop
         self.environment = environment

@@ -7,7 +7,7 @@ from typing import Any
 
 from coalign.config.functions import resolve
 from coalign.rollout.episode import Episode
-from coalign.rollout.parsers import Call
+from coalign.rollout.parsers import ToolRequest
 from coalign.rollout.rendering import call_id
 from coalign.rollout.tools import Toolbox
 from coalign.types import Status
@@ -55,7 +55,7 @@ def _check(
 tool_use.check = _check
 
 
-def _as_message(text: str, calls: list[Call]) -> dict[str, Any]:
+def _as_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:
     """The turn as chat templates have it."""
     readable = [
         {

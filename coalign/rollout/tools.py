@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from coalign.config.functions import bind, resolve
 from coalign.rollout.calculator import calculator
 from coalign.rollout.episode import Episode
-from coalign.rollout.parsers import Call, ToolError
+from coalign.rollout.parsers import ToolError, ToolRequest
 from coalign.rollout.rendering import call_id
 from coalign.rollout.simple import call
 
@@ -111,7 +111,7 @@ class Toolbox:
     def descriptions(self) -> list[dict[str, Any]]:
         return [dict(each.description) for each in self.tools.values()]
 
-    async def answer(self, episode: Episode, calls: Sequence[Call]) -> list[dict[str, Any]]:
+    async def answer(self, episode: Episode, calls: Sequence[ToolRequest]) -> list[dict[str, Any]]:
         """The tools' messages, in the order of the calls, which run side by side. A failure is a message, too; it is
         counted (`episode/tool_failed/<reason>`)."""
         results = await asyncio.gather(*(self._answer(episode, each) for each in calls))
@@ -120,7 +120,7 @@ class Toolbox:
             for i, (each, result) in enumerate(zip(calls, results, strict=True))
         ]
 
-    async def _answer(self, episode: Episode, asked: Call) -> str:
+    async def _answer(self, episode: Episode, asked: ToolRequest) -> str:
         episode.count("tool_calls")
         try:
             result = await self._result(episode, asked)
@@ -131,7 +131,7 @@ class Toolbox:
             result = f"{result[: self.max_chars]}… ({len(result)} characters)"
         return result
 
-    async def _result(self, episode: Episode, asked: Call) -> str:
+    async def _result(self, episode: Episode, asked: ToolRequest) -> str:
         if asked.error is not None:
             raise asked.error
         if asked.name not in self.tools:

@@ -26,7 +26,7 @@ class FolderInUse(OSError):
     """Another process is writing to this run folder."""
 
 
-class JsonLines:
+class StepLog:
     """A file of one JSON object a line, each with a `step`."""
 
     def __init__(self, path: Path) -> None:
@@ -82,8 +82,8 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock = lock(self.path)
-        self.metrics = JsonLines(self.path / "metrics.jsonl")
-        self.samples = JsonLines(self.path / "samples.jsonl")
+        self.metrics = StepLog(self.path / "metrics.jsonl")
+        self.samples = StepLog(self.path / "samples.jsonl")
 
     @property
     def checkpoints(self) -> Path:

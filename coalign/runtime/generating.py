@@ -16,7 +16,7 @@ from coalign.data.texts import read_samples
 from coalign.modules.native import NativeModule
 from coalign.runtime import fingerprint
 from coalign.runtime.display import Display
-from coalign.runtime.judges import Answer, Judge, open_judge
+from coalign.runtime.judges import Judge, JudgedResponse, open_judge
 from coalign.runtime.partial import Partial, Record, Unkept
 from coalign.runtime.scoring import entries, summary, tell
 from coalign.types import Context, Sample, Status
@@ -121,7 +121,7 @@ def _record(sample: Sample) -> Record:
 def _scored(records: list[Record], judge: Judge, config: GenerateConfig) -> list[Record]:
     reader = RowReader(config.data, SourceConfig(path=""))
     answers = [
-        Answer(
+        JudgedResponse(
             r["messages"],
             [{"role": "assistant", "content": r["response"]}],
             row=r,

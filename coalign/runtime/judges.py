@@ -13,15 +13,15 @@ from coalign.algorithms.combining import combine
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.modules.fsdp import FSDPModule
-from coalign.modules.retokenize import Reader
+from coalign.modules.retokenize import ConversationReader
 from coalign.modules.reward import reward_functions
-from coalign.rewards.calls import Caller, Failure, RewardError
+from coalign.rewards.calls import Caller, RewardError, RewardFailure
 from coalign.runtime.rewarding import terms_of
 from coalign.types import Context, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class JudgedResponse:
     """A response (the messages that follow the prompt) to score; ``row`` is what a reward function may compare with.
 
     Neighbours of one ``group`` answer the same prompt. ``tokens`` of the response, if somebody has counted them.
@@ -56,7 +56,7 @@ class Judge(Protocol):
     first: str
     compares: Sequence[str]
 
-    def __call__(self, answers: Sequence[Answer]) -> list[Verdict]: ...
+    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]: ...
 
     def close(self) -> None: ...
 
@@ -81,7 +81,7 @@ class FunctionJudge:
         self._caller = Caller()
         self._scored = False
 
-    def __call__(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]:
         """Raises RewardError, with the function's own exception as cause, if nothing could be scored so far."""
         outcomes = self._caller.score(self._functions, [_sample(answer) for answer in answers])
         verdicts = [
@@ -89,16 +89,16 @@ class FunctionJudge:
         ]
         self._scored |= any(verdict.score is not None for verdict in verdicts)
         if answers and not self._scored:
-            failure = next(outcome for each in outcomes for outcome in each if isinstance(outcome, Failure))
+            failure = next(outcome for each in outcomes for outcome in each if isinstance(outcome, RewardFailure))
             raise RewardError(f"no response could be scored; {self.first}") from failure.error
         return verdicts
 
     def close(self) -> None:
         self._caller.close()
 
-    def _verdict(self, outcomes: Sequence[Any], answer: Answer) -> Verdict:
+    def _verdict(self, outcomes: Sequence[Any], answer: JudgedResponse) -> Verdict:
         by_name = {term.name: outcome for term, outcome in zip(self._terms, outcomes, strict=True)}
-        parts = {name: outcome["reward"] for name, outcome in by_name.items() if not isinstance(outcome, Failure)}
+        parts = {name: outcome["reward"] for name, outcome in by_name.items() if not isinstance(outcome, RewardFailure)}
         lacking = [term.name for term in self._terms if term.weight and term.name not in parts]
         if lacking:
             return Verdict(None, parts, self._noted(lacking[0], by_name[lacking[0]], answer))
@@ -106,7 +106,7 @@ class FunctionJudge:
         total = combine(values, torch.zeros(1, dtype=torch.int64), self._terms, {})
         return Verdict(total.item(), parts if len(self._terms) > 1 else {})
 
-    def _noted(self, name: str, failure: Failure, answer: Answer) -> str:
+    def _noted(self, name: str, failure: RewardFailure, answer: JudgedResponse) -> str:
         self.failed[failure.reason] += 1
         self.first = self.first or f"reward function '{name}' on group {answer.group}, index {answer.index}: {failure}"
         return str(failure)
@@ -130,9 +130,9 @@ class ModelJudge:
         )
         self._module = FSDPModule(model, Context(model="reward_model", device=config.device))
         self._module.setup()
-        self._reader = Reader(model)
+        self._reader = ConversationReader(model)
 
-    def __call__(self, answers: Sequence[Answer]) -> list[Verdict]:
+    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]:
         read = [self._read(answer) for answer in answers]
         verdicts = [self._verdict(len(tokens), answer) for (tokens, _), answer in zip(read, answers, strict=True)]
         if fits := [i for i, verdict in enumerate(verdicts) if not verdict.why]:
@@ -145,12 +145,12 @@ class ModelJudge:
     def close(self) -> None:
         self._module.close()
 
-    def _read(self, answer: Answer) -> tuple[list[int], int]:
+    def _read(self, answer: JudgedResponse) -> tuple[list[int], int]:
         if answer.text is not None:
             return self._reader.rendered(answer.text)
         return self._reader.read([*answer.prompt, *answer.response], answer.tools)
 
-    def _verdict(self, length: int, answer: Answer) -> Verdict:
+    def _verdict(self, length: int, answer: JudgedResponse) -> Verdict:
         """Before it is scored; for good, if it is too long."""
         if length <= self._reader.longest:
             return Verdict(None)
@@ -160,7 +160,7 @@ class ModelJudge:
         return Verdict(None, why=why)
 
 
-def _sample(answer: Answer) -> Sample:
+def _sample(answer: JudgedResponse) -> Sample:
     response = text_of(answer.response[-1])
     return Sample(
         group=answer.group,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, mod
 from coalign.config.errors import dotted, readable
 from coalign.data.messages import Message, as_messages
 from coalign.data.sources import BadRow
-from coalign.runtime.judges import Answer, Verdict
+from coalign.runtime.judges import JudgedResponse, Verdict
 
 
 class BadRequest(ValueError):
@@ -41,7 +41,7 @@ class RewardRequest(BaseModel):
         return self
 
 
-def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[Answer]:
+def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[JudgedResponse]:
     """What there is to score. Raises BadRequest, naming the key.
 
     The response is the last of the ``messages``; without them that of ``responses``, else what follows the prompt in
@@ -80,14 +80,14 @@ def _why_none(verdict: Verdict | Exception) -> str:
     return "" if math.isfinite(verdict.score) else f"the score is {verdict.score}"
 
 
-def _answer(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> Answer:
+def _answer(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> JudgedResponse:
     prompt, response = _conversation(request, i, strip)
     row = dict(request.rows[i]) if request.rows else {}
     if request.labels and request.labels[i] is not None:
         row[label_key] = request.labels[i]
     tokens = request.tokens[i] if request.tokens else 0
     text = None if request.messages else request.query[i]
-    return Answer(prompt, [response], row, group=i, tokens=tokens, text=text)
+    return JudgedResponse(prompt, [response], row, group=i, tokens=tokens, text=text)
 
 
 def _conversation(request: RewardRequest, i: int, strip: Sequence[str]) -> tuple[list[Message], Message]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from coalign.config.schema import ScoreConfig, SourceConfig
 from coalign.data.messages import Message, as_response
 from coalign.data.reader import RowReader
-from coalign.data.sources import BadRow, Rows, open_rows
+from coalign.data.sources import BadRow, FileRows, open_rows
 from coalign.runtime import fingerprint
 from coalign.runtime.display import Display
-from coalign.runtime.judges import Answer, Judge, Verdict, open_judge
+from coalign.runtime.judges import Judge, JudgedResponse, Verdict, open_judge
 from coalign.runtime.partial import Partial, Record
 
 CHUNK = 256  # rows that are scored, and kept, together
@@ -44,11 +44,11 @@ def score(config: ScoreConfig, output: Path, display: Display) -> dict[str, floa
 
 
 @dataclass(frozen=True)
-class Scored:
+class RowAnswers:
     """A row, and the answers in it by the name that their scores get a prefix from."""
 
     row: Record
-    answers: dict[str, Answer]
+    answers: dict[str, JudgedResponse]
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class ScoreRow:
 
     config: ScoreConfig
     reader: RowReader
-    rows: Rows
+    rows: FileRows
     number: int
     group: int
 
-    def read(self) -> Scored:
+    def read(self) -> RowAnswers:
         """Raises ValueError with the row's place if there is nothing to score; an empty response to compare has no
         answer where ``data.on_empty`` drops such rows."""
         row = self.reader.named(self.rows[self.number])
@@ -69,11 +69,11 @@ class ScoreRow:
             said = self._answers(row)
         except BadRow as error:
             if error.reason == "empty" and self.config.data.on_empty == "drop":
-                return Scored(row, {})
+                return RowAnswers(row, {})
             raise ValueError(f"{self.rows.where(self.number)}: {error}") from error
         rest = {"group": self.group, "index": _number(row, "index"), "tokens": _number(row, "tokens")}
         tools = self.reader.tools(row)
-        return Scored(row, {name: Answer(*pair, row, tools=tools, **rest) for name, pair in said.items()})
+        return RowAnswers(row, {name: JudgedResponse(*pair, row, tools=tools, **rest) for name, pair in said.items()})
 
     def _answers(self, row: Record) -> dict[str, tuple[list[Message], list[Message]]]:
         """(prompt, response) by name: one without a name, or chosen and rejected."""
@@ -95,7 +95,7 @@ class ScoreRow:
         return {"": (prompt, [response])}
 
 
-def judged(judge: Judge, rows: Sequence[Scored]) -> list[Record]:
+def judged(judge: Judge, rows: Sequence[RowAnswers]) -> list[Record]:
     """The rows with the judge's scores."""
     answers = [(i, name, answer) for i, scored in enumerate(rows) for name, answer in scored.answers.items()]
     records = [scored.row | ({} if scored.answers else {"score": None}) for scored in rows]

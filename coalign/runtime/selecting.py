@@ -12,7 +12,7 @@ from pathlib import Path
 from coalign.config.schema import DataConfig, SelectConfig, SourceConfig
 from coalign.data.messages import Message
 from coalign.data.reader import RowReader
-from coalign.data.sources import Rows, open_rows
+from coalign.data.sources import FileRows, open_rows
 from coalign.runtime.partial import Record
 from coalign.types import Status
 
@@ -21,11 +21,11 @@ READER = RowReader(DataConfig(), SourceConfig(path=""))
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredResponse:
     """A response with a score; its row is read when it is wanted."""
 
     score: float
-    rows: Rows
+    rows: FileRows
     number: int
 
     @property
@@ -66,7 +66,7 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
     return dict(counts)
 
 
-def best(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+def best(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
     """The response with the highest score, of equals the first."""
     highest = max(members, key=lambda member: member.score)
     if config.threshold is not None and highest.score < config.threshold:
@@ -74,7 +74,7 @@ def best(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
     return [_conversation(highest)]
 
 
-def threshold(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+def threshold(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
     """Every response that reaches the threshold."""
     good = [member for member in members if member.score >= config.threshold]
     if not good:
@@ -82,12 +82,12 @@ def threshold(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
     return everything(good, config)
 
 
-def everything(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+def everything(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
     """Every response, each text once."""
     return [_conversation(member) for member in _distinct(members)]
 
 
-def labelled(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+def labelled(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
     """Every response, each text once, with whether it reaches the threshold."""
     rows = [(member, member.row) for member in _distinct(members)]
     return [
@@ -96,7 +96,7 @@ def labelled(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
     ]
 
 
-def best_worst(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
+def best_worst(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
     """The highest score against the lowest."""
     chosen, rejected = max(members, key=lambda m: m.score), min(members, key=lambda m: m.score)
     margin = chosen.score - rejected.score
@@ -115,7 +115,7 @@ def best_worst(members: Sequence[Scored], config: SelectConfig) -> list[Record]:
     return [{"prompt": _prompt(row), **texts, **scores, **_rest(row)}]
 
 
-KEEP: Mapping[str, Callable[[Sequence[Scored], SelectConfig], list[Record]]] = {
+KEEP: Mapping[str, Callable[[Sequence[ScoredResponse], SelectConfig], list[Record]]] = {
     "best": best,
     "threshold": threshold,
     "all": everything,
@@ -124,9 +124,9 @@ KEEP: Mapping[str, Callable[[Sequence[Scored], SelectConfig], list[Record]]] = {
 }
 
 
-def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[Scored]]:
+def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[ScoredResponse]]:
     """The responses of each prompt that can be learnt from."""
-    groups: dict[str, list[Scored]] = {}
+    groups: dict[str, list[ScoredResponse]] = {}
     for path in config.data:
         rows = open_rows(path)
         for number in range(len(rows)):
@@ -140,19 +140,19 @@ def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[Scored
             elif config.truncated == "drop" and row.get("status") == CUT:
                 counts["truncated"] += 1
             else:
-                members.append(Scored(row["score"], rows, number))
+                members.append(ScoredResponse(row["score"], rows, number))
     return groups
 
 
-def _distinct(members: Sequence[Scored]) -> list[Scored]:
+def _distinct(members: Sequence[ScoredResponse]) -> list[ScoredResponse]:
     """The first response of each text."""
-    first: dict[str, Scored] = {}
+    first: dict[str, ScoredResponse] = {}
     for member in members:
         first.setdefault(member.row["response"], member)
     return list(first.values())
 
 
-def _conversation(member: Scored) -> Record:
+def _conversation(member: ScoredResponse) -> Record:
     row = member.row
     answer = {"role": "assistant", "content": row["response"]}
     return {"messages": [*_prompt(row), answer], "score": member.score, **_rest(row)}

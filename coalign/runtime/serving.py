@@ -22,7 +22,7 @@ from coalign.config.schema import ServeConfig
 from coalign.rewards.batches import Batches
 from coalign.rewards.calls import RewardError
 from coalign.runtime.display import Display
-from coalign.runtime.judges import Answer, Judge, Verdict, open_judge
+from coalign.runtime.judges import Judge, JudgedResponse, Verdict, open_judge
 from coalign.runtime.reward_requests import BadRequest, read_request, write_response
 
 log = logging.getLogger(__name__)
@@ -125,11 +125,11 @@ class Endpoint:
         if self._batches.waiting + count > self._config.queue:
             raise HTTPException(429, f"{self._batches.waiting} responses are waiting already", {"Retry-After": "1"})
 
-    async def _scored(self, answers: list[Answer]) -> Sequence[Verdict | Exception]:
+    async def _scored(self, answers: list[JudgedResponse]) -> Sequence[Verdict | Exception]:
         # Answers of several requests: none belongs with another one, whatever its group was.
         return await asyncio.to_thread(self._judged, [replace(a, group=i) for i, a in enumerate(answers)])
 
-    def _judged(self, answers: list[Answer]) -> Sequence[Verdict | Exception]:
+    def _judged(self, answers: list[JudgedResponse]) -> Sequence[Verdict | Exception]:
         try:
             return self._judge(answers)
         except RewardError as error:

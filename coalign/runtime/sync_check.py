@@ -15,7 +15,7 @@ from coalign.runtime.build import build, prepare, recipe
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.types import Rollout, Stat
-from coalign.weights.compare import Difference, Held, Side, differences, saved
+from coalign.weights.compare import Difference, TensorDigest, WeightSet, differences, saved
 from coalign.weights.sync import WeightSync
 
 PROMPTS, TOKENS = 4, 32  # that the log-probs are compared on
@@ -67,8 +67,8 @@ def _check_tensors(sync: WeightSync, display: Display) -> bool:
     ours = {name: held for part in source.run(describe, dtypes).result() for name, held in (part or {}).items()}
     good = True
     for rank, held in enumerate(replicas):
-        of_target = Side(target.name, held, lambda name, rank=rank: _fetched(target, name, dtypes)[rank])
-        of_source = Side(source.name, ours, lambda name: next(filter(_there, _fetched(source, name, dtypes))))
+        of_target = WeightSet(target.name, held, lambda name, rank=rank: _fetched(target, name, dtypes)[rank])
+        of_source = WeightSet(source.name, ours, lambda name: next(filter(_there, _fetched(source, name, dtypes))))
         label = title if len(replicas) == 1 else f"{title}, replica {rank}"
         good &= _report(label, list(differences(of_source, of_target)), len(ours), display)
     return good
@@ -82,11 +82,11 @@ def _fetched(model: Any, name: str, dtypes: Mapping[str, str]) -> list[Any]:
     return model.run(fetch, name, dtypes).result()
 
 
-def describe(module: Any, store: Any, dtypes: Mapping[str, str] | None) -> dict[str, Held] | None:
+def describe(module: Any, store: Any, dtypes: Mapping[str, str] | None) -> dict[str, TensorDigest] | None:
     """What this rank holds, in the ``dtypes`` of the other side; None if the module does not tell."""
     if not hasattr(module, "export_weights"):
         return None
-    return {name: Held.of(tensor) for name, tensor in _exported(module, dtypes or {})}
+    return {name: TensorDigest.of(tensor) for name, tensor in _exported(module, dtypes or {})}
 
 
 def fetch(module: Any, store: Any, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:

@@ -1,5 +1,5 @@
 """New tokens for a tokenizer and the model that uses it: `coalign extend-vocab`."""
 
-from coalign.vocab.extend import Report, extend
+from coalign.vocab.extend import ExtensionReport, extend
 
-__all__ = ["Report", "extend"]
+__all__ = ["ExtensionReport", "extend"]

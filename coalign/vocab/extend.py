@@ -13,18 +13,18 @@ from transformers import PreTrainedTokenizerBase
 
 from coalign.vocab import sources
 from coalign.vocab import tokenizer as tokenizers
-from coalign.vocab.model import Rows, read_config, tables, write_json, write_weights
+from coalign.vocab.model import VocabularyRows, read_config, tables, write_json, write_weights
 from coalign.vocab.tokenizer import Extension, extend_tokenizer
 
 LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 @dataclass(frozen=True)
-class Report:
+class ExtensionReport:
     """What was done. ``sample``: tokens of the sample text before and after."""
 
     tokens: Extension
-    rows: Rows
+    rows: VocabularyRows
     sample: tuple[int, int] | None
 
     def table(self) -> dict[str, float]:
@@ -65,7 +65,7 @@ def extend(
     pad_to_multiple: int = 64,
     roles: Mapping[str, str] | None = None,
     sample: Path | None = None,
-) -> Report:
+) -> ExtensionReport:
     """Write to ``output`` the model with the tokens of a file added to its tokenizer, embedding and head.
 
     model: a Hugging Face directory: a causal LM or any model with a head of its own (reward, value), in safetensors.
@@ -84,7 +84,7 @@ def extend(
     tokenizer = tokenizers.load(model)
     before = tokenizers.count(tokenizer, sample) if sample else 0
     extension = extend_tokenizer(tokenizer, source, special=special)
-    rows = Rows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
+    rows = VocabularyRows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
     ids = _assign(tokenizer, roles or {})
     aside = output.with_name(output.name + ".writing")
     shutil.rmtree(aside, ignore_errors=True)
@@ -98,7 +98,7 @@ def extend(
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return Report(extension, rows, (before, tokenizers.count(tokenizer, sample)) if sample else None)
+    return ExtensionReport(extension, rows, (before, tokenizers.count(tokenizer, sample)) if sample else None)
 
 
 def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dict[str, int]:
@@ -112,7 +112,7 @@ def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dic
     return {role: known[token] for role, token in roles.items()}
 
 
-def _write_configs(source: Path, target: Path, rows: Rows, roles: dict[str, int]) -> None:
+def _write_configs(source: Path, target: Path, rows: VocabularyRows, roles: dict[str, int]) -> None:
     """Everything else in them stays as it is. Generation goes on to stop at the old end tokens too."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     ids = {f"{role}_token_id": i for role, i in roles.items()}

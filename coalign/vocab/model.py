@@ -25,7 +25,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Rows:
+class VocabularyRows:
     """What becomes of the rows of a vocabulary.
 
     first: ids below are old tokens. pieces: old ids of each new token, from ``first`` on. before, after: rows of the
@@ -38,7 +38,7 @@ class Rows:
     after: int
 
     @classmethod
-    def plan(cls, before: int, first: int, pieces: list[list[int]], multiple: int) -> Rows:
+    def plan(cls, before: int, first: int, pieces: list[list[int]], multiple: int) -> VocabularyRows:
         """Rows that no token has are used first; a table that must grow is padded to a ``multiple``. Pieces without a
         row do not count."""
         needed = first + len(pieces)
@@ -87,7 +87,7 @@ def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def write_weights(source: Path, target: Path, names: set[str], rows: Rows) -> None:
+def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyRows) -> None:
     """Copy the weights of ``source``, with new rows in those of ``names``. One file at a time is in memory, and only
     if it holds such a table. Raises ValueError if none does, or one has another number of rows than the config says.
     """

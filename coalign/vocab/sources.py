@@ -14,7 +14,7 @@ KINDS = ("BPE", "Unigram")
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenSource:
     """Tokens as the bytes they stand for, each once, the most useful first.
 
     vocabulary: they are pieces that some tokenizer builds words of, not strings that somebody asked for by name.
@@ -27,7 +27,7 @@ class Source:
     skipped: dict[str, list[str]] = field(default_factory=dict)
 
 
-def read(path: Path) -> Source:
+def read(path: Path) -> TokenSource:
     """A `.model` file is SentencePiece's, a `.json` file a tokenizer.json, any other a text file of one token a line.
 
     Raises FileNotFoundError, and ValueError for a file that is not what its name says or holds no token.
@@ -40,7 +40,7 @@ def read(path: Path) -> Source:
     return source
 
 
-def _lines(path: Path) -> Source:
+def _lines(path: Path) -> TokenSource:
     """Spaces at the ends of a line belong to the token."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -52,12 +52,12 @@ def _lines(path: Path) -> Source:
     return _source(path, [t.encode() for t in tokens], vocabulary=False, skipped={"blank": blank})
 
 
-def _sentencepiece(path: Path) -> Source:
+def _sentencepiece(path: Path) -> TokenSource:
     text, control = pieces(path)
     return _source(path, [SENTENCEPIECE.read(p) for p in text], vocabulary=True, skipped={"control": control})
 
 
-def _tokenizers(path: Path) -> Source:
+def _tokenizers(path: Path) -> TokenSource:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         model = description["model"]
@@ -79,11 +79,11 @@ def _tokenizers(path: Path) -> Source:
     return _source(path, tokens, vocabulary=True, skipped={"control": [t for t in ranked if t in control]})
 
 
-def _source(path: Path, tokens: list[bytes], *, vocabulary: bool, skipped: dict[str, list[str]]) -> Source:
+def _source(path: Path, tokens: list[bytes], *, vocabulary: bool, skipped: dict[str, list[str]]) -> TokenSource:
     """With what is named twice taken once."""
     once = list(dict.fromkeys(tokens))
     repeated = Counter(tokens) - Counter(once)
-    return Source(
+    return TokenSource(
         path, once, vocabulary, skipped | {"repeated": [t.decode(errors="replace") for t in repeated.elements()]}
     )
 

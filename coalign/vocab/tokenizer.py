@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from coalign.vocab.alphabet import alphabet_of
 from coalign.vocab.merges import merge
-from coalign.vocab.sources import Source
+from coalign.vocab.sources import TokenSource
 
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
@@ -50,7 +50,7 @@ def load(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source, *, special: bool) -> Extension:
+def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, source: TokenSource, *, special: bool) -> Extension:
     """Add the tokens of ``source`` to ``tokenizer`` itself.
 
     special: left out of decoded texts, as an end-of-turn marker is; for a list only. Raises ValueError where nothing
@@ -66,7 +66,7 @@ def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Source, *, spec
     return tokens
 
 
-def _merge(tokenizer: PreTrainedTokenizerBase, source: Source, first: int) -> Extension:
+def _merge(tokenizer: PreTrainedTokenizerBase, source: TokenSource, first: int) -> Extension:
     unknown = tokenizer.unk_token_id
     merged = merge(tokenizer.backend_tokenizer, source.tokens, first)
     tokenizer.backend_tokenizer.model = merged.tokenizer.model
@@ -74,7 +74,7 @@ def _merge(tokenizer: PreTrainedTokenizerBase, source: Source, first: int) -> Ex
     return Extension(first, _without(unknown, merged.pieces), merged.steps, skipped)
 
 
-def _add(tokenizer: PreTrainedTokenizerBase, source: Source, first: int, special: bool) -> Extension:
+def _add(tokenizer: PreTrainedTokenizerBase, source: TokenSource, first: int, special: bool) -> Extension:
     """Not normalised: a text contains a token exactly if its characters stand in it, whatever the normaliser does."""
     backend, known = tokenizer.backend_tokenizer, tokenizer.get_vocab()
     alphabet = alphabet_of(json.loads(backend.to_str()))

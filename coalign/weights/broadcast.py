@@ -27,12 +27,12 @@ from torch import Tensor
 from coalign.weights.copying import checked, copied
 from coalign.weights.entry import Entry, aligned
 from coalign.weights.groups import Link, broadcast, enter, enter_all, leave, listen
-from coalign.weights.places import Place
+from coalign.weights.places import WeightEndpoint
 from coalign.weights.transport import (
-    Model,
+    ExportRequest,
     Sent,
+    SyncedModel,
     Transport,
-    Wanted,
     WeightError,
     both,
     check_names,
@@ -47,7 +47,14 @@ END = -1
 class Broadcast(Transport):
     """``senders`` and ``readers``: where the ranks of the two models are. ValueError for models that take turns."""
 
-    def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
+    def __init__(
+        self,
+        source: SyncedModel,
+        target: SyncedModel,
+        config: Any,
+        senders: list[WeightEndpoint],
+        readers: list[WeightEndpoint],
+    ) -> None:
         super().__init__(source, target, config)
         if self.in_turns:
             raise ValueError(
@@ -86,7 +93,7 @@ class Broadcast(Transport):
 # ---- a sender
 
 
-def send(module: Any, store: Any, link: str, wanted: Wanted, size: int) -> Sent:
+def send(module: Any, store: Any, link: str, wanted: ExportRequest, size: int) -> Sent:
     """Broadcast this rank's weights."""
     own: Link = module.links[link]
     sizes: dict[str, int] = {}

@@ -15,7 +15,7 @@ from coalign.weights.transport import damaged
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedTensor:
     """One tensor as u8 data, and what the data must add up to."""
 
     name: str
@@ -39,7 +39,7 @@ class Packed:
             return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
 
 
-Bucket = list[Packed]
+Bucket = list[PackedTensor]
 
 
 def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
@@ -54,7 +54,7 @@ def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket]:
             yield bucket
             bucket, filled = [], 0
         data = tensor_bytes(tensor)
-        bucket.append(Packed(name, tensor.dtype, tuple(tensor.shape), data, checksum(data)))
+        bucket.append(PackedTensor(name, tensor.dtype, tuple(tensor.shape), data, checksum(data)))
         filled += len(data)
     if bucket:
         yield bucket

@@ -14,7 +14,7 @@ from coalign.weights.checksum import checksum, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TensorDigest:
     """A tensor that a side has: its kind, and a checksum of its bytes."""
 
     dtype: str
@@ -22,16 +22,18 @@ class Held:
     checksum: int
 
     @staticmethod
-    def of(tensor: Tensor) -> Held:
-        return Held(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum(tensor_bytes(tensor)))
+    def of(tensor: Tensor) -> TensorDigest:
+        return TensorDigest(
+            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), checksum(tensor_bytes(tensor))
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class WeightSet:
     """One of the two: what it has, and how to get at a tensor's values."""
 
     name: str
-    held: Mapping[str, Held]
+    held: Mapping[str, TensorDigest]
     fetch: Callable[[str], Tensor]
 
 
@@ -46,7 +48,7 @@ class Difference:
     numel: int = 0
 
 
-def differences(one: Side, other: Side, values: int = 100) -> Iterator[Difference]:
+def differences(one: WeightSet, other: WeightSet, values: int = 100) -> Iterator[Difference]:
     """Everything in which the sides differ, bit by bit, by name; of the first ``values`` tensors also by how much."""
     for name in sorted(one.held.keys() | other.held.keys()):
         first, second = one.held.get(name), other.held.get(name)
@@ -68,7 +70,7 @@ def measured(name: str, first: Tensor, second: Tensor) -> Difference:
     return Difference(name, "values", float(delta.nan_to_num(float("inf")).max()), int(differ.sum()), first.numel())
 
 
-def saved(path: Path) -> Side:
+def saved(path: Path) -> WeightSet:
     """A Hugging Face directory, a checkpoint of a run, or a run folder (its newest model). ValueError if it is none."""
     directory = next((d for d in (path, path / "hf", path / "model") if any(d.glob("*.safetensors"))), None)
     if directory is None:
@@ -85,4 +87,4 @@ def saved(path: Path) -> Side:
         with safe_open(files[name], "pt") as tensors:
             return tensors.get_tensor(name)
 
-    return Side(str(path), {name: Held.of(fetch(name)) for name in files}, fetch)
+    return WeightSet(str(path), {name: TensorDigest.of(fetch(name)) for name in files}, fetch)

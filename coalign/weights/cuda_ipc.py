@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from coalign.weights.places import Place
+from coalign.weights.places import WeightEndpoint
 from coalign.weights.shared_memory import SharedMemory
-from coalign.weights.transport import Model
+from coalign.weights.transport import SyncedModel
 
 
 class DeviceSegment:
@@ -43,7 +43,14 @@ class CudaIpc(SharedMemory):
     segment = DeviceSegment
     memory = "cuda"
 
-    def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
+    def __init__(
+        self,
+        source: SyncedModel,
+        target: SyncedModel,
+        config: Any,
+        senders: list[WeightEndpoint],
+        readers: list[WeightEndpoint],
+    ) -> None:
         super().__init__(source, target, config, senders, readers)
         devices = sorted({place.gpu or "CPU" for place in [*senders, *readers]})
         if len(devices) > 1 or devices == ["CPU"]:

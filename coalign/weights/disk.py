@@ -21,7 +21,7 @@ from torch import Tensor
 from coalign.files import move_aside
 from coalign.weights.buckets import pack
 from coalign.weights.checksum import checksum, tensor_bytes
-from coalign.weights.transport import Sent, Staged, Wanted, WeightError, exported, installing
+from coalign.weights.transport import ExportRequest, Sent, Staged, WeightError, exported, installing
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _files(sent: list[Sent]) -> Files:
     return {name: checksums for part in sent for name, checksums in part.where.items()}
 
 
-def write(module: Any, store: Any, directory: str, wanted: Wanted, size: int) -> Sent:
+def write(module: Any, store: Any, directory: str, wanted: ExportRequest, size: int) -> Sent:
     """Write this rank's weights, one file for each bucket."""
     files: Files = {}
     sizes: dict[str, int] = {}

@@ -29,8 +29,8 @@ class State(IntEnum):
     BROKEN = 2
 
 
-class Journal:
-    """Written by the process that made it with ``Journal()``, read by those that open its ``address``."""
+class SyncJournal:
+    """Written by the process that made it with ``SyncJournal()``, read by those that open its ``address``."""
 
     def __init__(self, address: Address | None = None) -> None:
         self._memory = Segment.open(address) if address else Segment.create(RECORDS)

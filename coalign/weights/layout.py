@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coalign.weights.shards import Piece, Shape, Shard, Spec
+from coalign.weights.shards import Shape, Shard, ShardBox, Spec
 
-Part = tuple[str, int, int]  # a full tensor, and where a part of it starts and stops in the dimension that is cut
+TensorRange = tuple[str, int, int]  # a full tensor's name, then the start and stop in the dimension that is cut
 Where = Literal["layer", "first", "last", "every"]
 
 
@@ -64,18 +64,18 @@ class Cut(Protocol):
 
     dim: int
 
-    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[Part], int]:
+    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[TensorRange], int]:
         """The parts on tensor-parallel rank ``index`` of ``count``, end to end, and how much padding follows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class UncutTensor:
     """The same on every rank."""
 
     name: str
     dim: int = 0
 
-    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[Part], int]:
+    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[TensorRange], int]:
         return [(self.name, 0, shapes[self.name][self.dim])], 0
 
 
@@ -91,7 +91,7 @@ class Split:
     unit: int = 1
     multiple: int = 1
 
-    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[Part], int]:
+    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[TensorRange], int]:
         found, padding = [], 0
         for name in self.names:
             size = shapes[name][self.dim]
@@ -119,7 +119,7 @@ class Attention:
     interleaved: bool = False
     dim: int = 0
 
-    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[Part], int]:
+    def parts(self, shapes: Mapping[str, Shape], index: int, count: int) -> tuple[list[TensorRange], int]:
         per = self.heads // self.groups
         first, last = share(self.heads, index, count)
         groups = range(first // per, -(-last // per)) if first < last else range(0)
@@ -152,7 +152,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """``specs``: of all full tensors. ``stages``: the layers of each pipeline stage. ``experts``: those of each
     expert-parallel rank."""
 
@@ -187,13 +187,13 @@ class Layout:
             yield self._one(rule, together, at.expert_tensor)
 
     def _one(self, rule: Rule, many: list[dict[str, int]], place: tuple[int, int]) -> Shard:
-        pieces: list[Piece] = []
+        pieces: list[ShardBox] = []
         for i, numbers in enumerate(many):
             shapes = Named(self.specs, numbers)
             parts, padding = rule.cut.parts(shapes, *place)
             shape, joined = _joined(shapes, parts, rule.cut.dim, padding)
             lead = ((i, i + 1),) if rule.stacked else ()
-            pieces += [Piece(piece.name, piece.full, lead + piece.own) for piece in joined]
+            pieces += [ShardBox(piece.name, piece.full, lead + piece.own) for piece in joined]
         like = Named(self.specs, many[0]).full(parts[0][0])
         return Shard(rule.own.format_map(many[0]), (len(many), *shape) if rule.stacked else shape, like, tuple(pieces))
 
@@ -217,7 +217,7 @@ class Named(Mapping[str, Shape]):
         return len(self.specs)
 
 
-def _joined(shapes: Named, parts: list[Part], dim: int, padding: int) -> tuple[Shape, list[Piece]]:
+def _joined(shapes: Named, parts: list[TensorRange], dim: int, padding: int) -> tuple[Shape, list[ShardBox]]:
     """Parts end to end in one dimension, whole in the others."""
     pieces, at, others = [], 0, shapes[parts[0][0]]
     for template, start, stop in parts:
@@ -225,7 +225,7 @@ def _joined(shapes: Named, parts: list[Part], dim: int, padding: int) -> tuple[S
         own = list(full)
         full[dim], own[dim] = (start, stop), (at, at + stop - start)
         if start < stop:
-            pieces.append(Piece(shapes.full(template), tuple(full), tuple(own)))
+            pieces.append(ShardBox(shapes.full(template), tuple(full), tuple(own)))
         at += stop - start
     return (*others[:dim], at + padding, *others[dim + 1 :]), pieces
 

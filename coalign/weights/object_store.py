@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from coalign.weights.buckets import pack
-from coalign.weights.transport import Sent, Staged, Wanted, exported, installing
+from coalign.weights.transport import ExportRequest, Sent, Staged, exported, installing
 
 
 class ObjectStore(Staged):
@@ -25,7 +25,7 @@ def _references(sent: list[Sent]) -> list[Any]:
     return [reference for part in sent for reference in part.where]
 
 
-def export_buckets(module: Any, store: Any, wanted: Wanted, size: int) -> Sent:
+def export_buckets(module: Any, store: Any, wanted: ExportRequest, size: int) -> Sent:
     """Put this rank's weights into the store."""
     references, sizes = [], {}
     with exported(module, wanted) as weights:

@@ -14,7 +14,7 @@ Identity = tuple[str, int]  # host, process
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightEndpoint:
     """One rank. ``host`` is equal for processes that can see each other (in /proc). ``sends``: whether it yields
     weights; ``adopts``: whether it computes with the tensors that it is given. ``gpu``: which one its device is.
     ``dtype``: of all its weights, to which it casts what it is given; None: not one."""
@@ -32,11 +32,11 @@ class Place:
         return self.host, self.process
 
 
-def place(module: Any, store: Any) -> Place:
+def place(module: Any, store: Any) -> WeightEndpoint:
     """Of this worker."""
     device = module.context.device
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.startswith("cuda") else None
-    return Place(*identity(), device, gpu, module.exports, module.adopts, module.weights_dtype)
+    return WeightEndpoint(*identity(), device, gpu, module.exports, module.adopts, module.weights_dtype)
 
 
 def identity() -> Identity:

@@ -32,7 +32,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardBox:
     """``full``, a box of the full tensor ``name``, lies at ``own``, a box of the same sizes in a rank's own tensor.
 
     One of the two may have further dimensions, of size 1, in front.
@@ -56,7 +56,7 @@ class Shard:
     name: str
     shape: Shape
     like: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardBox, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def join(specs: Mapping[str, Spec], ranks: Sequence[Sequence[Shard]], fetch: Fet
     """The full tensors, one at a time, from the ranks' own: the inverse of ``cut``. WeightError for what no rank
     holds."""
     boxes = {name: tuple((0, size) for size in spec.shape) for name, spec in specs.items()}
-    whole = [Shard(name, specs[name].shape, name, (Piece(name, box, box),)) for name, box in boxes.items()]
+    whole = [Shard(name, specs[name].shape, name, (ShardBox(name, box, box),)) for name, box in boxes.items()]
     return reshard(specs, whole, dict(plan(whole, ranks)), fetch)
 
 
@@ -138,8 +138,8 @@ def plan(
         yield shard.name, moves
 
 
-def _held(sources: Sequence[Sequence[Shard]]) -> dict[str, list[tuple[int, str, Piece]]]:
-    held: dict[str, list[tuple[int, str, Piece]]] = {}
+def _held(sources: Sequence[Sequence[Shard]]) -> dict[str, list[tuple[int, str, ShardBox]]]:
+    held: dict[str, list[tuple[int, str, ShardBox]]] = {}
     for rank, shards in enumerate(sources):
         for shard in shards:
             for piece in shard.pieces:

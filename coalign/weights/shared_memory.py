@@ -20,10 +20,20 @@ from torch import Tensor
 
 from coalign.weights.copying import checked, copied
 from coalign.weights.entry import Entry, aligned
-from coalign.weights.journal import Journal, State
-from coalign.weights.places import Identity, Place, identity
+from coalign.weights.journal import State, SyncJournal
+from coalign.weights.places import Identity, WeightEndpoint, identity
 from coalign.weights.segment import Address, Segment
-from coalign.weights.transport import Model, Sent, Staged, Wanted, WeightError, both, damaged, exported, installing
+from coalign.weights.transport import (
+    ExportRequest,
+    Sent,
+    Staged,
+    SyncedModel,
+    WeightError,
+    both,
+    damaged,
+    exported,
+    installing,
+)
 
 SMALLEST = 16 * 2**20  # bytes of the first segment; later ones are as large as all before them together
 LARGEST = 2**30
@@ -43,7 +53,14 @@ class SharedMemory(Staged):
     segment: type = Segment
     memory = "cpu"
 
-    def __init__(self, source: Model, target: Model, config: Any, senders: list[Place], readers: list[Place]) -> None:
+    def __init__(
+        self,
+        source: SyncedModel,
+        target: SyncedModel,
+        config: Any,
+        senders: list[WeightEndpoint],
+        readers: list[WeightEndpoint],
+    ) -> None:
         super().__init__(source, target, config)
         self.link = f"shared memory {uuid.uuid4().hex}"
         self.adopt = any(place.adopts and place.device.startswith(self.memory) for place in readers)
@@ -81,11 +98,11 @@ class SharedMemory(Staged):
 # ---- in the workers
 
 
-class Outlet:
+class SenderMemory:
     """A sender's memory: its journal, and for each side where each tensor lies."""
 
     def __init__(self, segment: type, device: str) -> None:
-        self.journal = Journal()
+        self.journal = SyncJournal()
         self._create = partial(segment.create, device=device)
         self._segments: list[Any] = []
         self._filled = 0  # of the newest segment
@@ -109,12 +126,12 @@ class Outlet:
         return self._segments[-1], offset
 
 
-class Inlet:
+class ReaderMemory:
     """What a reader knows of the senders' memory."""
 
     def __init__(self, segment: type, journals: list[Address]) -> None:
         self._open = segment.open
-        self.journals = [Journal(address) for address in journals]
+        self.journals = [SyncJournal(address) for address in journals]
         self.entries: list[Written] = []
         self.received = 0  # the last sync that arrived whole
         self._segments: dict[Any, Any] = {}
@@ -128,13 +145,13 @@ class Inlet:
 
 def open_outlet(module: Any, store: Any, link: str, segment: type) -> Address:
     """Where to find this rank's journal."""
-    module.links[link] = Outlet(segment, module.context.device)
+    module.links[link] = SenderMemory(segment, module.context.device)
     return module.links[link].journal.address
 
 
-def send(module: Any, store: Any, link: str, sync: int, wanted: Wanted, side: int, turn: int | None) -> Sent:
+def send(module: Any, store: Any, link: str, sync: int, wanted: ExportRequest, side: int, turn: int | None) -> Sent:
     """Write this rank's weights to one side, and the journal of it. ``turn``: of the checksums."""
-    outlet: Outlet = module.links[link]
+    outlet: SenderMemory = module.links[link]
     journal, sizes = outlet.journal, {}
     journal.begin(sync)
 
@@ -170,8 +187,8 @@ def receive(
 ) -> int:
     """Follow the senders to their end: how many weights came. WeightError unless they arrived as they were sent."""
     if link not in module.links:
-        module.links[link] = Inlet(segment, journals)
-    inlet: Inlet = module.links[link]
+        module.links[link] = ReaderMemory(segment, journals)
+    inlet: ReaderMemory = module.links[link]
     inlet.entries, inlet.received = [], 0
 
     def mine() -> Iterator[tuple[Written, Tensor]]:
@@ -190,7 +207,7 @@ def receive(
 
 def install(module: Any, store: Any, link: str, sync: int, version: int, adopt: bool) -> None:
     """Serve what was received."""
-    inlet: Inlet = module.links[link]
+    inlet: ReaderMemory = module.links[link]
     if inlet.received != sync:
         raise WeightError(f"the weights of version {version} did not arrive whole, so they cannot be installed")
     weights = ((entry.name, entry.tensor(inlet.memory(entry))) for entry in inlet.entries)

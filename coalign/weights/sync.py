@@ -18,10 +18,10 @@ from coalign.weights.cuda_ipc import CudaIpc
 from coalign.weights.disk import Disk
 from coalign.weights.in_process import Adopt, Copy
 from coalign.weights.object_store import ObjectStore
-from coalign.weights.places import Place, place
+from coalign.weights.places import WeightEndpoint, place
 from coalign.weights.segment import NoRoom
 from coalign.weights.shared_memory import SharedMemory
-from coalign.weights.transport import Model, Transport, WeightError
+from coalign.weights.transport import SyncedModel, Transport, WeightError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class WeightSync:
     """
 
     def __init__(
-        self, source: Model, target: Model, config: SyncConfig | None = None, *, overlap: bool = False
+        self, source: SyncedModel, target: SyncedModel, config: SyncConfig | None = None, *, overlap: bool = False
     ) -> None:
         self.source = source
         self.target = target
@@ -89,7 +89,7 @@ class WeightSync:
         return sum(size for part in sent for size in part.sizes.values())
 
 
-def transport_between(source: Model, target: Model, config: SyncConfig, overlap: bool) -> Transport:
+def transport_between(source: SyncedModel, target: SyncedModel, config: SyncConfig, overlap: bool) -> Transport:
     """The one that ``config`` names, or the one that fits where the ranks are."""
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
         return (Copy if overlap else Adopt)(source, target, config)
@@ -101,7 +101,11 @@ def transport_between(source: Model, target: Model, config: SyncConfig, overlap:
 
 
 def _named(
-    source: Model, target: Model, config: SyncConfig, senders: Sequence[Place], readers: Sequence[Place]
+    source: SyncedModel,
+    target: SyncedModel,
+    config: SyncConfig,
+    senders: Sequence[WeightEndpoint],
+    readers: Sequence[WeightEndpoint],
 ) -> Transport:
     name = config.transport
     if name == "auto":
@@ -119,7 +123,7 @@ def _named(
             return SharedMemory(source, target, config, senders, readers)
 
 
-def fitting(places: Sequence[Place], in_turns: bool) -> str:
+def fitting(places: Sequence[WeightEndpoint], in_turns: bool) -> str:
     """The transport for ranks at these places, whose models take turns on their devices or do not."""
     hosts, gpus = ({getattr(place, what) for place in places} for what in ("host", "gpu"))
     if len(hosts) > 1:

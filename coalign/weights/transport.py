@@ -26,11 +26,11 @@ class WeightError(RuntimeError):
     """Weights that did not arrive as they were sent; names the tensor."""
 
 
-class Future(Protocol):
+class ResultFuture(Protocol):
     def result(self) -> Any: ...
 
 
-class Model(Protocol):
+class SyncedModel(Protocol):
     """What a transport needs of a coalign.cluster.DistModel."""
 
     name: str
@@ -39,8 +39,8 @@ class Model(Protocol):
 
     def run(
         self, function: Callable[..., Any], *arguments: Any, fatal: bool = True, beside: Sequence[Any] = ()
-    ) -> Future:
-        """``function(module, store, *arguments)`` on every rank: a Future of the list of results. It also works on the
+    ) -> ResultFuture:
+        """``function(module, store, *arguments)`` on every rank: a future of the list of results. It also works on the
         weights of the models ``beside`` it."""
 
     def takes_turns_with(self, other: Any) -> bool:
@@ -48,7 +48,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExportRequest:
     """What a sender is to yield. ``changing``: only what training changes. ``dtype``: to it floating-point weights of a
     wider one are cast. ``timeout``: seconds that the next weight may take."""
 
@@ -71,14 +71,14 @@ class Transport(ABC):
 
     dtype: torch.dtype | None = None
 
-    def __init__(self, source: Model, target: Model, config: SyncConfig) -> None:
+    def __init__(self, source: SyncedModel, target: SyncedModel, config: SyncConfig) -> None:
         self.source = source
         self.target = target
         self.config = config
         self.in_turns = source.store.in_process or source.takes_turns_with(target)
 
-    def wanted(self, changing: bool) -> Wanted:
-        return Wanted(changing, self.dtype, self.config.timeout)
+    def wanted(self, changing: bool) -> ExportRequest:
+        return ExportRequest(changing, self.dtype, self.config.timeout)
 
     @abstractmethod
     def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
@@ -128,7 +128,7 @@ def damaged(name: str, found: int, sent: int) -> WeightError:
     return WeightError(f"weight '{name}' arrived damaged: checksum {found:016x}, sent with {sent:016x}")
 
 
-def both(first: Future, second: Future) -> Any:
+def both(first: ResultFuture, second: ResultFuture) -> Any:
     """The first one's result once both are done; if both fail, the first one's error."""
     try:
         result = first.result()
@@ -163,7 +163,7 @@ def in_time(weights: Weights, timeout: float, sender: str) -> Iterator[tuple[str
 
 
 @contextmanager
-def exported(module: Any, wanted: Wanted) -> Iterator[Iterator[tuple[str, Tensor]]]:
+def exported(module: Any, wanted: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """The weights of this rank. Whatever fails in the context, the rank takes part in the others' collectives to the
     end: else they would wait for it."""
     weights = module.export_weights(changing=wanted.changing)

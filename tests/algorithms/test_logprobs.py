@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coalign.algorithms.logprobs import linear_logprobs, packed_logprobs
+from coalign.algorithms.logprobs import linear_logprobs
 
 M, H, V = 7, 5, 135  # V is no multiple of a tile
 
@@ -65,18 +65,6 @@ def test_gradcheck(settings, entropy):
         return [o for o in outputs if o is not None]
 
     assert torch.autograd.gradcheck(run, inputs)
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-def test_packed_gradcheck_and_parity(entropy):
-    logits = torch.randn(M, V, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(0, V, (M,))
-    run = lambda x: packed_logprobs(x, targets, temperature=0.7, entropy=entropy, tile=1)  # noqa: E731
-    want = reference(logits, torch.eye(V), None, targets, temperature=0.7)
-    torch.testing.assert_close(run(logits)[0], want[0])
-    if entropy:
-        torch.testing.assert_close(run(logits)[1], want[1])
-    assert torch.autograd.gradcheck(lambda x: [o for o in run(x) if o is not None], (logits,))
 
 
 def test_bfloat16_is_as_good_as_its_logits():
@@ -140,11 +128,11 @@ def test_extreme_logits_stay_finite():
 
 
 def test_masked_vocabulary_has_no_probability():
-    logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
-    logprobs, _ = packed_logprobs(logits, torch.tensor([0]))
+    bias = torch.tensor([0.0, 0.0, -torch.inf], requires_grad=True)
+    logprobs, _ = linear_logprobs(torch.ones(1, 1), torch.zeros(3, 1), torch.tensor([0]), bias=bias)
     logprobs.sum().backward()
     assert logprobs.item() == pytest.approx(-math.log(2))
-    assert logits.grad.tolist() == [[0.5, -0.5, 0.0]]
+    assert bias.grad.tolist() == [0.5, -0.5, 0.0]
 
 
 def test_no_tokens():

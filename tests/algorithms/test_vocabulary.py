@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from coalign.algorithms.candidates import candidate_logprobs, log_collision, top_logprobs
 from coalign.algorithms.logprobs import linear_logprobs
-from coalign.algorithms.vocabulary import Share
+from coalign.algorithms.vocabulary import VocabularyShard
 from tests.conformance.backends import on_ranks
 
 TOKENS, HIDDEN, VOCABULARY, CUT = 12, 8, 21, 15  # the second rank has fewer tokens than are asked for
@@ -27,7 +27,7 @@ def made() -> dict[str, torch.Tensor]:
     }
 
 
-def computed(rows: slice, share: Share | None, softcap: float | None) -> dict[str, torch.Tensor]:
+def computed(rows: slice, share: VocabularyShard | None, softcap: float | None) -> dict[str, torch.Tensor]:
     given = made()
     hidden, weight = given["hidden"].requires_grad_(), given["weight"][rows].clone().requires_grad_()
     settings = SETTINGS | {"softcap": softcap, "share": share}
@@ -48,7 +48,7 @@ def computed(rows: slice, share: Share | None, softcap: float | None) -> dict[st
 
 def _on_rank(rank: int, port: int) -> list[dict[str, torch.Tensor]]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    share = Share(dist.group.WORLD, (0, CUT)[rank], VOCABULARY)
+    share = VocabularyShard(dist.group.WORLD, (0, CUT)[rank], VOCABULARY)
     found = [computed(ROWS[rank], share, softcap) for softcap in (None, 2.0)]
     unknown, _ = linear_logprobs(
         made()["hidden"], made()["weight"][ROWS[rank]], torch.full((TOKENS,), VOCABULARY), share=share
@@ -73,6 +73,6 @@ def test_two_ranks_compute_what_one_does(tmp_path):
 
 @pytest.mark.parametrize("candidate", [VOCABULARY])
 def test_a_candidate_outside_of_all_shares_is_refused(candidate):
-    share = Share(None, CUT, VOCABULARY)
+    share = VocabularyShard(None, CUT, VOCABULARY)
     with pytest.raises(ValueError, match="vocabulary of 21"):
         candidate_logprobs(made()["hidden"], made()["weight"][CUT:], torch.full((TOKENS, 1), candidate), share=share)

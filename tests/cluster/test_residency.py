@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from coalign.cluster.answers import Running
-from coalign.cluster.future import Failure, Future, Meta, Use, WorkerError
+from coalign.cluster.future import DeviceMemoryUse, Future, Meta, WorkerError, WorkerFailure
 from coalign.cluster.residency import PARTS, Residency, movable
 from coalign.cluster.slot import Footprint, plan
 from coalign.config.schema import ModelConfig
@@ -31,7 +31,7 @@ class Process:
         self.held, self.away = dict(sizes), {}
         self.moves: list[tuple[str, tuple[str, ...]]] = []
         self.limits: list[int | None] = []
-        self.failure: Failure | None = None
+        self.failure: WorkerFailure | None = None
 
     def execute(self, verb, to, parts, limit):
         assert verb == "move"
@@ -42,9 +42,9 @@ class Process:
         here |= moved
         return self.answer(Meta(value=sum(moved.values()), use=self.use(), failure=self.failure))
 
-    def use(self, extra: int = 0) -> Use:
+    def use(self, extra: int = 0) -> DeviceMemoryUse:
         before = sum(self.held.values())
-        return Use({self.name: dict(self.held)}, {self.name: dict(self.away)}, before, before + extra)
+        return DeviceMemoryUse({self.name: dict(self.held)}, {self.name: dict(self.away)}, before, before + extra)
 
     def answer(self, meta: Meta) -> Running:
         done: concurrent.futures.Future[Meta] = concurrent.futures.Future()
@@ -248,7 +248,7 @@ def test_nothing_is_announced_without_a_known_capacity_or_beside_a_call_of_unkno
 
 def test_a_process_that_cannot_move_fails_the_call_that_waits_for_it():
     run = Run()
-    run.processes["policy"].failure = Failure("OutOfDeviceMemory", "no room for the weights of 'policy'", "")
+    run.processes["policy"].failure = WorkerFailure("OutOfDeviceMemory", "no room for the weights of 'policy'", "")
     run.call("reference", "forward_step", ("weights",))
     with pytest.raises(WorkerError, match=r"policy\.generate failed in policy, rank 0: OutOfDeviceMemory: no room"):
         run.call("policy", "generate", ("weights", "kv"))

@@ -8,7 +8,7 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import Example, Examples, to_batch
 from coalign.data.kinds import KINDS
-from coalign.data.sources import Entry
+from coalign.data.sources import SourceRow
 from coalign.data.templates import load_template
 from tests.tiny import tiny_tokenizer
 
@@ -24,7 +24,7 @@ def reader(kind: str, *, tokenizer: Any = TOKENIZER, keys: dict[str, str] | None
 
 def use(examples: Examples, *rows: dict[str, Any]) -> list[list[Example]]:
     """What can be used of the rows, counted; ValueError for a row that is refused."""
-    entries = [Entry(i, lambda row=row: dict(row), lambda i=i: f"a.jsonl:{i + 1}") for i, row in enumerate(rows)]
+    entries = [SourceRow(i, lambda row=row: dict(row), lambda i=i: f"a.jsonl:{i + 1}") for i, row in enumerate(rows)]
     found = [examples.use(entry) for entry in entries]
     return [row for row in found if row is not None]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.data.batch import Batch, split_ranges
-from coalign.types import Sample, Status
+from coalign.types import Status
 
 settings.register_profile("quick", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("quick")
@@ -217,39 +217,35 @@ def test_concat_of_nothing_and_of_different_columns():
         Batch.concat([make([2]), make([2]).with_(values=torch.zeros(2))])
 
 
-def sample(group, mask, versions, **more):
-    n = len(mask)
-    return Sample(
-        group=group,
-        index=1,
-        tokens=torch.arange(n, dtype=torch.int32),
-        loss_mask=torch.tensor(mask, dtype=torch.bool),
-        logprobs=torch.rand(n, generator=torch.Generator().manual_seed(group)),
-        versions=versions,
-        meta={"answer": group},
-        **more,
+def test_samples_are_the_rows_of_a_batch():
+    mask = torch.tensor([0, 0, 1, 1, 0, 1, 0, 1], dtype=torch.bool)
+    batch = Batch(
+        torch.tensor([6, 2]),
+        {
+            "tokens": torch.arange(8, dtype=torch.int32),
+            "loss_mask": mask,
+            "rollout_logprobs": torch.arange(8.0),
+            "versions": torch.tensor([-1, -1, 3, 4, -1, 4, -1, 4], dtype=torch.int32),
+        },
+        {
+            "group": torch.tensor([7, 8]),
+            "index": torch.tensor([1, 0], dtype=torch.int32),
+            "status": torch.tensor([Status.TRUNCATED, Status.OK], dtype=torch.uint8),
+            "reward": torch.tensor([0.0, 1.5]),
+            "reward/math": torch.tensor([0.0, 1.0]),
+            "rows": [{"answer": 7}, {"answer": 8}],
+        },
     )
+    first, second = batch.samples()
+    assert (first.group, first.index, first.versions, first.reward) == (7, 1, [(3, 1), (4, 2)], 0.0)
+    assert (first.rewards, first.status, first.meta) == ({"math": 0.0}, Status.TRUNCATED, {"answer": 7})
+    assert torch.equal(first.tokens, torch.arange(6, dtype=torch.int32)) and torch.equal(first.loss_mask, mask[:6])
+    assert torch.equal(first.logprobs, torch.arange(6.0))
+    assert (second.group, second.index, second.versions, second.reward) == (8, 0, [(4, 1)], 1.5)
+    assert (second.rewards, second.status, second.tokens.tolist()) == ({"math": 1.0}, Status.OK, [6, 7])
 
 
-def test_samples_round_trip():
-    samples = [
-        sample(7, [0, 0, 1, 1, 0, 1], [(3, 1), (4, 2)], reward=0.0, rewards={"math": 0.0}, status=Status.TRUNCATED),
-        sample(8, [0, 1], [(4, 1)], reward=1.5, rewards={"math": 1.0}),
-    ]
-    batch = Batch.from_samples(samples)
-    assert batch["versions"].tolist() == [-1, -1, 3, 4, -1, 4, -1, 4]
-    assert batch["prompt_length"].tolist() == [2, 1]
-    assert batch["reward"].tolist() == [0.0, 1.5] and batch["reward/math"].tolist() == [0.0, 1.0]
-    for before, after in zip(samples, batch.samples(), strict=True):
-        assert torch.equal(before.tokens, after.tokens) and torch.equal(before.loss_mask, after.loss_mask)
-        assert torch.equal(before.logprobs, after.logprobs)
-        for name in ("group", "index", "versions", "reward", "rewards", "status", "meta"):
-            assert getattr(before, name) == getattr(after, name), name
-
-
-def test_unscored_and_empty_samples():
-    batch = Batch.from_samples([sample(1, [0, 0], []), sample(2, [1], [(0, 1)], reward=1.0)])
-    assert "reward" not in batch and batch["prompt_length"].tolist() == [2, 0]
-    assert [s.reward for s in batch.samples()] == [None, None]
-    empty = Batch.from_samples([])
-    assert len(empty) == 0 and empty["tokens"].dtype == torch.int32 and empty.samples() == []
+def test_samples_of_what_no_reward_has_seen():
+    batch = make([2, 1]).with_(loss_mask=torch.tensor([False, False, True]))
+    assert [(s.reward, s.versions) for s in batch.samples()] == [(None, []), (None, [])]
+    assert make([]).samples() == []

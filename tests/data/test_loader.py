@@ -2,16 +2,15 @@
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.loader import build_loader
+from tests.gsm8k import TEST, needs_gsm8k
 from tests.tiny import tiny_tokenizer
 
-GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data"
 TOKENIZER = tiny_tokenizer()
 
 
@@ -333,9 +332,9 @@ def test_no_file_is_named():
         build_loader(DataConfig(), TOKENIZER, kind="prompts", split="eval", batch_size=1, seed=0)
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here")
+@needs_gsm8k
 def test_gsm8k():
-    made = loader(str(GSM8K / "gsm8k_test.jsonl"), split="eval", prompt_key="question", max_prompt_tokens=700)
+    made = loader(str(TEST), split="eval", prompt_key="question", max_prompt_tokens=700)
     assert made.report() == "gsm8k_test.jsonl: 1319 rows: 1316 used, 3 over 700 tokens"
     assert sum(len(b) for b in made.all()) == 1316
     assert made.next()["rows"][0]["answer"].splitlines()[-1].startswith("####")

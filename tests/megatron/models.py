@@ -18,7 +18,7 @@ from coalign.modules.megatron_core.config import transformer_config
 from coalign.modules.megatron_core.cut import Sizes
 from coalign.modules.megatron_core.model import PackedGPT
 from coalign.modules.megatron_core.weights import Export, Weights, divisor
-from coalign.modules.parallel.rows import Rows, Way
+from coalign.modules.parallel.rows import RankAxis, RowSharding
 from coalign.weights import families
 from coalign.weights.families.layout import MegatronLayout, stages
 from tests.modules.batches import rollout
@@ -131,7 +131,7 @@ class Megatron:
         for name, tensor in self.weights.read(self.rank, reference.tensors.__getitem__, in_memory=reference.in_memory):
             own.pop(name).copy_(tensor)
         assert not own, f"nothing was read for {sorted(own)}"
-        self.rows = Rows(ranks.context(), Way(), multiple=sizes.tensor)
+        self.rows = RowSharding(ranks.context(), RankAxis(), multiple=sizes.tensor)
 
     def own(self) -> dict[str, Tensor]:
         return {f"0/{name}": t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)}

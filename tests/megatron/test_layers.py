@@ -27,7 +27,7 @@ from coalign.modules.megatron_core.cut import Sizes
 from coalign.modules.megatron_core.latent import LatentAttention
 from coalign.modules.megatron_core.norm import Norm
 from coalign.modules.megatron_core.residual import ParallelLayer
-from coalign.modules.megatron_core.router import Choice
+from coalign.modules.megatron_core.router import ExpertGroupChoice
 from coalign.weights import families
 from tests.weights.families.checkpoints import checkpoint
 
@@ -96,6 +96,6 @@ def test_latent_attention_and_experts_of_transformer_engine(engine):
 
 def test_groups_of_experts_are_judged_by_as_many_as_the_family_says():
     scores = torch.tensor([[0.9, 0.1, 0.0, 0.6, 0.5, 0.2]])  # groups of three: the best one alone, and two of one
-    assert Choice(1).get_replay_topk(scores, 2, 2, 1, None)[1].tolist() == [[0, 1]]
-    values, experts = Choice(2).get_replay_topk(scores, 2, 2, 1, None)
+    assert ExpertGroupChoice(1).get_replay_topk(scores, 2, 2, 1, None)[1].tolist() == [[0, 1]]
+    values, experts = ExpertGroupChoice(2).get_replay_topk(scores, 2, 2, 1, None)
     assert experts.tolist() == [[3, 4]] and values.tolist() == [[pytest.approx(0.6), 0.5]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.rewards.calls import Caller, Failure, GiveUp, RewardError, RewardFunction, TryLater
+from coalign.rewards.calls import Caller, GiveUp, RewardError, RewardFailure, RewardFunction, TryLater
 from coalign.rewards.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
@@ -29,7 +29,7 @@ def score(caller, fn, samples=SAMPLES, **limits):
 
 
 def values(outcomes):
-    return [o.reason if isinstance(o, Failure) else o["reward"] for o in outcomes]
+    return [o.reason if isinstance(o, RewardFailure) else o["reward"] for o in outcomes]
 
 
 def per_sample(sample, *, plus=0.0):
@@ -335,11 +335,11 @@ def test_a_service_is_left_alone_as_long_as_it_asks_for(caller):
 
 
 def test_pauses_grow_vary_and_end(caller):
-    failure = [Failure("raised", ValueError())]
+    failure = [RewardFailure("raised", ValueError())]
     for attempt, least in ((0, 0.1), (1, 0.2), (4, 1.6)):
         pauses = [caller._pause(attempt, failure) for _ in range(50)]
         assert all(least <= pause <= 1.5 * least for pause in pauses) and len(set(pauses)) > 1
-    assert caller._pause(30, failure) == caller._pause(0, [Failure("raised", TryLater("", 3600.0))]) == 60.0
+    assert caller._pause(30, failure) == caller._pause(0, [RewardFailure("raised", TryLater("", 3600.0))]) == 60.0
 
 
 def test_an_async_function_may_bound_its_calls(caller):

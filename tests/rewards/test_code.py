@@ -155,8 +155,8 @@ def test_rows_without_usable_tests_are_failures_of_the_reward():
 def test_hostile_answers_are_wrong_not_errors():
     (test,) = read_tests(["assert f() == [1]"])
     for answer in ("", "[" * 10**5, "-" * 10**5 + "1", "__import__('os')", "\0", "9" * 10**5, "f()", "1 +"):
-        assert not test.passes(sandbox.Report("exit 0", "", answer))
-    assert test.passes(sandbox.Report("exit 0", "", "[1]"))
+        assert not test.passes(sandbox.SandboxResult("exit 0", "", answer))
+    assert test.passes(sandbox.SandboxResult("exit 0", "", "[1]"))
 
 
 def test_a_machine_that_cannot_keep_what_is_required(monkeypatch):

@@ -10,8 +10,8 @@ from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.modules.reward import reward_function
 from coalign.rewards import Pairwise, Tournament
-from coalign.rewards.calls import Caller, Failure, RewardFunction
-from coalign.rewards.ranking import Game, bradley_terry, swiss_round, win_rates
+from coalign.rewards.calls import Caller, RewardFailure, RewardFunction
+from coalign.rewards.ranking import Comparison, bradley_terry, swiss_round, win_rates
 from tests.rewards.samples import sample
 
 HERE = "tests.rewards.test_groups:"
@@ -66,7 +66,7 @@ def caller():
 
 def score(caller, fn, samples, *, retries=0, timeout=30.0, **settings):
     outcomes = caller.score([RewardFunction("g", fn, settings, retries=retries, timeout=timeout)], samples)[0]
-    return [str(one.error) if isinstance(one, Failure) else one["reward"] for one in outcomes]
+    return [str(one.error) if isinstance(one, RewardFailure) else one["reward"] for one in outcomes]
 
 
 @pytest.mark.parametrize("by", ["longer", "longer_async", "Longer"])
@@ -168,7 +168,7 @@ def test_short_names_reach_the_classes():
 
 
 def test_win_rates_count_draws_by_half_and_know_nothing_of_the_absent():
-    assert win_rates([Game(0, 1, 1.0), Game(1, 2, 0.5)], 4) == [1.0, 0.25, 0.5, 0.5]
+    assert win_rates([Comparison(0, 1, 1.0), Comparison(1, 2, 0.5)], 4) == [1.0, 0.25, 0.5, 0.5]
 
 
 def sigmoid(x):
@@ -177,7 +177,7 @@ def sigmoid(x):
 
 def test_bradley_terry_of_one_game_by_hand():
     # d/dθ of log σ(2θ) + ½ log σ(θ) + ½ log σ(-θ), at θ and -θ: σ(-2θ) = σ(θ) - ½
-    strong, weak = bradley_terry([Game(0, 1, 1.0)], 2)
+    strong, weak = bradley_terry([Comparison(0, 1, 1.0)], 2)
     assert weak == pytest.approx(-strong) and sigmoid(-2 * strong) == pytest.approx(sigmoid(strong) - 0.5)
 
 
@@ -192,14 +192,14 @@ def gradient_at(theta, games, prior):
 
 @pytest.mark.parametrize("prior", [0.01, 1.0, 5.0])
 def test_bradley_terry_stands_where_the_gradient_is_zero(prior):
-    games = [Game(i, j, (i * 7 + j * 3) % 5 / 4) for i, j in combinations(range(5), 2)] + [Game(0, 4, 1.0)]
+    games = [Comparison(i, j, (i * 7 + j * 3) % 5 / 4) for i, j in combinations(range(5), 2)] + [Comparison(0, 4, 1.0)]
     theta = bradley_terry(games, 6, prior)
     assert gradient_at(theta, games, prior) == pytest.approx([0.0] * 6, abs=1e-9) and theta[5] == 0.0
 
 
 @pytest.mark.parametrize("prior", [0.001, 1.0])
 def test_bradley_terry_of_one_sided_games_is_found_too(prior):
-    games = [Game(i, j, 1.0) for i, j in combinations(range(32), 2)]
+    games = [Comparison(i, j, 1.0) for i, j in combinations(range(32), 2)]
     theta = bradley_terry(games, 32, prior)
     assert gradient_at(theta, games, prior) == pytest.approx([0.0] * 32, abs=1e-9)
     assert theta == sorted(theta, reverse=True)
@@ -207,22 +207,22 @@ def test_bradley_terry_of_one_sided_games_is_found_too(prior):
 
 def test_beating_the_strong_counts_for_more():
     # 0 and 3 won one game each, 0 against one that won another, 3 against one that lost another
-    games = [Game(0, 1, 1.0), Game(1, 2, 1.0), Game(3, 4, 1.0), Game(5, 4, 1.0)]
+    games = [Comparison(0, 1, 1.0), Comparison(1, 2, 1.0), Comparison(3, 4, 1.0), Comparison(5, 4, 1.0)]
     theta = bradley_terry(games, 6)
     assert win_rates(games, 6)[0] == win_rates(games, 6)[3] == 1.0 and theta[0] > theta[3]
 
 
 def test_strengths_of_the_undefeated_are_finite_and_a_weak_prior_lets_them_grow():
-    games = [Game(0, 1, 1.0)] * 10
+    games = [Comparison(0, 1, 1.0)] * 10
     one, other = bradley_terry(games, 2)[0], bradley_terry(games, 2, prior=0.01)[0]
     assert 0 < one < other < math.inf
 
 
 def test_a_round_pairs_equals_that_have_not_met():
     assert swiss_round([], 4) == [(0, 1), (2, 3)]
-    games = [Game(0, 1, 0.0), Game(2, 3, 1.0)]  # 1 and 2 have a point
+    games = [Comparison(0, 1, 0.0), Comparison(2, 3, 1.0)]  # 1 and 2 have a point
     assert swiss_round(games, 4) == [(1, 2), (0, 3)]
-    games += [Game(1, 2, 1.0), Game(0, 3, 1.0)]  # 1: 2, 0 and 2: 1, 3: 0
+    games += [Comparison(1, 2, 1.0), Comparison(0, 3, 1.0)]  # 1: 2, 0 and 2: 1, 3: 0
     assert swiss_round(games, 4) == [(1, 3), (0, 2)]  # 1 has met 0 and 2
 
 
@@ -232,10 +232,10 @@ def test_of_an_odd_number_each_sits_out_once():
         pairs = swiss_round(games, 5)
         (absent,) = set(range(5)) - {i for pair in pairs for i in pair}
         idle.append(absent)
-        games += [Game(i, j, float(i > j)) for i, j in pairs]
+        games += [Comparison(i, j, float(i > j)) for i, j in pairs]
     assert sorted(idle) == list(range(5)) and len(games) == 10
 
 
 def test_after_all_have_met_there_are_rematches():
-    games = [Game(i, j, 0.5) for i, j in combinations(range(4), 2)]
+    games = [Comparison(i, j, 0.5) for i, j in combinations(range(4), 2)]
     assert sorted(i for pair in swiss_round(games, 4) for i in pair) == [0, 1, 2, 3]

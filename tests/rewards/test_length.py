@@ -9,7 +9,7 @@ from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.modules.reward import reward_function
 from coalign.rewards import CosineLength, length_penalty, length_range, length_target
-from coalign.rewards.calls import Caller, Failure, RewardFunction
+from coalign.rewards.calls import Caller, RewardFailure, RewardFunction
 from tests.rewards.samples import sample
 
 
@@ -53,7 +53,8 @@ def caller():
 def cosine(caller, *samples, **settings):
     function = RewardFunction("cosine_length", CosineLength, {"by": "math", "max_tokens": 100} | settings, retries=0)
     return [
-        str(one.error) if isinstance(one, Failure) else one["reward"] for one in caller.score([function], samples)[0]
+        str(one.error) if isinstance(one, RewardFailure) else one["reward"]
+        for one in caller.score([function], samples)[0]
     ]
 
 

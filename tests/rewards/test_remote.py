@@ -12,7 +12,7 @@ from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.modules.reward import reward_function
 from coalign.rewards import Remote
-from coalign.rewards.calls import Caller, Failure
+from coalign.rewards.calls import Caller, RewardFailure
 from tests.rewards.samples import sample
 from tests.rewards.service import Service, lengths
 
@@ -56,7 +56,7 @@ def score(caller, function, samples=SAMPLES):
 
 
 def rewards(outcomes):
-    return [one.reason if isinstance(one, Failure) else one["reward"] for one in outcomes]
+    return [one.reason if isinstance(one, RewardFailure) else one["reward"] for one in outcomes]
 
 
 def free_port():

@@ -12,7 +12,7 @@ from coalign.data.templates import load_template
 from coalign.generation.request import Response
 from coalign.rollout.episode import Episode
 from coalign.rollout.rendering import Rendering
-from coalign.rollout.running import Environment, EnvironmentBatch, EnvironmentLoop
+from coalign.rollout.running import EnvironmentBatch, EnvironmentFunction, EnvironmentLoop
 from coalign.types import Status
 from tests.tiny import tiny_tokenizer
 
@@ -95,7 +95,7 @@ def play(
     """The environment played to its end with each episode."""
     loop = EnvironmentLoop()
     try:
-        running = loop.start(Environment(fn, arguments, timeout), episodes, enough=enough)
+        running = loop.start(EnvironmentFunction(fn, arguments, timeout), episodes, enough=enough)
         while not running.done:
             running.wait()
         return running

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +16,12 @@ from coalign.data.templates import load_template
 from coalign.data.texts import read_samples
 from coalign.modules.native import NativeModule
 from coalign.rewards import math
-from coalign.rollout.parsers import Call
+from coalign.rollout.parsers import ToolRequest
 from coalign.types import Context, Sample, Status
+from tests.gsm8k import TEST
 from tests.rollout.helpers import TOOLS_CHATML
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
 HEADER = "<|im_start|>assistant\n"
 END = "<|im_end|>"  # the other special token ends no turn: stops are not found in its name
 STOPS = "abcdefghijklmnopqrstuvwxyz"
@@ -32,17 +31,17 @@ PER_TURN, TURNS = 8, 3
 def two_calls(turn):
     """A policy of random weights writes no calls, so each of its turns is taken for two, of its own token ids."""
     a, b = int(turn.tokens[0]), int(turn.tokens[-1])
-    return "", [Call("calculator", {"expression": wish}) for wish in (f"{a}*{b}", f"{a}+{b}")]
+    return "", [ToolRequest("calculator", {"expression": wish}) for wish in (f"{a}*{b}", f"{a}+{b}")]
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """(batch, rows, tokenizer, model) of eight questions, four episodes each."""
-    if not DATA.exists():
+    if not TEST.exists():
         pytest.skip("GSM8K is not here")
     path = tiny_model_dir(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
     tokenizer = tiny_tokenizer(path, chat_template=TOOLS_CHATML)
-    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()[:8]]
+    rows = [json.loads(line) for line in TEST.read_text(encoding="utf-8").splitlines()[:8]]
     for row in rows:
         row["messages"] = [{"role": "user", "content": row["question"]}]
     tokens = [load_template(tokenizer).prompt(row["messages"]) for row in rows]

@@ -19,7 +19,7 @@ from coalign.modules.episodes import EpisodesFailed
 from coalign.modules.native import NativeModule
 from coalign.modules.rollout import begin
 from coalign.rewards import episode as episode_reward
-from coalign.rollout.parsers import Call
+from coalign.rollout.parsers import ToolRequest
 from coalign.rollout.tools import Toolbox
 from coalign.types import Context, Status, Total
 from tests.rollout.helpers import TOOLS_CHATML
@@ -67,7 +67,7 @@ async def calculates(episode, *, turns: int = 3):
     for turn in range(turns):
         said = await episode.generate(max_new_tokens=8)
         wish = f"{len(said.tokens)}*{turn + 2}"
-        [answer] = await box.answer(episode, [Call("calculator", {"expression": wish})])
+        [answer] = await box.answer(episode, [ToolRequest("calculator", {"expression": wish})])
         episode.reward(float(answer["content"]) / 100)
         if turn < turns - 1:
             episode.say(answer)

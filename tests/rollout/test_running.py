@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from coalign.rollout.running import Environment, EnvironmentBlocked
+from coalign.rollout.running import EnvironmentBlocked, EnvironmentFunction
 from coalign.rollout.threads import in_thread
 from coalign.types import Status
 from tests.rollout.helpers import Script, episode, play
@@ -149,9 +149,9 @@ def test_what_is_no_environment_is_refused():
         pass
 
     with pytest.raises(TypeError, match=r"'plain' is no coroutine: write it as `async def plain\(episode"):
-        Environment(plain)
+        EnvironmentFunction(plain)
     with pytest.raises(TypeError, match="'nothing' takes no positional argument"):
-        Environment(nothing)
+        EnvironmentFunction(nothing)
 
 
 def test_nobody_plays_nothing():

@@ -10,7 +10,7 @@ import pytest
 
 from coalign.config import load
 from coalign.rollout.episode import Turn
-from coalign.rollout.parsers import Call
+from coalign.rollout.parsers import ToolRequest
 from coalign.runtime.build import prepare, recipe
 from tests.rollout.helpers import TOOLS_CHATML
 from tests.runs import command, metrics, run, run_in_two_parts, settings, stopping_after, weights_hash
@@ -47,9 +47,9 @@ def test_grpo_learns_from_episodes(tmp_path):
     assert weights_hash(resumed, 2) == weights_hash(config, 2)
 
 
-def always_calls(turn: Turn) -> tuple[str, list[Call]]:
+def always_calls(turn: Turn) -> tuple[str, list[ToolRequest]]:
     """A parser for policies of random weights: whatever they say is a sum."""
-    return turn.text, [Call("calculator", {"expression": f"{len(turn.tokens)}+{turn.tokens[0]}"})]
+    return turn.text, [ToolRequest("calculator", {"expression": f"{len(turn.tokens)}+{turn.tokens[0]}"})]
 
 
 def test_a_run_with_tools_that_is_stopped_ends_with_the_same_weights(tmp_path):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from coalign.runtime.folder import FolderInUse, JsonLines, RunFolder, flatten
+from coalign.runtime.folder import FolderInUse, RunFolder, StepLog, flatten
 from coalign.types import Max, Stat, Total, merge_stats
 
 
@@ -16,13 +16,13 @@ def lines(path):
 
 
 def test_a_line_a_step_and_no_nan(tmp_path):
-    file = JsonLines(tmp_path / "metrics.jsonl")
+    file = StepLog(tmp_path / "metrics.jsonl")
     file.append({"step": 1, "a": math.nan, "b": [math.inf, 2.0], "c": {"d": -math.inf}})
     assert lines(file.path) == [{"step": 1, "a": None, "b": [None, 2.0], "c": {"d": None}}]
 
 
 def test_cut_forgets_later_steps_and_half_a_line(tmp_path):
-    file = JsonLines(tmp_path / "metrics.jsonl")
+    file = StepLog(tmp_path / "metrics.jsonl")
     for step in range(5):
         file.append({"step": step})
     with open(file.path, "a") as out:
@@ -32,7 +32,7 @@ def test_cut_forgets_later_steps_and_half_a_line(tmp_path):
 
 
 def test_a_full_disk_keeps_lines_until_there_is_room(tmp_path, monkeypatch):
-    file = JsonLines(tmp_path / "metrics.jsonl")
+    file = StepLog(tmp_path / "metrics.jsonl")
     file.append({"step": 1})
     real = open
 
@@ -61,7 +61,7 @@ def test_a_full_disk_keeps_lines_until_there_is_room(tmp_path, monkeypatch):
 
 def test_any_other_error_rises(tmp_path):
     with pytest.raises(FileNotFoundError):
-        JsonLines(tmp_path / "missing" / "metrics.jsonl").append({"step": 1})
+        StepLog(tmp_path / "missing" / "metrics.jsonl").append({"step": 1})
 
 
 def test_two_runs_cannot_share_a_folder(tmp_path):

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from tests.conformance.engines import SMALL, VLLM, model_dir
+from tests.gsm8k import TRAIN, needs_gsm8k
 from tests.runs import command, metrics, processes_of, run
 from tests.runtime.test_processes import wait_for_step
 
-DATA = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
 STEPS = 4
 pytestmark = [
     VLLM,
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not DATA.exists(), reason="GSM8K is not there"),
+    needs_gsm8k,
 ]
 
 
@@ -32,7 +32,7 @@ def grpo(directory: Path, name: str, policy: dict[str, Any], trainer: dict[str, 
         "output": str(directory / name),
         "runtime": {"steps": STEPS, "prompts_per_step": 4, "samples_per_prompt": 4, "threads": 1, "cluster": "ray"}
         | {"tensorboard": False, "plots": False, "log_samples": 16},
-        "data": {"train": str(DATA), "prompt_key": "question", "chat_template": "none", "max_prompt_tokens": 400},
+        "data": {"train": str(TRAIN), "prompt_key": "question", "chat_template": "none", "max_prompt_tokens": 400},
         "reward": {"fn": "tests.runs:digits"},
         "loss": {"fn": "policy_gradient", "kl_coef": 0.01},
         "models": {

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from coalign.vocab.merges import merge
 from coalign.vocab.sources import read
+from tests.gsm8k import TRAIN, needs_gsm8k
 from tests.vocab import made
 
-GSM8K = Path("/work/shared/data/gsm8k_train.jsonl")
 OLD = made.byte_level(0, 330)
 FIRST = 333
 
@@ -191,10 +191,10 @@ def test_every_token_that_entered_is_reached(merged):
         assert [t.id for t in merged.tokenizer.model.tokenize(merged.tokenizer.id_to_token(i))] == [i]
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here")
+@needs_gsm8k
 def test_gsm8k(merged):
     changed = 0
-    with GSM8K.open() as lines:
+    with TRAIN.open() as lines:
         for line in [json.loads(line) for line in lines][:400]:
             text = line["question"] + "\n" + line["answer"]
             old, new = OLD.encode(text).ids, merged.tokenizer.encode(text).ids

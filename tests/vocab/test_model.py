@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coalign.vocab.model import Rows, read_config, tables, write_weights
+from coalign.vocab.model import VocabularyRows, read_config, tables, write_weights
 from tests.tiny import tiny_model_dir
 
 PIECES = [[0, 1], [2, 2, 3], []]
@@ -16,7 +16,7 @@ PIECES = [[0, 1], [2, 2, 3], []]
 
 def test_rows_by_hand():
     old = torch.tensor([[1.0, 2.0], [3.0, 6.0], [0.0, 3.0], [3.0, 9.0], [100.0, 100.0]])
-    rows = Rows.plan(5, 4, PIECES, 4)  # four tokens and a spare row; seven needed
+    rows = VocabularyRows.plan(5, 4, PIECES, 4)  # four tokens and a spare row; seven needed
     assert rows.after == 8
     expected = [[2.0, 4.0], [1.0, 5.0], [1.75, 5.0], [1.75, 5.0]]  # two means, mean of all, padding
     assert rows.extend(old).tolist() == [*old[:4].tolist(), *expected]
@@ -27,24 +27,24 @@ def test_rows_by_hand():
     [(64, 60, 4, 64, 64), (64, 60, 5, 64, 128), (60, 60, 1, 1, 61), (60, 60, 1, 8, 64), (100, 10, 1, 64, 100)],
 )
 def test_how_many_rows(before, first, new, multiple, after):
-    assert Rows.plan(before, first, [[0]] * new, multiple).after == after
+    assert VocabularyRows.plan(before, first, [[0]] * new, multiple).after == after
 
 
 def test_pieces_without_a_row_do_not_count():
-    rows = Rows.plan(3, 5, [[0, 4], [3, 4]], 1)
+    rows = VocabularyRows.plan(3, 5, [[0, 4], [3, 4]], 1)
     assert rows.extend(torch.tensor([0.0, 3.0, 6.0])).tolist() == [0, 3, 6, 3, 3, 0, 3]
 
 
 def test_spare_rows_that_stay_spare_are_kept():
     old = torch.arange(10.0)
-    new = Rows.plan(10, 6, [[0, 1]], 64).extend(old)
+    new = VocabularyRows.plan(10, 6, [[0, 1]], 64).extend(old)
     assert new.tolist() == [0, 1, 2, 3, 4, 5, 0.5, 7, 8, 9]
 
 
 def test_means_are_computed_in_float32():
     old = torch.full((300, 1), 1.0, dtype=torch.bfloat16)
     old[0] = 1.0078125  # the next number after 1
-    rows = Rows.plan(300, 300, [[0, 0, 1], list(range(300))], 1)
+    rows = VocabularyRows.plan(300, 300, [[0, 0, 1], list(range(300))], 1)
     new = rows.extend(old)
     assert new.dtype == torch.bfloat16 and torch.equal(new[:300], old)
     assert new[300:, 0].tolist() == [1.0078125, 1.0]
@@ -75,7 +75,7 @@ def test_files(tmp_path, family, sharded, dtype):
     (source / "model.safetensors").unlink()
     model.save_pretrained(source, max_shard_size="20KB" if sharded else "1GB")
     target.mkdir()
-    names, rows = tables(AutoConfig.from_pretrained(source)), Rows.plan(320, 318, PIECES, 64)
+    names, rows = tables(AutoConfig.from_pretrained(source)), VocabularyRows.plan(320, 318, PIECES, 64)
     write_weights(source, target, names, rows)
 
     files = {p.name for p in source.glob("model*")}
@@ -126,7 +126,9 @@ def test_files_without_a_table_are_copied_unread(tmp_path, monkeypatch):
             return self.file.get_tensor(name)
 
     monkeypatch.setattr("coalign.vocab.model.safe_open", Watched)
-    write_weights(source, target, {"model.embed_tokens.weight", "lm_head.weight"}, Rows.plan(320, 259, [[1]], 64))
+    write_weights(
+        source, target, {"model.embed_tokens.weight", "lm_head.weight"}, VocabularyRows.plan(320, 259, [[1]], 64)
+    )
     index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(read) == {index["model.embed_tokens.weight"]} and len(set(index.values())) > 1
 
@@ -135,9 +137,9 @@ def test_weights_that_do_not_fit_the_config(tmp_path):
     source, target = tiny_model_dir(tmp_path / "in"), tmp_path / "out"
     target.mkdir()
     with pytest.raises(ValueError, match=r"embed_tokens\.weight has 320 rows; config\.json says vocab_size 300"):
-        write_weights(source, target, {"model.embed_tokens.weight"}, Rows.plan(300, 259, [[1]], 64))
+        write_weights(source, target, {"model.embed_tokens.weight"}, VocabularyRows.plan(300, 259, [[1]], 64))
     with pytest.raises(ValueError, match=r"the weights have none of \['other\.weight'\]"):
-        write_weights(source, target, {"other.weight"}, Rows.plan(320, 259, [[1]], 64))
+        write_weights(source, target, {"other.weight"}, VocabularyRows.plan(320, 259, [[1]], 64))
 
 
 def test_directories_that_are_refused(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from coalign.cluster.future import Failure, WorkerError
+from coalign.cluster.future import WorkerError, WorkerFailure
 from coalign.types import Context
 
 SECONDS = 90
@@ -87,10 +87,10 @@ class Processes:
             assert self._pipes[rank].poll(SECONDS), f"{where} does not answer"
             result, problem = self._pipes[rank].recv()
         except EOFError:
-            return WorkerError(label, where, Failure("worker lost", "it died", ""))
+            return WorkerError(label, where, WorkerFailure("worker lost", "it died", ""))
         if problem is None:
             return result
-        return WorkerError(label, where, Failure(type(problem).__name__, str(problem), "", problem))
+        return WorkerError(label, where, WorkerFailure(type(problem).__name__, str(problem), "", problem))
 
 
 def _serve(pipe, module, context, store):

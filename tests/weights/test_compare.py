@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from coalign.weights.compare import Held, Side, differences, saved
+from coalign.weights.compare import TensorDigest, WeightSet, differences, saved
 
 
 def side(name, tensors):
-    return Side(name, {key: Held.of(tensor) for key, tensor in tensors.items()}, tensors.__getitem__)
+    return WeightSet(name, {key: TensorDigest.of(tensor) for key, tensor in tensors.items()}, tensors.__getitem__)
 
 
 def test_equal_sides_have_no_differences():

@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from coalign.weights.layout import Attention, Layout, Mesh, Rule, Split, Whole, contiguous
+from coalign.weights.layout import Attention, Mesh, ParallelLayout, Rule, Split, UncutTensor, contiguous
 from coalign.weights.shards import Spec, cut, join, overlap, plan, reshard, without
 from coalign.weights.transport import WeightError
 
 
 def lay(rules, full, stages=(), experts=((),), **mesh):
     specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in full.items()}
-    return Layout(Mesh(**mesh), rules, specs, stages, experts)
+    return ParallelLayout(Mesh(**mesh), rules, specs, stages, experts)
 
 
 def own(layout, full, rank):
@@ -74,9 +74,9 @@ def test_a_vocabulary_is_padded_at_its_end():
 def test_tied_embeddings_stand_on_the_first_stage_and_the_last():
     full = {"embed": torch.ones(2, 2), "model.0": torch.zeros(1), "model.1": torch.zeros(1), "model.2": torch.zeros(1)}
     rules = [
-        Rule("embedding", Whole("embed"), "first"),
-        Rule("layers.{own_layer}", Whole("model.{layer}")),
-        Rule("output", Whole("embed"), "last"),
+        Rule("embedding", UncutTensor("embed"), "first"),
+        Rule("layers.{own_layer}", UncutTensor("model.{layer}")),
+        Rule("output", UncutTensor("embed"), "last"),
     ]
     layout = lay(rules, full, [[0], [1], [2]], pipeline=3)
     assert [[shard.name for shard in shards] for shards in layout.ranks()] == [
@@ -170,9 +170,9 @@ def random_layout(rng, size, full):
         owners = [experts[i::expert] for i in range(expert)]
     heads = (size["heads"], size["groups"], size["head"])
     multiple, layer = rng.choice([1, 8, 128]) * tensor, "layers.{own_layer}."
-    rules = [Rule("words", Split(("embed",), multiple=multiple), "first"), Rule("norm", Whole("norm"), "last")]
+    rules = [Rule("words", Split(("embed",), multiple=multiple), "first"), Rule("norm", UncutTensor("norm"), "last")]
     rules.append(Rule("output", Split(("embed" if size["tied"] else "head",), multiple=multiple), "last"))
-    rules.append(Rule(layer + "norm", Whole("{layer}.norm")))
+    rules.append(Rule(layer + "norm", UncutTensor("{layer}.norm")))
     rules.append(Rule(layer + "o", Split(("{layer}.o",), dim=1, unit=size["head"])))
     packed = rng.choice(["blocks", "interleaved", "separate"])
     for end in ("", "_bias"):

@@ -9,13 +9,13 @@ import pytest
 from coalign.config.schema import SyncConfig
 from coalign.types import Context
 from coalign.weights.cuda_ipc import CudaIpc
-from coalign.weights.places import Place, place
+from coalign.weights.places import WeightEndpoint, place
 from coalign.weights.sync import fitting
 from tests.weights.modules import Adopter, Sender
 
 
-def at(host: str, gpu: str | None = None) -> Place:
-    return Place(host, 1, "cuda:0" if gpu else "cpu", gpu, True, False)
+def at(host: str, gpu: str | None = None) -> WeightEndpoint:
+    return WeightEndpoint(host, 1, "cuda:0" if gpu else "cpu", gpu, True, False)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from coalign.weights import segment
 from coalign.weights.entry import Entry, aligned
-from coalign.weights.journal import Journal, State
+from coalign.weights.journal import State, SyncJournal
 from coalign.weights.segment import NoRoom, Segment
 from coalign.weights.transport import WeightError
 
@@ -73,10 +73,10 @@ class Record:
 
 
 def test_a_journal_is_followed_while_it_is_written():
-    own = Journal()
+    own = SyncJournal()
     own.begin(3)
     own.append(Record("a"))
-    following = Journal(own.address).follow(3, 5.0, "sender")
+    following = SyncJournal(own.address).follow(3, 5.0, "sender")
     assert next(following).name == "a"
     own.append(Record("b"))
     own.end(State.COMPLETE)
@@ -92,10 +92,10 @@ def test_a_journal_is_followed_while_it_is_written():
     ],
 )
 def test_a_journal_that_does_not_go_on(end, message):
-    own = Journal()
+    own = SyncJournal()
     own.begin(3)
     own.append(Record("a"))
-    following = Journal(own.address).follow(3, 0.1, "sender")
+    following = SyncJournal(own.address).follow(3, 0.1, "sender")
     next(following)
     end(own)
     with pytest.raises(WeightError, match=message):

@@ -24,7 +24,7 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.cache import identify, sizes
 from coalign.data.documents import DocumentSource
 from coalign.data.indexed.format import Indexed, Writer, dtype_for, files
-from coalign.data.sources import START, Place, open_rows
+from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template
 from coalign.files import move_aside
 
@@ -54,7 +54,7 @@ class Task:
 
     plan: Plan
     input: int
-    place: Place
+    place: ReadPosition
     part: Path
 
 
@@ -128,7 +128,7 @@ def _tasks(plan: Plan, parts: Path) -> Iterator[Task]:
             number += 1
 
 
-def _places(path: str) -> Iterator[Place]:
+def _places(path: str) -> Iterator[ReadPosition]:
     """Where each row begins."""
     place = START
     for _, after in open_rows(path).read():

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from coalign.modules.attention import attend
 from coalign.modules.layout import Block
 from coalign.modules.megatron_core.alibi import Alibi
-from coalign.modules.parallel.rows import Heads
+from coalign.modules.parallel.rows import HeadExchange
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRow:
     """What attention has to know of a row. megatron-core hands it through, recomputation included, as it would its own
     parameters of packed sequences. ``positions`` i64[P]: of this rank's part of the row. ``angles`` f32[P, 1, 1, D]:
     for latent attention, which megatron-core gives none."""
 
     positions: Tensor
     blocks: tuple[Block, ...]
-    heads: Heads | None = None
+    heads: HeadExchange | None = None
     angles: Tensor | None = None
 
     qkv_format: ClassVar[str] = "blocks"  # none of those that megatron-core treats in some way of its own
@@ -60,7 +60,7 @@ class PackedAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        packed_seq_params: Packed,
+        packed_seq_params: PackedRow,
         **_: Any,
     ) -> Tensor:
         packed, alibi = packed_seq_params, self.alibi

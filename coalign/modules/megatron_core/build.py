@@ -26,10 +26,10 @@ from coalign.modules.megatron_core.fields import OWNED
 from coalign.modules.megatron_core.model import PackedGPT, ScalarGPT
 from coalign.modules.megatron_core.training import Pipeline
 from coalign.modules.megatron_core.weights import SCORE, Weights
-from coalign.modules.parallel.rows import Rows, Way
+from coalign.modules.parallel.rows import RankAxis, RowSharding
 from coalign.types import Context
 from coalign.weights import families
-from coalign.weights.convert.huggingface import Reader
+from coalign.weights.convert.huggingface import DirectoryReader
 
 # Transformer Engine's hybrid recipe (2209.05433): E4M3 forward, E5M2 for gradients of outputs, factors scaled by the
 # largest entries of the last calls.
@@ -69,7 +69,9 @@ def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: boo
         for parameter in made.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
         chunks.append(made.requires_grad_(not config.frozen))
-    rows = Rows(ranks.context(), Way(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1))
+    rows = RowSharding(
+        ranks.context(), RankAxis(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1)
+    )
     return Pipeline(
         chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
     )
@@ -81,10 +83,10 @@ def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tu
         state = pretrained.load(config, seed=context.seed, name=context.model, packed=False).state_dict()
         return weights.read(context.rank, state.__getitem__, in_memory=True)
     folder = Path(str(config.load))
-    return weights.read(context.rank, _stored(config, weights, Reader(folder, pickled=False)), in_memory=False)
+    return weights.read(context.rank, _stored(config, weights, DirectoryReader(folder, pickled=False)), in_memory=False)
 
 
-def _stored(config: ModelConfig, weights: Weights, reader: Reader) -> Callable[[str], Tensor]:
+def _stored(config: ModelConfig, weights: Weights, reader: DirectoryReader) -> Callable[[str], Tensor]:
     model, names = weights.layout.config, set(reader.names)
     if not weights.scalar:
         stored = weights.family.stored_names(model, names)

@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor
 
-from coalign.modules.megatron_core.attention import Packed
+from coalign.modules.megatron_core.attention import PackedRow
 from coalign.modules.megatron_core.rotary import attention_factor
 from coalign.weights.families import RopeScaling
 
@@ -40,7 +40,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         hidden_states: Tensor,
         key_value_states: None = None,
         position_ids: None = None,
-        packed_seq_params: Packed | None = None,
+        packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """query and key [P, 1, heads, D], value [P, 1, heads, E], and the compressed states that they are made of."""

@@ -11,14 +11,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from coalign.algorithms.vocabulary import Share
+from coalign.algorithms.vocabulary import VocabularyShard
 from coalign.modules.heads import Readings
 from coalign.modules.layout import Layout
 from coalign.modules.megatron_core import layers
-from coalign.modules.megatron_core.attention import Packed
+from coalign.modules.megatron_core.attention import PackedRow
 from coalign.modules.megatron_core.norm import Norm
 from coalign.modules.megatron_core.rotary import angles
-from coalign.modules.parallel.rows import Heads
+from coalign.modules.parallel.rows import HeadExchange
 from coalign.weights.families import MegatronConfig
 
 
@@ -58,16 +58,16 @@ class PackedGPT(GPTModel):
             self.embedding.layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(
-        self, layout: Layout, heads: Heads | None = None, needs: Sequence[str] = ()
+        self, layout: Layout, heads: HeadExchange | None = None, needs: Sequence[str] = ()
     ) -> Tensor | dict[str, Tensor]:
         """Hidden states [P, 1, H] for the next chunk, or the outputs of the last one. ``layout``: of this rank's part
-        of the row (coalign.modules.parallel.rows.Part)."""
+        of the row (coalign.modules.parallel.rows.RowShard)."""
         turns, latent = angles(self.described, layout.positions, layout.blocks), self.described.multi_latent_attention
         hidden = self.decoder(
             hidden_states=self._embedded(layout) if self.pre_process else None,
             attention_mask=None,
             rotary_pos_emb=None if latent else turns,
-            packed_seq_params=Packed(layout.positions, layout.blocks, heads, turns if latent else None),
+            packed_seq_params=PackedRow(layout.positions, layout.blocks, heads, turns if latent else None),
         )
         return self._outputs(hidden, layout, needs) if self.post_process else hidden
 
@@ -91,7 +91,7 @@ class PackedGPT(GPTModel):
         weight = weight[: max(0, real - first)]  # no logits for padding
         if self.described.normalised_head:
             weight = F.normalize(weight)
-        share = Share(group, first, real) if group.size() > 1 else None
+        share = VocabularyShard(group, first, real) if group.size() > 1 else None
         return self.read(hidden[:, 0][layout.predictors], weight, layout, needs, share=share)
 
 

@@ -7,7 +7,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from coalign.modules import group
 from coalign.modules.megatron_core.cut import Sizes
-from coalign.modules.parallel.rows import Way
+from coalign.modules.parallel.rows import RankAxis
 from coalign.types import Context
 
 _joined: Sizes | None = None  # of this process
@@ -60,10 +60,10 @@ def seed_all(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def context() -> Way:
+def context() -> RankAxis:
     """This rank's place among those that have parts of its rows."""
     found = parallel_state.get_context_parallel_group()
-    return Way(found.rank(), found.size(), found)
+    return RankAxis(found.rank(), found.size(), found)
 
 
 def data() -> dist.ProcessGroup:

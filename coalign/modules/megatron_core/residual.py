@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from coalign.modules.megatron_core.attention import Packed
+from coalign.modules.megatron_core.attention import PackedRow
 
 
 class ParallelLayer(TransformerLayer):
@@ -23,7 +23,7 @@ class ParallelLayer(TransformerLayer):
         attention_mask: Tensor | None = None,
         *,
         rotary_pos_emb: Tensor | None = None,
-        packed_seq_params: Packed | None = None,
+        packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """[P, 1, H] -> the same; and nothing, where megatron-core has the context of cross-attention."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertGroupChoice:
     """A group is judged by its ``best`` best experts. megatron-core counts topk / group_topk of them, which is right
     for version 3 with its own numbers only. It asks this where it would ask for a recorded choice."""
 
@@ -29,11 +29,12 @@ class Choice:
 
 
 class GroupedRouter(TopKRouter):
-    """``best``: as in Choice. The biases of experts stay what they are, unless a rate of change was asked for."""
+    """``best``: as in ExpertGroupChoice. The biases of experts stay what they are, unless a rate of change
+    was asked for."""
 
     def __init__(self, *arguments: Any, best: int, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.router_replay = Choice(best)
+        self.router_replay = ExpertGroupChoice(best)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert, where that is for something: megatron-core compiles it."""

@@ -26,7 +26,7 @@ from coalign.data.batch import Batch
 from coalign.modules.layout import pack
 from coalign.modules.megatron_core.model import PackedGPT
 from coalign.modules.megatron_core.weights import held
-from coalign.modules.parallel.rows import Rows
+from coalign.modules.parallel.rows import RowSharding
 
 # How a checkpoint has the optimizer's state, so that it can be dealt out to other ranks.
 BY_PARAMETER = "fully_reshardable"
@@ -41,7 +41,9 @@ class Pipeline:
     ``rows``: how each row is cut over ranks. ``trained``: gradients are kept, and shared among data-parallel ranks.
     """
 
-    def __init__(self, chunks: Sequence[PackedGPT], rows: Rows, *, trained: bool, distributed_optimizer: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[PackedGPT], rows: RowSharding, *, trained: bool, distributed_optimizer: bool
+    ) -> None:
         self.models, self.rows, self.config = list(chunks), rows, chunks[0].config
         self.chunks: list[Any] = self.models
         if trained:

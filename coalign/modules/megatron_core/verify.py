@@ -26,7 +26,7 @@ from coalign.types import Context
 from coalign.weights.convert.huggingface import whole
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import dtypes
-from coalign.weights.convert.request import Request
+from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.shards import Spec, cut, plan, reshard
 from coalign.weights.transport import WeightError
@@ -35,7 +35,7 @@ TOKENS = 64
 TOLERANCE = 1e-4  # of log-probs and entropies; order of sums alone gives 1e-6 in small models
 
 
-def models(request: Request, source: Opened, folder: Path) -> str:
+def models(request: ConversionRequest, source: Opened, folder: Path) -> str:
     """What was compared, in words, or why not. ``folder``: what was written from ``source``.
 
     Raises WeightError where log-probs or entropies differ by more than TOLERANCE.

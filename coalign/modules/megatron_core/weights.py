@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from coalign.weights.families import Family, MegatronConfig, Parameter
 from coalign.weights.families.layout import MegatronLayout
-from coalign.weights.families.sources import Source
-from coalign.weights.shards import Box, Move, Piece, Shard, cut, plan
+from coalign.weights.families.sources import HuggingFaceTensor
+from coalign.weights.shards import Box, Move, Shard, ShardBox, cut, plan
 
 SCORE = "score.weight"  # of a value or reward model, in every Hugging Face directory
 
@@ -47,11 +47,11 @@ class Weights:
         if self.scalar:
             name, shape = "output_layer.weight", (1, config.hidden_size)
             box: Box = tuple((0, size) for size in shape)
-            sources, pieces = {SCORE: Source(SCORE, shape)}, (Piece(SCORE, box, box),)
+            sources, pieces = {SCORE: HuggingFaceTensor(SCORE, shape)}, (ShardBox(SCORE, box, box),)
             found[name] = Parameter(name, shape, "replicated", None, None, False, None, sources, pieces)
         return found
 
-    def sources(self, *, in_memory: bool) -> dict[str, Source]:
+    def sources(self, *, in_memory: bool) -> dict[str, HuggingFaceTensor]:
         """The Hugging Face tensors."""
         return {name: s for p in self.parameters(in_memory=in_memory).values() for name, s in p.sources.items()}
 
@@ -94,7 +94,7 @@ class Export:
         for number, name in enumerate(self.names):
             owner = number % len(self.stage)
             box: Box = tuple((0, size) for size in self.sources[name].shape)
-            whole = Shard(name, self.sources[name].shape, name, (Piece(name, box, box),))
+            whole = Shard(name, self.sources[name].shape, name, (ShardBox(name, box, box),))
             found |= plan([whole], self.held, near=owner)
         return found
 
@@ -135,7 +135,7 @@ def _exchange(
     return [(m, _box(own[m.source], m.taken) if m.rank == me else next(pieces[m.rank])) for m in mine]
 
 
-def _assembled(source: Source, given: Sequence[tuple[Move, Tensor]]) -> Tensor:
+def _assembled(source: HuggingFaceTensor, given: Sequence[tuple[Move, Tensor]]) -> Tensor:
     """The view of a Hugging Face tensor."""
     first = given[0][1]
     if len(given) == 1 and tuple(first.shape) == source.shape:

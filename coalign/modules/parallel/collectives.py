@@ -52,7 +52,7 @@ class Exchange(torch.autograd.Function):
         return _exchanged(grad, ctx.group, join, split), None, None, None
 
 
-class Place(torch.autograd.Function):
+class ScatterRows(torch.autograd.Function):
     """Rows [n, …] of a whole [size, …] that stand ``at`` i64[n] there; each rank of the groups has others. All of them
     then compute the same of it, so each takes the gradient of its own rows as it is."""
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from coalign.modules.layout import Block, Layout
-from coalign.modules.parallel.collectives import Exchange, Group, Place
+from coalign.modules.parallel.collectives import Exchange, Group, ScatterRows
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RankAxis:
     """One of the ways in which a row is cut: this rank's place among the ``size`` ranks of ``group``."""
 
     rank: int = 0
@@ -32,7 +32,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowShard:
     """A rank's part of a row as a ``layout`` of its own: tokens, predictors and last tokens that lie in the part, but
     the blocks of all of the row. ``where``: the places i64[n] of its values among those of all of the row, by kind, and
     how many these are."""
@@ -41,7 +41,7 @@ class Part:
     where: dict[str, tuple[Tensor, int]]
 
 
-class Heads:
+class HeadExchange:
     """Attention's change from a part of the row with all heads to all of the row with a part of the heads, and back."""
 
     def __init__(self, group: Group) -> None:
@@ -59,16 +59,16 @@ class Heads:
         return Exchange.apply(x, self.group, 1, 2)
 
 
-class Rows:
+class RowSharding:
     """How rows are cut over the ranks that have the same ones: first over ``context``, each part over ``tensor``; into
     lengths that are a multiple of ``multiple``."""
 
-    def __init__(self, context: Way, tensor: Way, *, multiple: int = 1) -> None:
+    def __init__(self, context: RankAxis, tensor: RankAxis, *, multiple: int = 1) -> None:
         self.context, self.tensor, self.multiple = context, tensor, multiple
         self.parts = context.size * tensor.size
-        self.heads = Heads(context.group) if context.size > 1 else None
+        self.heads = HeadExchange(context.group) if context.size > 1 else None
 
-    def part(self, layout: Layout) -> Part:
+    def part(self, layout: Layout) -> RowShard:
         """This rank's part. The row is filled up, by a block that nobody reads, to a length that divides."""
         size = -(-len(layout.tokens) // (self.parts * self.multiple)) * self.multiple
         more = size * self.parts - len(layout.tokens)
@@ -88,13 +88,13 @@ class Rows:
             candidates=None if layout.candidates is None else layout.candidates[own],
         )
         where = {"token": (own.nonzero().flatten(), len(own)), "sequence": (rows.nonzero().flatten(), len(rows))}
-        return Part(part, where)
+        return RowShard(part, where)
 
-    def whole(self, outputs: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
+    def whole(self, outputs: dict[str, Tensor], part: RowShard) -> dict[str, Tensor]:
         """The outputs for all of the row, on every rank, from those that each rank computed of its part."""
         groups = [way.group for way in (self.context, self.tensor) if way.size > 1]
         result = {}
         for name, own in outputs.items():
             at, size = part.where["sequence" if name == "scores" else "token"]
-            result[name] = Place.apply(own, at.to(own.device), size, *groups)
+            result[name] = ScatterRows.apply(own, at.to(own.device), size, *groups)
         return result

@@ -4,7 +4,7 @@ Both sides are boxes of Hugging Face tensors (coalign.weights.shards): a side li
 written is planned from that. No megatron is imported here.
 """
 
-from coalign.weights.convert.convert import Report, convert
-from coalign.weights.convert.request import Request
+from coalign.weights.convert.convert import ConversionReport, convert
+from coalign.weights.convert.request import ConversionRequest
 
-__all__ = ["Report", "Request", "convert"]
+__all__ = ["ConversionReport", "ConversionRequest", "convert"]

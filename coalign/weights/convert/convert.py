@@ -16,19 +16,19 @@ from typing import Any
 
 from coalign.weights.convert import verify
 from coalign.weights.convert.files import digest, hashing
-from coalign.weights.convert.journal import JOURNAL, Journal
+from coalign.weights.convert.journal import JOURNAL, ConversionJournal
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import Advance, Output, Record, ToHuggingFace, ToMegatron
-from coalign.weights.convert.request import Request
+from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.convert.workers import run, single_threaded
 
 MANIFEST = "coalign_convert.json"
 Progress = Callable[[str, int], AbstractContextManager[Advance]]  # a title and a total → the function that advances
-Models = Callable[[Request, Opened, Path], str]  # of a source and what was written: what was found, in words
+Models = Callable[[ConversionRequest, Opened, Path], str]  # of a source and what was written: what was found, in words
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConversionReport:
     """``reused``: files that an interrupted run had finished. ``verified``: tensors compared (None: not asked).
     ``models``: what was found of what they compute. ``left_out``: tensors that were asked not to be converted."""
 
@@ -44,10 +44,10 @@ class Report:
 
 
 def convert(
-    request: Request,
+    request: ConversionRequest,
     progress: Progress = lambda title, total: nullcontext(lambda n: None),
     models: Models = lambda request, source, folder: "no model was run",
-) -> Report:
+) -> ConversionReport:
     """Write ``request.output``. ``models``: how ``request.verify`` compares what the models compute.
 
     The output appears whole or not at all. What an interrupted conversion has finished stands in `OUTPUT.writing`, and
@@ -62,7 +62,7 @@ def convert(
     aside = output.with_name(output.name + ".writing")
     output.parent.mkdir(parents=True, exist_ok=True)
     _check_room(output, plan.total - used(aside))
-    journal = Journal(aside, _what(request, opened))
+    journal = ConversionJournal(aside, _what(request, opened))
     with single_threaded(), hashing(opened.files) as hashes:
         records, reused = _written(request, plan, journal, progress)
         plan.finish(aside, records)
@@ -79,12 +79,14 @@ def convert(
         output.rmdir()
     os.replace(aside, output)
     left_out = tuple(opened.details.get("left_out", ()))
-    return Report(
+    return ConversionReport(
         opened.family.name, opened.format, len(plan.sources), plan.total, len(records), reused, compared, said, left_out
     )
 
 
-def _written(request: Request, plan: Output, journal: Journal, progress: Progress) -> tuple[list[Record], int]:
+def _written(
+    request: ConversionRequest, plan: Output, journal: ConversionJournal, progress: Progress
+) -> tuple[list[Record], int]:
     """Records of all files, in their order, and how many of them were there already."""
     records = _begun(request, journal)
     reused = len(records)
@@ -110,7 +112,7 @@ def _written(request: Request, plan: Output, journal: Journal, progress: Progres
     return [records[number] for number in range(len(plan.names))], reused
 
 
-def prepared(request: Request) -> tuple[Opened, Output]:
+def prepared(request: ConversionRequest) -> tuple[Opened, Output]:
     """The source, and what will be written. Everything that can be refused is refused here."""
     opened = open_source(request)
     if request.to == "hf" and opened.format == "hf" and request.dtype is None:
@@ -118,7 +120,7 @@ def prepared(request: Request) -> tuple[Opened, Output]:
     return opened, (ToHuggingFace if request.to == "hf" else ToMegatron)(request, opened)
 
 
-def _writer(request: Request, folder: Path) -> Callable[..., Record]:
+def _writer(request: ConversionRequest, folder: Path) -> Callable[..., Record]:
     return partial(prepared(request)[1].write, folder=folder)
 
 
@@ -132,7 +134,7 @@ def _check_source(source: Path, files: list[Path], found: list[Record]) -> None:
                 raise ValueError(f"{file} is not what {MANIFEST} there tells of: {record}, not {told[name]}")
 
 
-def _begun(request: Request, journal: Journal) -> dict[int, Record]:
+def _begun(request: ConversionRequest, journal: ConversionJournal) -> dict[int, Record]:
     """Files that are finished already."""
     folder = journal.path.parent
     if not folder.exists():
@@ -156,7 +158,7 @@ def used(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _what(request: Request, opened: Opened) -> dict[str, Any]:
+def _what(request: ConversionRequest, opened: Opened) -> dict[str, Any]:
     """What a conversion is: the same words mean the same files."""
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(request).items()}
     for key in ("processes", "resume", "verify"):
@@ -176,7 +178,7 @@ def _tool() -> str:
 
 def _manifest(
     folder: Path,
-    request: Request,
+    request: ConversionRequest,
     opened: Opened,
     plan: Output,
     records: list[Record],

@@ -16,8 +16,8 @@ from torch import Tensor
 from coalign.weights.checksum import tensor_bytes
 from coalign.weights.convert import fp8, pickles
 from coalign.weights.convert.files import Hashed
-from coalign.weights.families.sources import Source
-from coalign.weights.shards import Piece, Shape, Shard
+from coalign.weights.families.sources import HuggingFaceTensor
+from coalign.weights.shards import Shape, Shard, ShardBox
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".distcp")
@@ -57,7 +57,7 @@ def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-class Reader:
+class DirectoryReader:
     """The tensors of a directory, mapped into memory. ValueError naming a file that is missing, cut off, or a pickle
     without ``pickled`` (allowed).
 
@@ -123,10 +123,12 @@ class Reader:
         return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)
 
 
-class Directory:
+class HuggingFaceWeights:
     """The weights as a side. ``sources``: all tensors that the model has. ``stored``: their names in the files."""
 
-    def __init__(self, reader: Reader, sources: Mapping[str, Source], stored: Mapping[str, str]) -> None:
+    def __init__(
+        self, reader: DirectoryReader, sources: Mapping[str, HuggingFaceTensor], stored: Mapping[str, str]
+    ) -> None:
         self.reader, self.sources, self.stored = reader, sources, stored
         self.ranks = [[whole(source) for source in sources.values()]]
         self.dtypes = {}
@@ -142,14 +144,14 @@ class Directory:
         return self.sources[name].read(self.reader.tensor(self.stored[name]))
 
 
-def whole(source: Source) -> Shard:
+def whole(source: HuggingFaceTensor) -> Shard:
     """A view, as it is."""
     box = tuple((0, size) for size in source.shape)
-    return Shard(source.name, source.shape, source.name, (Piece(source.name, box, box),))
+    return Shard(source.name, source.shape, source.name, (ShardBox(source.name, box, box),))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileTensor:
     """A tensor in a file. ``shape``: as it is stored."""
 
     name: str
@@ -161,9 +163,9 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def split(entries: Iterable[Entry], size: int) -> list[list[Entry]]:
+def split(entries: Iterable[FileTensor], size: int) -> list[list[FileTensor]]:
     """Entries of each file, of up to ``size`` bytes (or one tensor)."""
-    files: list[list[Entry]] = []
+    files: list[list[FileTensor]] = []
     room = 0
     for entry in entries:
         if not files or entry.size > room:
@@ -182,7 +184,7 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write(file: Hashed, entries: list[Entry], tensors: Iterator[Tensor]) -> None:
+def write(file: Hashed, entries: list[FileTensor], tensors: Iterator[Tensor]) -> None:
     """One safetensors file; ``tensors``: parts of the entries, one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -202,7 +204,7 @@ def write(file: Hashed, entries: list[Entry], tensors: Iterator[Tensor]) -> None
         raise AssertionError(f"{expected} bytes were announced, {file.size} written")
 
 
-def write_index(folder: Path, files: Mapping[str, list[Entry]]) -> None:
+def write_index(folder: Path, files: Mapping[str, list[FileTensor]]) -> None:
     """Which file has which tensor, if there are several."""
     if len(files) > 1:
         names = {entry.name: file for file, entries in files.items() for entry in entries}

@@ -12,7 +12,7 @@ from coalign.weights.convert.files import digest
 JOURNAL = ".journal.jsonl"
 
 
-class Journal:
+class ConversionJournal:
     """``what``: says which conversion it is, so that only the same one goes on."""
 
     def __init__(self, folder: Path, what: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ def stacks(config: MegatronConfig) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TorchDistKey:
     """``index``: of the layer and the expert in the tensor ``key``, whose first sizes are ``stacked``."""
 
     key: str
@@ -43,13 +43,13 @@ class Naming:
     flavour: Flavour
     stacked: bool
 
-    def place(self, parameter: Parameter, config: MegatronConfig) -> Place:
+    def place(self, parameter: Parameter, config: MegatronConfig) -> TorchDistKey:
         name = in_torch_dist(config, parameter, self.flavour)
         if parameter.layer is None:
-            return Place(name)
+            return TorchDistKey(name)
         return self._place(name.removeprefix(LAYER), parameter, config)
 
-    def objects(self, parameter: Parameter, config: MegatronConfig) -> list[Place]:
+    def objects(self, parameter: Parameter, config: MegatronConfig) -> list[TorchDistKey]:
         """The `_extra_state` of the module that a weight is of: empty, but Megatron asks for them. More of them than
         it asks for do no harm."""
         if not parameter.template.endswith(".weight") or parameter.kind == "vocabulary":
@@ -59,14 +59,14 @@ class Naming:
             return []
         module = parameter.template.removesuffix(".weight")
         if parameter.layer is None:
-            return [Place(f"{module}._extra_state")]
+            return [TorchDistKey(f"{module}._extra_state")]
         relative = module.removeprefix(LAYER)
         found = [relative]
         if relative == "self_attention.linear_proj" and self.flavour == "te":
             found.append("self_attention.core_attention")
         return [self._place(f"{each}._extra_state", parameter, config) for each in found]
 
-    def _place(self, relative: str, parameter: Parameter, config: MegatronConfig) -> Place:
+    def _place(self, relative: str, parameter: Parameter, config: MegatronConfig) -> TorchDistKey:
         assert parameter.layer is not None
         prefix, index, sizes = f"decoder.layers.{parameter.layer}.", (), ()
         if self.stacked:
@@ -75,4 +75,4 @@ class Naming:
             assert config.num_moe_experts is not None
             relative = relative.replace(EXPERT, "mlp.experts.experts.")
             index, sizes = (*index, parameter.expert), (*sizes, config.num_moe_experts)
-        return Place(prefix + relative, index, sizes)
+        return TorchDistKey(prefix + relative, index, sizes)

@@ -9,8 +9,8 @@ from typing import Any
 
 from coalign.weights import families
 from coalign.weights.convert import fp8, huggingface, legacy, torch_dist
-from coalign.weights.convert.request import Request
-from coalign.weights.convert.side import Side
+from coalign.weights.convert.request import ConversionRequest
+from coalign.weights.convert.side import CheckpointReader
 from coalign.weights.families import Family, MegatronConfig, Parameter
 
 ITERATION = "latest_checkpointed_iteration.txt"
@@ -27,12 +27,12 @@ class Opened:
     family: Family
     config: MegatronConfig
     files: list[Path]
-    side: Side
+    side: CheckpointReader
     details: Mapping[str, Any]
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_source(request: Request) -> Opened:
+def open_source(request: ConversionRequest) -> Opened:
     """ValueError for what is no model that can be read, and for whatever does not fit its config.json."""
     if not request.source.is_dir():
         raise FileNotFoundError(f"{request.source} is no directory")
@@ -56,12 +56,12 @@ def iteration(source: Path) -> Path | None:
     return folder
 
 
-def _huggingface(request: Request) -> Opened:
+def _huggingface(request: ConversionRequest) -> Opened:
     hf = huggingface.read_config(request.source)
     family = families.of(hf)
     config = family.config(hf)
     changes = _unquantised(hf)
-    reader = huggingface.Reader(request.source, pickled=request.pickles)
+    reader = huggingface.DirectoryReader(request.source, pickled=request.pickles)
     beyond = [name for name in reader.names if (family.layer_of(name) or 0) >= config.num_layers]
     if hf.get("num_nextn_predict_layers") and beyond:
         if not request.without_mtp:
@@ -72,7 +72,7 @@ def _huggingface(request: Request) -> Opened:
         changes["num_nextn_predict_layers"] = 0
     left_out = beyond if request.without_mtp else []
     stored = family.stored_names(config, [name for name in reader.names if name not in set(left_out)])
-    side = huggingface.Directory(reader, family.sources(config), stored)
+    side = huggingface.HuggingFaceWeights(reader, family.sources(config), stored)
     return Opened("hf", request.source, family, config, reader.files, side, {"left_out": left_out}, changes)
 
 
@@ -94,7 +94,7 @@ def dtype_keys(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in hf] or ["dtype"], dtype)
 
 
-def _megatron(request: Request, folder: Path) -> Opened:
+def _megatron(request: ConversionRequest, folder: Path) -> Opened:
     places = [request.hf] if request.hf else [request.source / HF, request.source.parent / HF]
     place = next((each for each in places if (each / "config.json").is_file()), None)
     if place is None:
@@ -105,14 +105,14 @@ def _megatron(request: Request, folder: Path) -> Opened:
     hf = huggingface.read_config(place)
     family = families.of(hf)
     config = family.config(hf)
-    side: Side
+    side: CheckpointReader
     if legacy.is_legacy(folder):
         ranks = legacy.read(folder)
         side = legacy.Checkpoint(ranks, padded(family, config, legacy.vocabulary(ranks)), config)
         return Opened("legacy", place, family, config, [rank.path for rank in ranks], side, {})
     if not (folder / torch_dist.METADATA).is_file():
         raise ValueError(f"{folder} has neither mp_rank_* nor {torch_dist.METADATA}: no format that can be read")
-    side = torch_dist.Directory(folder, padded(family, config, torch_dist.vocabulary(folder)), config)
+    side = torch_dist.TorchDistWeights(folder, padded(family, config, torch_dist.vocabulary(folder)), config)
     files = sorted({stored.file for stored in side.chunks.values()})
     return Opened("torch_dist", place, family, config, files, side, {"flavour": side.naming.flavour})
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from coalign.weights.convert import huggingface, torch_dist
 from coalign.weights.convert.files import writing
-from coalign.weights.convert.huggingface import Entry
+from coalign.weights.convert.huggingface import FileTensor
 from coalign.weights.convert.opening import HF, ITERATION, Opened, dtype_keys
-from coalign.weights.convert.request import Request
+from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.convert.side import Scratch, bare, blocks, made, rows
 from coalign.weights.convert.torch_dist import Chunk
 from coalign.weights.families.layout import MegatronLayout, stages
 from coalign.weights.layout import Mesh
-from coalign.weights.shards import Piece, Shard, Spec, plan
+from coalign.weights.shards import Shard, ShardBox, Spec, plan
 
 RELEASE = "release"
 FILES, SMALL = 16, 512 * 2**20  # at least so many files, unless they would be smaller: processes share them
@@ -31,7 +31,7 @@ Record = dict[str, Any]  # of a file that is written: name, size, xxh3_128, and 
 class Output:
     """Files, by number. ``total``: bytes of all. ``write`` makes one of them and may be called in any process."""
 
-    def __init__(self, request: Request, opened: Opened) -> None:
+    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
         self.request, self.opened = request, opened
         self.dtypes = dtypes(request, opened)
         self.sources = opened.family.sources(opened.config)
@@ -63,9 +63,9 @@ class Output:
 
 
 class ToHuggingFace(Output):
-    def __init__(self, request: Request, opened: Opened) -> None:
+    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
         super().__init__(request, opened)
-        entries = [Entry(name, source.stored, self.dtypes[name]) for name, source in self.sources.items()]
+        entries = [FileTensor(name, source.stored, self.dtypes[name]) for name, source in self.sources.items()]
         self.files = huggingface.split(entries, request.file_size)
         self.names = huggingface.file_names(len(self.files))
         self.total = sum(entry.size for entry in entries)
@@ -80,7 +80,7 @@ class ToHuggingFace(Output):
             huggingface.write(file, entries, tensors)
         return {"name": name, "size": file.size, "xxh3_128": file.digest}
 
-    def _blocks(self, entry: Entry) -> Iterator[Shard]:
+    def _blocks(self, entry: FileTensor) -> Iterator[Shard]:
         source = self.sources[entry.name]
         if source.shape != entry.shape or source.transposed:  # made whole: its parts are no runs of bytes
             yield huggingface.whole(source)
@@ -89,7 +89,7 @@ class ToHuggingFace(Output):
             box = rows(source.shape, start, stop)
             own = rows(source.shape, 0, stop - start)
             shape = (stop - start, *source.shape[1:])
-            yield Shard(f"{entry.name}[{start}:{stop}]", shape, entry.name, (Piece(entry.name, box, own),))
+            yield Shard(f"{entry.name}[{start}:{stop}]", shape, entry.name, (ShardBox(entry.name, box, own),))
 
     def finish(self, folder: Path, records: Sequence[Record]) -> None:
         huggingface.write_index(folder, dict(zip(self.names, self.files, strict=True)))
@@ -99,7 +99,7 @@ class ToHuggingFace(Output):
 class ToMegatron(Output):
     """A `torch_dist` directory."""
 
-    def __init__(self, request: Request, opened: Opened) -> None:
+    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
         super().__init__(request, opened)
         config, family = opened.config, opened.family
         divisor = request.vocab_divisor * request.tensor
@@ -142,7 +142,7 @@ class ToMegatron(Output):
             sizes = f"--tp {asked.tensor} --pp {asked.pipeline} --ep {asked.expert} --etp {asked.expert_tensor}"
             raise ValueError(f"{sizes}: {problem}") from problem
 
-    def _chunks(self, place: torch_dist.Place, parameter: Any) -> Iterator[Chunk]:
+    def _chunks(self, place: torch_dist.TorchDistKey, parameter: Any) -> Iterator[Chunk]:
         dtype = self.dtypes[next(iter(parameter.sources))]
         for start, stop in blocks(parameter.shape, dtype.itemsize):
             box = rows(parameter.shape, start, stop)
@@ -171,7 +171,7 @@ class ToMegatron(Output):
         (folder / ITERATION).write_text(f"{RELEASE}\n")
 
 
-def dtypes(request: Request, opened: Opened) -> dict[str, torch.dtype]:
+def dtypes(request: ConversionRequest, opened: Opened) -> dict[str, torch.dtype]:
     """What each Hugging Face tensor, and what is made of it, is in the output."""
     found = dict(opened.side.dtypes)
     if request.dtype is not None:

@@ -10,7 +10,7 @@ Flavour = Literal["local", "te"]  # whose names of norms: megatron-core's own la
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ConversionRequest:
     """``source``, ``output``: directories. ``to``: the format that is written.
 
     ``hf``: for a Megatron checkpoint that we did not write, a Hugging Face directory of the same model (config.json,

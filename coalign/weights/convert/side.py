@@ -15,7 +15,7 @@ from coalign.weights.shards import Box, Fetch, Move, Shape, Shard, Spec, reshard
 BLOCK = 16 * 2**20  # bytes that are made at a time
 
 
-class Side(Protocol):
+class CheckpointReader(Protocol):
     """``ranks``: what each file, or each rank's file, holds. ``dtypes``: of each Hugging Face tensor, as it is stored
     here."""
 

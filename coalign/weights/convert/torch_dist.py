@@ -32,9 +32,9 @@ from torch.utils.serialization import config as serialization
 
 from coalign.weights.convert import pickles
 from coalign.weights.convert.files import Hashed, writing
-from coalign.weights.convert.naming import Naming, Place, stacks
+from coalign.weights.convert.naming import Naming, TorchDistKey, stacks
 from coalign.weights.families import MegatronConfig, Parameter
-from coalign.weights.shards import Box, Piece, Shape, Shard, overlap
+from coalign.weights.shards import Box, Shape, Shard, ShardBox, overlap
 
 METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
 FORMAT = {
@@ -51,7 +51,7 @@ OTHERS = ("optimizer", "chained_", "rng_state", "opt_param_scheduler", "rerun_st
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredChunk:
     """A chunk of a tensor: where it lies in a file."""
 
     file: Path
@@ -61,7 +61,7 @@ class Stored:
     dtype: torch.dtype
 
 
-class Directory:
+class TorchDistWeights:
     """The weights as a side. ValueError for keys that are missing or unknown, and for files that are cut off."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
@@ -74,7 +74,7 @@ class Directory:
             if isinstance(each, TensorStorageMetadata) and not key.startswith(OTHERS)
         }
         self.naming = _naming(tensors, parameters, config)
-        self.chunks: dict[str, Stored] = {}
+        self.chunks: dict[str, StoredChunk] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         shards = []
         for key, held in self._by_key(tensors, parameters, config).items():
@@ -90,8 +90,8 @@ class Directory:
 
     def _by_key(
         self, tensors: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, Parameter], config: MegatronConfig
-    ) -> dict[str, list[tuple[Place, Parameter]]]:
-        keys: dict[str, list[tuple[Place, Parameter]]] = {}
+    ) -> dict[str, list[tuple[TorchDistKey, Parameter]]]:
+        keys: dict[str, list[tuple[TorchDistKey, Parameter]]] = {}
         for parameter in parameters.values():
             place = self.naming.place(parameter, config)
             keys.setdefault(place.key, []).append((place, parameter))
@@ -107,9 +107,9 @@ class Directory:
             raise ValueError(f"{self.folder}: shapes that are not those of config.json: {', '.join(wrong)}")
         return keys
 
-    def _stored(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Stored:
+    def _stored(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> StoredChunk:
         where = found.storage_data[MetadataIndex(key, chunk.offsets)]
-        return Stored(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
+        return StoredChunk(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
 
     def _check_files(self) -> None:
         ends: dict[Path, int] = {}
@@ -153,11 +153,11 @@ def _naming(keys: Mapping[str, Any], parameters: Mapping[str, Parameter], config
     return min(candidates, key=lambda each: len({each.place(p, config).key for p in parameters.values()} - keys.keys()))
 
 
-def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[Place, Parameter]]) -> Shard:
+def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[TorchDistKey, Parameter]]) -> Shard:
     """A chunk, in boxes of Hugging Face tensors; it may have parts of several layers or experts."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     box: Box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    pieces: list[Piece] = []
+    pieces: list[ShardBox] = []
     for place, parameter in held:
         lead = tuple((i, i + 1) for i in place.index)
         own = (*lead, *((0, size) for size in parameter.shape))
@@ -170,7 +170,7 @@ def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[Place, Pa
     return Shard(name, sizes, like, tuple(pieces))
 
 
-def mapped(stored: Stored, file_map: np.ndarray) -> Tensor:
+def mapped(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
     """A chunk, as a view of its mapped file. The archive says where its one record is and how it is laid out."""
     with open(stored.file, "rb") as file:
         view = _Slice(file, stored.offset, stored.length)
@@ -226,7 +226,7 @@ class _Slice(io.RawIOBase):
 class Chunk:
     """What is written: ``shard`` without the dimensions of the stack."""
 
-    place: Place
+    place: TorchDistKey
     offsets: Shape
     shard: Shard
     size: Shape  # of the whole tensor

@@ -12,7 +12,7 @@ import torch
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import OPEN, Advance, Output
 from coalign.weights.convert.side import blocks
-from coalign.weights.shards import Box, Piece, Shard, Spec, overlap, plan, reshard
+from coalign.weights.shards import Box, Shard, ShardBox, Spec, overlap, plan, reshard
 from coalign.weights.transport import WeightError
 
 
@@ -64,6 +64,6 @@ def clip(shard: Shard, box: Box) -> Shard:
             pairs = zip(both[lead:], piece.own[lead:], piece.full, strict=True)
             full = tuple((a - own[0] + there[0], b - own[0] + there[0]) for (a, b), own, there in pairs)
             own = tuple((a - start, b - start) for (a, b), (start, _) in zip(both, box, strict=True))
-            pieces.append(Piece(piece.name, full, own))
+            pieces.append(ShardBox(piece.name, full, own))
     shape = tuple(stop - start for start, stop in box)
     return Shard(f"{shard.name}{list(box)}", shape, shard.like, tuple(pieces))

@@ -7,8 +7,8 @@ from typing import Any
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
-from coalign.weights.families.settings import FFN, Activation, Either, Field, Hf, epsilon, tied
-from coalign.weights.families.sources import Blocks
+from coalign.weights.families.settings import FFN, Activation, ConvertedFields, Field, Hf, epsilon, tied
+from coalign.weights.families.sources import QueryKeyValueBlocks
 
 
 def _positions(hf: Hf) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def _lengths(config: MegatronConfig) -> dict[str, Any]:
 
 
 # Version 2 normalises the rows of its head. Nothing in config.json says so but a new setting and the new vocabulary.
-NORM_HEAD = Either(
+NORM_HEAD = ConvertedFields(
     lambda hf: {"normalised_head": "z_loss_weight" in hf or hf["vocab_size"] == 125696},
     lambda config: {"z_loss_weight": 0} if config.normalised_head else {},
 )
@@ -43,10 +43,10 @@ BAICHUAN = Family(
         Activation(),
         epsilon("rms_norm_eps", 1e-6),
         tied(False),
-        Either(_positions, _lengths),
+        ConvertedFields(_positions, _lengths),
         NORM_HEAD,
     ),
     tensors=TENSORS,
-    layer=ATTENTION | MLP | {"self_attention.linear_qkv": Blocks("self_attn.W_pack")},
+    layer=ATTENTION | MLP | {"self_attention.linear_qkv": QueryKeyValueBlocks("self_attn.W_pack")},
     prefix=PREFIX,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, Always, Field, Only, epsilon, tied
-from coalign.weights.families.sources import Same
+from coalign.weights.families.settings import CLASSIC, Field, FixedFields, RequiredValue, epsilon, tied
+from coalign.weights.families.sources import SingleTensor
 
 BLOOM = Family(
     name="bloom",
@@ -19,23 +19,23 @@ BLOOM = Family(
         epsilon("layer_norm_epsilon", 1e-5),
         tied(True),
         CLASSIC,
-        Always(position_embedding_type="alibi", activation_func="gelu_tanh"),
-        Always(add_bias_linear=True, embedding_layernorm=True),
-        Only("apply_residual_connection_post_layernorm", False),
+        FixedFields(position_embedding_type="alibi", activation_func="gelu_tanh"),
+        FixedFields(add_bias_linear=True, embedding_layernorm=True),
+        RequiredValue("apply_residual_connection_post_layernorm", False),
     ),
     tensors={
-        "embedding.word_embeddings": Same("transformer.word_embeddings"),
-        "embedding.layernorm": Same("transformer.word_embeddings_layernorm"),
-        "decoder.final_layernorm": Same("transformer.ln_f"),
-        "output_layer": Same("lm_head"),
+        "embedding.word_embeddings": SingleTensor("transformer.word_embeddings"),
+        "embedding.layernorm": SingleTensor("transformer.word_embeddings_layernorm"),
+        "decoder.final_layernorm": SingleTensor("transformer.ln_f"),
+        "output_layer": SingleTensor("lm_head"),
     },
     layer={
-        "input_layernorm": Same("input_layernorm"),
-        "self_attention.linear_qkv": Same("self_attention.query_key_value"),
-        "self_attention.linear_proj": Same("self_attention.dense"),
-        "pre_mlp_layernorm": Same("post_attention_layernorm"),
-        "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),
-        "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
+        "input_layernorm": SingleTensor("input_layernorm"),
+        "self_attention.linear_qkv": SingleTensor("self_attention.query_key_value"),
+        "self_attention.linear_proj": SingleTensor("self_attention.dense"),
+        "pre_mlp_layernorm": SingleTensor("post_attention_layernorm"),
+        "mlp.linear_fc1": SingleTensor("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": SingleTensor("mlp.dense_4h_to_h"),
     },
     prefix="transformer.h.{layer}.",
     base="transformer.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from coalign.weights.families.model import Kind
+from coalign.weights.families.model import TensorParallelCut
 from coalign.weights.shards import Box, Shape
 
 
@@ -14,7 +14,7 @@ class Cuttable(Protocol):
     @property
     def shape(self) -> Shape: ...
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> TensorParallelCut: ...
 
 
 def cut_of(parameter: Cuttable, index: int, count: int) -> tuple[Shape, list[tuple[Box, Box]]]:

@@ -12,25 +12,25 @@ from coalign.weights.families.settings import (
     FFN,
     SIZES,
     Activation,
-    Always,
-    Either,
+    ConvertedFields,
     Field,
+    FixedFields,
     Hf,
-    Only,
+    RequiredValue,
     Rope,
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Same
+from coalign.weights.families.sources import SingleTensor
 
 LATENT = {
-    "self_attention.linear_q_proj": Same("self_attn.q_proj"),
-    "self_attention.linear_q_down_proj": Same("self_attn.q_a_proj"),
-    "self_attention.q_layernorm": Same("self_attn.q_a_layernorm"),
-    "self_attention.linear_q_up_proj": Same("self_attn.q_b_proj"),
-    "self_attention.linear_kv_down_proj": Same("self_attn.kv_a_proj_with_mqa"),
-    "self_attention.kv_layernorm": Same("self_attn.kv_a_layernorm"),
-    "self_attention.linear_kv_up_proj": Same("self_attn.kv_b_proj"),
+    "self_attention.linear_q_proj": SingleTensor("self_attn.q_proj"),
+    "self_attention.linear_q_down_proj": SingleTensor("self_attn.q_a_proj"),
+    "self_attention.q_layernorm": SingleTensor("self_attn.q_a_layernorm"),
+    "self_attention.linear_q_up_proj": SingleTensor("self_attn.q_b_proj"),
+    "self_attention.linear_kv_down_proj": SingleTensor("self_attn.kv_a_proj_with_mqa"),
+    "self_attention.kv_layernorm": SingleTensor("self_attn.kv_a_layernorm"),
+    "self_attention.linear_kv_up_proj": SingleTensor("self_attn.kv_b_proj"),
 }
 LAYER = ATTENTION | LATENT | MLP | ROUTER | EXPERTS | shared("shared_experts")
 
@@ -70,8 +70,10 @@ COMMON = (
     Rope(),
     epsilon("rms_norm_eps", 1e-6),
     tied(False),
-    Always(multi_latent_attention=True, qk_layernorm=True),
-    Either(lambda hf: {"q_lora_rank": hf.get("q_lora_rank")}, lambda config: {"q_lora_rank": config.q_lora_rank}),
+    FixedFields(multi_latent_attention=True, qk_layernorm=True),
+    ConvertedFields(
+        lambda hf: {"q_lora_rank": hf.get("q_lora_rank")}, lambda config: {"q_lora_rank": config.q_lora_rank}
+    ),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_head_dim", "qk_nope_head_dim"),
     Field("qk_pos_emb_head_dim", "qk_rope_head_dim"),
@@ -80,10 +82,10 @@ COMMON = (
     TOP_K,
     EXPERT_FFN,
     DENSE_FIRST,
-    Either(_shared, _counted),
+    ConvertedFields(_shared, _counted),
     Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
-    Only("attention_bias", False),
-    Only("moe_layer_freq", 1),
+    RequiredValue("attention_bias", False),
+    RequiredValue("moe_layer_freq", 1),
 )
 
 DEEPSEEK_V2 = Family(
@@ -92,10 +94,10 @@ DEEPSEEK_V2 = Family(
     model_types=("deepseek_v2",),
     settings=(
         *COMMON,
-        Either(_limited, _method),
-        Always(moe_router_pre_softmax=True, moe_router_group_best=1),
-        Only("scoring_func", "softmax"),
-        Only("norm_topk_prob", False),
+        ConvertedFields(_limited, _method),
+        FixedFields(moe_router_pre_softmax=True, moe_router_group_best=1),
+        RequiredValue("scoring_func", "softmax"),
+        RequiredValue("norm_topk_prob", False),
     ),
     tensors=TENSORS,
     layer=LAYER,
@@ -111,14 +113,14 @@ DEEPSEEK_V3 = Family(
         *COMMON,
         Field("moe_router_num_groups", "n_group"),
         Field("moe_router_group_topk", "topk_group"),
-        Always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
-        Only("scoring_func", "sigmoid"),
-        Only("norm_topk_prob", True),
-        Only("topk_method", "noaux_tc"),
-        Only("rope_interleave", True),
+        FixedFields(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        RequiredValue("scoring_func", "sigmoid"),
+        RequiredValue("norm_topk_prob", True),
+        RequiredValue("topk_method", "noaux_tc"),
+        RequiredValue("rope_interleave", True),
     ),
     tensors=TENSORS,
-    layer=LAYER | {"mlp.router.expert_bias": Same("mlp.gate.e_score_correction_bias")},
+    layer=LAYER | {"mlp.router.expert_bias": SingleTensor("mlp.gate.e_score_correction_bias")},
     prefix=PREFIX,
     memory=STACKED,
 )

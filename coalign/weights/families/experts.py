@@ -6,26 +6,26 @@ from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.model import EXPERT
-from coalign.weights.families.settings import Either, Field, Hf
-from coalign.weights.families.sources import Joined, Same, Stacked
+from coalign.weights.families.settings import ConvertedFields, Field, Hf
+from coalign.weights.families.sources import ConcatenatedTensors, SingleTensor, StackedExperts
 
-ROUTER = {"mlp.router": Same("mlp.gate")}
+ROUTER = {"mlp.router": SingleTensor("mlp.gate")}
 EXPERTS = {
-    EXPERT + "linear_fc1": Joined(("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")),
-    EXPERT + "linear_fc2": Same("mlp.experts.{expert}.down_proj"),
+    EXPERT + "linear_fc1": ConcatenatedTensors(("mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj")),
+    EXPERT + "linear_fc2": SingleTensor("mlp.experts.{expert}.down_proj"),
 }
 # In memory transformers 5 has them in two tensors, [gate | up] and down.
 STACKED = {
-    EXPERT + "linear_fc1": Stacked("mlp.experts.gate_up_proj"),
-    EXPERT + "linear_fc2": Stacked("mlp.experts.down_proj"),
+    EXPERT + "linear_fc1": StackedExperts("mlp.experts.gate_up_proj"),
+    EXPERT + "linear_fc2": StackedExperts("mlp.experts.down_proj"),
 }
 
 
-def shared(name: str) -> dict[str, Joined | Same]:
+def shared(name: str) -> dict[str, ConcatenatedTensors | SingleTensor]:
     """The lines of an MLP called ``name`` that all tokens go through."""
     return {
-        "mlp.shared_experts.linear_fc1": Joined((f"mlp.{name}.gate_proj", f"mlp.{name}.up_proj")),
-        "mlp.shared_experts.linear_fc2": Same(f"mlp.{name}.down_proj"),
+        "mlp.shared_experts.linear_fc1": ConcatenatedTensors((f"mlp.{name}.gate_proj", f"mlp.{name}.up_proj")),
+        "mlp.shared_experts.linear_fc2": SingleTensor(f"mlp.{name}.down_proj"),
     }
 
 
@@ -33,7 +33,7 @@ TOP_K = Field("moe_router_topk", "num_experts_per_tok")
 EXPERT_FFN = Field("moe_ffn_hidden_size", "moe_intermediate_size")
 
 # Weights of the chosen experts that sum to 1 are a softmax over these alone.
-NORMALISED = Either(
+NORMALISED = ConvertedFields(
     lambda hf: {"moe_router_pre_softmax": not hf.get("norm_topk_prob", False)},
     lambda config: {"norm_topk_prob": not config.moe_router_pre_softmax},
 )
@@ -51,7 +51,7 @@ def _listed(config: MegatronConfig) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-QWEN_LAYERS = Either(_some, _listed)
+QWEN_LAYERS = ConvertedFields(_some, _listed)
 
 
 def _after(hf: Hf) -> dict[str, Any]:
@@ -59,5 +59,5 @@ def _after(hf: Hf) -> dict[str, Any]:
     return {"moe_layer_freq": tuple(int(i >= dense) for i in range(hf["num_hidden_layers"]))}
 
 
-DENSE_FIRST = Either(_after, lambda config: {"first_k_dense_replace": config.moe_layer_freq.count(0)})
-ALL_LAYERS = Either(lambda hf: {"moe_layer_freq": (1,) * hf["num_hidden_layers"]}, lambda config: {})
+DENSE_FIRST = ConvertedFields(_after, lambda config: {"first_k_dense_replace": config.moe_layer_freq.count(0)})
+ALL_LAYERS = ConvertedFields(lambda hf: {"moe_layer_freq": (1,) * hf["num_hidden_layers"]}, lambda config: {})

@@ -7,8 +7,18 @@ from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, MEGATRON, Activation, Either, Field, Hf, Rope, epsilon, tied
-from coalign.weights.families.sources import Same
+from coalign.weights.families.settings import (
+    CLASSIC,
+    MEGATRON,
+    Activation,
+    ConvertedFields,
+    Field,
+    Hf,
+    Rope,
+    epsilon,
+    tied,
+)
+from coalign.weights.families.sources import SingleTensor
 
 
 def _grouped(hf: Hf) -> bool:
@@ -67,21 +77,21 @@ FALCON = Family(
         tied(True),
         Rope(),
         CLASSIC,
-        Either(_read, _write),
-        Either(_alibi, lambda config: {"alibi": config.position_embedding_type == "alibi"}),
+        ConvertedFields(_read, _write),
+        ConvertedFields(_alibi, lambda config: {"alibi": config.position_embedding_type == "alibi"}),
     ),
     tensors={
-        "embedding.word_embeddings": Same("transformer.word_embeddings"),
-        "decoder.final_layernorm": Same("transformer.ln_f"),
-        "output_layer": Same("lm_head"),
+        "embedding.word_embeddings": SingleTensor("transformer.word_embeddings"),
+        "decoder.final_layernorm": SingleTensor("transformer.ln_f"),
+        "output_layer": SingleTensor("lm_head"),
     },
     layer={
-        "input_layernorm": Same("input_layernorm"),
-        "self_attention.linear_qkv": Same("self_attention.query_key_value"),
-        "self_attention.linear_proj": Same("self_attention.dense"),
-        "pre_mlp_layernorm": Same("post_attention_layernorm"),
-        "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),
-        "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
+        "input_layernorm": SingleTensor("input_layernorm"),
+        "self_attention.linear_qkv": SingleTensor("self_attention.query_key_value"),
+        "self_attention.linear_proj": SingleTensor("self_attention.dense"),
+        "pre_mlp_layernorm": SingleTensor("post_attention_layernorm"),
+        "mlp.linear_fc1": SingleTensor("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": SingleTensor("mlp.dense_4h_to_h"),
     },
     prefix="transformer.h.{layer}.",
     base="transformer.",
@@ -91,6 +101,6 @@ FALCON = Family(
 FALCON_40B = replace(
     FALCON,
     name="falcon_40b",
-    layer=FALCON.layer | {"input_layernorm": Same("ln_attn"), "pre_mlp_layernorm": Same("ln_mlp")},
+    layer=FALCON.layer | {"input_layernorm": SingleTensor("ln_attn"), "pre_mlp_layernorm": SingleTensor("ln_mlp")},
     when=_two_norms,
 )

@@ -12,29 +12,29 @@ from torch import Tensor
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.cuts import cut_of
-from coalign.weights.families.model import LAYER, Held, Kind, holds
+from coalign.weights.families.model import LAYER, MegatronParameter, TensorParallelCut, holds
 from coalign.weights.families.settings import Setting
-from coalign.weights.families.sources import Line, Source, pieces
-from coalign.weights.shards import Box, Piece, Shape, Shard, cut, overlap
+from coalign.weights.families.sources import HuggingFaceTensor, TensorRule, pieces
+from coalign.weights.shards import Box, Shape, Shard, ShardBox, cut, overlap
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter of the whole Megatron model (no padding but the vocabulary's, no parallelism).
 
-    ``pieces``: boxes of the views of ``sources`` (coalign.weights.families.sources.Source), so ``whole`` can be cut,
-    joined and planned by coalign.weights.shards. ``kind``: how tensor parallelism cuts it (experts: expert-tensor).
+    ``pieces``: boxes of the views of ``sources`` (HuggingFaceTensor), so ``whole`` can be cut, joined and planned by
+    coalign.weights.shards. ``kind``: how tensor parallelism cuts it (experts: expert-tensor).
     """
 
     template: str
     shape: Shape
-    kind: Kind
+    kind: TensorParallelCut
     layer: int | None
     expert: int | None
     moe: bool
     dtype: torch.dtype | None
-    sources: Mapping[str, Source]
-    pieces: tuple[Piece, ...]
+    sources: Mapping[str, HuggingFaceTensor]
+    pieces: tuple[ShardBox, ...]
 
     @property
     def name(self) -> str:
@@ -45,14 +45,14 @@ class Parameter:
     def whole(self) -> Shard:
         return Shard(self.name, self.shape, self.pieces[0].name, self.pieces)
 
-    def placed(self, there: Box, here: Box) -> Iterator[Piece]:
+    def placed(self, there: Box, here: Box) -> Iterator[ShardBox]:
         """The box ``there`` of it lies at ``here`` in an own tensor (which may have dimensions in front), in boxes of
         what it is made of."""
-        cut = Piece(self.name, there, here)
+        cut = ShardBox(self.name, there, here)
         for piece in self.pieces:
             if (both := overlap(there, piece.own)) is not None:
-                back = Piece(piece.name, piece.own, piece.full)
-                yield Piece(piece.name, back.within(both), cut.within(both))
+                back = ShardBox(piece.name, piece.own, piece.full)
+                yield ShardBox(piece.name, back.within(both), cut.within(both))
 
     def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The full parameter, made of the file's tensors. ValueError for a tensor that is missing or misshapen."""
@@ -69,7 +69,7 @@ class Parameter:
             raise ValueError(f"'{self.name}' is only a part of {list(self.sources)}")
         found = {}
         for name, source in self.sources.items():
-            back = tuple(Piece(self.name, piece.own, piece.full) for piece in self.pieces if piece.name == name)
+            back = tuple(ShardBox(self.name, piece.own, piece.full) for piece in self.pieces if piece.name == name)
             views = cut(lambda _: full, [Shard(name, source.shape, self.name, back)])
             found[name] = source.write(next(tensor for _, tensor in views))
         return found
@@ -78,7 +78,7 @@ class Parameter:
         """What tensor-parallel rank ``index`` of ``count`` holds of it. ValueError if it does not divide."""
         self._check(full, self.shape)
         shape, boxes = cut_of(self, index, count)
-        own = Shard(self.name, shape, self.name, tuple(Piece(self.name, *each) for each in boxes))
+        own = Shard(self.name, shape, self.name, tuple(ShardBox(self.name, *each) for each in boxes))
         return next(tensor for _, tensor in cut(lambda _: full, [own]))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -107,10 +107,10 @@ class Family:
     architectures: tuple[str, ...]  # of config.json; the first is written
     model_types: tuple[str, ...]  # where it names no architecture; the first is written
     settings: tuple[Setting, ...]
-    tensors: Mapping[str, Line]
-    layer: Mapping[str, Line]
+    tensors: Mapping[str, TensorRule]
+    layer: Mapping[str, TensorRule]
     prefix: str  # with {layer}
-    memory: Mapping[str, Line] = field(default_factory=dict)
+    memory: Mapping[str, TensorRule] = field(default_factory=dict)
     base: str = "model."  # of names in files that hold the model without its head
     computed: tuple[str, ...] = ("rotary_emb.inv_freq",)
     when: Callable[[Mapping[str, Any]], bool] = lambda hf: True  # where several families share an architecture
@@ -155,14 +155,16 @@ class Family:
         made = (self._parameter(config, held, memory) for held in holds(config, padded))
         return {parameter.name: parameter for parameter in made}
 
-    def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, Source]:
+    def sources(self, config: MegatronConfig, *, in_memory: bool = False) -> dict[str, HuggingFaceTensor]:
         """All Hugging Face tensors by name."""
-        found: dict[str, Source] = {}
+        found: dict[str, HuggingFaceTensor] = {}
         for parameter in self.parameters(config, in_memory=in_memory).values():
             found |= parameter.sources
         return found
 
-    def _parameter(self, config: MegatronConfig, held: Held, memory: Mapping[str, Line]) -> Parameter:
+    def _parameter(
+        self, config: MegatronConfig, held: MegatronParameter, memory: Mapping[str, TensorRule]
+    ) -> Parameter:
         layered = held.layer is not None
         table, prefix = (self.layer, self.prefix) if layered else (self.tensors, "")
         table = {**table, **memory}

@@ -12,18 +12,18 @@ from coalign.weights.families.settings import (
     GROUPS,
     SIZES,
     Activation,
-    Always,
-    Either,
+    ConvertedFields,
     Field,
+    FixedFields,
     Hf,
-    Only,
+    RequiredValue,
     Rope,
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Blocks, Same
+from coalign.weights.families.sources import QueryKeyValueBlocks, SingleTensor
 
-HALF_INTERLEAVED = Always(rotary_interleaved=True)
+HALF_INTERLEAVED = FixedFields(rotary_interleaved=True)
 
 
 def _groups(hf: Hf) -> dict[str, Any]:
@@ -46,30 +46,30 @@ CHATGLM = Family(
         Field("kv_channels", "kv_channels"),
         Field("vocab_size", "padded_vocab_size"),  # what the tensors have
         Field("max_position_embeddings", "seq_length"),
-        Either(_groups, _groups_back),
+        ConvertedFields(_groups, _groups_back),
         epsilon("layernorm_epsilon", 1e-5),
         tied(False),
         Field("add_qkv_bias", "add_qkv_bias", False),
-        Always(rotary_percent=0.5),
+        FixedFields(rotary_percent=0.5),
         HALF_INTERLEAVED,
-        Only("add_bias_linear", False),
-        Only("rmsnorm", True),
-        Only("post_layer_norm", True),
-        Only("apply_residual_connection_post_layernorm", False),
-        Only("rope_ratio", 1),  # in some versions of the code it divides positions, in others it multiplies the base
+        RequiredValue("add_bias_linear", False),
+        RequiredValue("rmsnorm", True),
+        RequiredValue("post_layer_norm", True),
+        RequiredValue("apply_residual_connection_post_layernorm", False),
+        RequiredValue("rope_ratio", 1),  # some versions of the code divide positions by it, others multiply the base
     ),
     tensors={
-        "embedding.word_embeddings": Same("transformer.embedding.word_embeddings"),
-        "decoder.final_layernorm": Same("transformer.encoder.final_layernorm"),
-        "output_layer": Same("transformer.output_layer"),
+        "embedding.word_embeddings": SingleTensor("transformer.embedding.word_embeddings"),
+        "decoder.final_layernorm": SingleTensor("transformer.encoder.final_layernorm"),
+        "output_layer": SingleTensor("transformer.output_layer"),
     },
     layer={
-        "input_layernorm": Same("input_layernorm"),
-        "self_attention.linear_qkv": Blocks("self_attention.query_key_value"),
-        "self_attention.linear_proj": Same("self_attention.dense"),
-        "pre_mlp_layernorm": Same("post_attention_layernorm"),
-        "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),
-        "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
+        "input_layernorm": SingleTensor("input_layernorm"),
+        "self_attention.linear_qkv": QueryKeyValueBlocks("self_attention.query_key_value"),
+        "self_attention.linear_proj": SingleTensor("self_attention.dense"),
+        "pre_mlp_layernorm": SingleTensor("post_attention_layernorm"),
+        "mlp.linear_fc1": SingleTensor("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": SingleTensor("mlp.dense_4h_to_h"),
     },
     prefix="transformer.encoder.layers.{layer}.",
     base="transformer.",
@@ -93,6 +93,7 @@ GLM4 = Family(
         HALF_INTERLEAVED,
     ),
     tensors=TENSORS,
-    layer=ATTENTION | {"mlp.linear_fc1": Same("mlp.gate_up_proj"), "mlp.linear_fc2": Same("mlp.down_proj")},
+    layer=ATTENTION
+    | {"mlp.linear_fc1": SingleTensor("mlp.gate_up_proj"), "mlp.linear_fc2": SingleTensor("mlp.down_proj")},
     prefix=PREFIX,
 )

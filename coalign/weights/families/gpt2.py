@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, GPT2_SIZES, Activation, Always, Either, Only, tied
-from coalign.weights.families.sources import Blocks, Same
+from coalign.weights.families.settings import (
+    CLASSIC,
+    GPT2_SIZES,
+    Activation,
+    ConvertedFields,
+    FixedFields,
+    RequiredValue,
+    tied,
+)
+from coalign.weights.families.sources import QueryKeyValueBlocks, SingleTensor
 
 TENSORS = {
-    "embedding.word_embeddings": Same("transformer.wte"),
-    "embedding.position_embeddings": Same("transformer.wpe"),
-    "decoder.final_layernorm": Same("transformer.ln_f"),
-    "output_layer": Same("lm_head"),
+    "embedding.word_embeddings": SingleTensor("transformer.wte"),
+    "embedding.position_embeddings": SingleTensor("transformer.wpe"),
+    "decoder.final_layernorm": SingleTensor("transformer.ln_f"),
+    "output_layer": SingleTensor("lm_head"),
 }
-NORMS = {"input_layernorm": Same("ln_1"), "pre_mlp_layernorm": Same("ln_2")}
+NORMS = {"input_layernorm": SingleTensor("ln_1"), "pre_mlp_layernorm": SingleTensor("ln_2")}
 COMMON = (
     *GPT2_SIZES,
     tied(True),
     CLASSIC,
-    Always(position_embedding_type="learned_absolute", add_bias_linear=True),
-    Only("scale_attn_weights", True),
-    Only("add_cross_attention", False),
+    FixedFields(position_embedding_type="learned_absolute", add_bias_linear=True),
+    RequiredValue("scale_attn_weights", True),
+    RequiredValue("add_cross_attention", False),
 )
 
 GPT2 = Family(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
     model_types=("gpt2",),
-    settings=(*COMMON, Activation("activation_function", "gelu_new"), Only("scale_attn_by_inverse_layer_idx", False)),
+    settings=(
+        *COMMON,
+        Activation("activation_function", "gelu_new"),
+        RequiredValue("scale_attn_by_inverse_layer_idx", False),
+    ),
     tensors=TENSORS,
     layer=NORMS
     | {
-        "self_attention.linear_qkv": Blocks("attn.c_attn", transposed=True),
-        "self_attention.linear_proj": Same("attn.c_proj", transposed=True),
-        "mlp.linear_fc1": Same("mlp.c_fc", transposed=True),
-        "mlp.linear_fc2": Same("mlp.c_proj", transposed=True),
+        "self_attention.linear_qkv": QueryKeyValueBlocks("attn.c_attn", transposed=True),
+        "self_attention.linear_proj": SingleTensor("attn.c_proj", transposed=True),
+        "mlp.linear_fc1": SingleTensor("mlp.c_fc", transposed=True),
+        "mlp.linear_fc2": SingleTensor("mlp.c_proj", transposed=True),
     },
     prefix="transformer.h.{layer}.",
     base="transformer.",
@@ -47,7 +59,7 @@ STARCODER = Family(
     settings=(
         *COMMON,
         Activation("activation_function", "gelu_pytorch_tanh"),
-        Either(
+        ConvertedFields(
             lambda hf: {"num_query_groups": 1} if hf.get("multi_query", True) else {},
             lambda config: {"multi_query": config.num_query_groups == 1},
         ),
@@ -56,10 +68,10 @@ STARCODER = Family(
     layer=NORMS
     | {
         # With one group all queries, the key, the value; with as many as heads, head by head: Megatron's order, both.
-        "self_attention.linear_qkv": Same("attn.c_attn"),
-        "self_attention.linear_proj": Same("attn.c_proj"),
-        "mlp.linear_fc1": Same("mlp.c_fc"),
-        "mlp.linear_fc2": Same("mlp.c_proj"),
+        "self_attention.linear_qkv": SingleTensor("attn.c_attn"),
+        "self_attention.linear_proj": SingleTensor("attn.c_proj"),
+        "mlp.linear_fc1": SingleTensor("mlp.c_fc"),
+        "mlp.linear_fc2": SingleTensor("mlp.c_proj"),
     },
     prefix="transformer.h.{layer}.",
     base="transformer.",

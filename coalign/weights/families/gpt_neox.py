@@ -8,14 +8,14 @@ from coalign.weights.families.settings import (
     FFN,
     SIZES,
     Activation,
-    Always,
-    Either,
-    Only,
+    ConvertedFields,
+    FixedFields,
+    RequiredValue,
     Rope,
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Same
+from coalign.weights.families.sources import SingleTensor
 
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -29,28 +29,28 @@ GPT_NEOX = Family(
         epsilon("layer_norm_eps", 1e-5),
         tied(False),
         CLASSIC,
-        Always(add_bias_linear=True),
-        Either(
+        FixedFields(add_bias_linear=True),
+        ConvertedFields(
             lambda hf: {"parallel_residual": "two_norms" if hf.get("use_parallel_residual", True) else "none"},
             lambda config: {"use_parallel_residual": config.parallel_residual == "two_norms"},
         ),
-        Only("attention_bias", True),
+        RequiredValue("attention_bias", True),
     ),
     tensors={
-        "embedding.word_embeddings": Same("gpt_neox.embed_in"),
-        "decoder.final_layernorm": Same("gpt_neox.final_layer_norm"),
-        "output_layer": Same("embed_out"),
+        "embedding.word_embeddings": SingleTensor("gpt_neox.embed_in"),
+        "decoder.final_layernorm": SingleTensor("gpt_neox.final_layer_norm"),
+        "output_layer": SingleTensor("embed_out"),
     },
     layer={
-        "input_layernorm": Same("input_layernorm"),
-        "self_attention.linear_qkv": Same("attention.query_key_value"),
-        "self_attention.linear_proj": Same("attention.dense"),
-        "pre_mlp_layernorm": Same("post_attention_layernorm"),
-        "mlp.linear_fc1": Same("mlp.dense_h_to_4h"),
-        "mlp.linear_fc2": Same("mlp.dense_4h_to_h"),
+        "input_layernorm": SingleTensor("input_layernorm"),
+        "self_attention.linear_qkv": SingleTensor("attention.query_key_value"),
+        "self_attention.linear_proj": SingleTensor("attention.dense"),
+        "pre_mlp_layernorm": SingleTensor("post_attention_layernorm"),
+        "mlp.linear_fc1": SingleTensor("mlp.dense_h_to_4h"),
+        "mlp.linear_fc2": SingleTensor("mlp.dense_4h_to_h"),
     },
     prefix="gpt_neox.layers.{layer}.",
-    memory={"output_layer": Same("lm_head")},
+    memory={"output_layer": SingleTensor("lm_head")},
     base="gpt_neox.",
     computed=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
 )

@@ -11,31 +11,31 @@ from coalign.weights.families.settings import (
     HEAD,
     SIZES,
     Activation,
-    Always,
-    Either,
+    ConvertedFields,
+    FixedFields,
     Hf,
-    Only,
+    RequiredValue,
     Rope,
     epsilon,
     tied,
     window,
 )
-from coalign.weights.families.sources import Heads, Joined, Same
+from coalign.weights.families.sources import ConcatenatedTensors, QueryKeyValueTensors, SingleTensor
 
 TENSORS = {
-    "embedding.word_embeddings": Same("model.embed_tokens"),
-    "decoder.final_layernorm": Same("model.norm"),
-    "output_layer": Same("lm_head"),
+    "embedding.word_embeddings": SingleTensor("model.embed_tokens"),
+    "decoder.final_layernorm": SingleTensor("model.norm"),
+    "output_layer": SingleTensor("lm_head"),
 }
 ATTENTION = {
-    "input_layernorm": Same("input_layernorm"),
-    "self_attention.linear_qkv": Heads("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.linear_proj": Same("self_attn.o_proj"),
-    "pre_mlp_layernorm": Same("post_attention_layernorm"),
+    "input_layernorm": SingleTensor("input_layernorm"),
+    "self_attention.linear_qkv": QueryKeyValueTensors("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": SingleTensor("self_attn.o_proj"),
+    "pre_mlp_layernorm": SingleTensor("post_attention_layernorm"),
 }
 MLP = {
-    "mlp.linear_fc1": Joined(("mlp.gate_proj", "mlp.up_proj")),
-    "mlp.linear_fc2": Same("mlp.down_proj"),
+    "mlp.linear_fc1": ConcatenatedTensors(("mlp.gate_proj", "mlp.up_proj")),
+    "mlp.linear_fc2": SingleTensor("mlp.down_proj"),
 }
 PREFIX = "model.layers.{layer}."
 
@@ -52,8 +52,8 @@ LLAMA = Family(
         Rope(),
         epsilon("rms_norm_eps", 1e-6),
         tied(False),
-        Only("attention_bias", False),
-        Only("mlp_bias", False),
+        RequiredValue("attention_bias", False),
+        RequiredValue("mlp_bias", False),
     ),
     tensors=TENSORS,
     layer=ATTENTION | MLP,
@@ -98,13 +98,13 @@ GEMMA = Family(
         GROUPS,
         HEAD,
         FFN,
-        Either(_gelu, lambda config: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")),
+        ConvertedFields(_gelu, lambda config: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")),
         Rope(),
         epsilon("rms_norm_eps", 1e-6),
         tied(True),
-        Always(layernorm_zero_centered_gamma=True),
-        Either(lambda hf: {"embedding_scale": hf["hidden_size"] ** 0.5}, lambda config: {}),
-        Only("attention_bias", False),
+        FixedFields(layernorm_zero_centered_gamma=True),
+        ConvertedFields(lambda hf: {"embedding_scale": hf["hidden_size"] ** 0.5}, lambda config: {}),
+        RequiredValue("attention_bias", False),
     ),
     tensors=TENSORS,
     layer=ATTENTION | MLP,

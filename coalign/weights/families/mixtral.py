@@ -18,7 +18,7 @@ from coalign.weights.families.settings import (
     tied,
     window,
 )
-from coalign.weights.families.sources import Joined, Same
+from coalign.weights.families.sources import ConcatenatedTensors, SingleTensor
 
 W = "block_sparse_moe.experts.{expert}."
 
@@ -44,9 +44,9 @@ MIXTRAL = Family(
     tensors=TENSORS,
     layer=ATTENTION
     | {
-        "mlp.router": Same("block_sparse_moe.gate"),
-        EXPERT + "linear_fc1": Joined((W + "w1", W + "w3")),
-        EXPERT + "linear_fc2": Same(W + "w2"),
+        "mlp.router": SingleTensor("block_sparse_moe.gate"),
+        EXPERT + "linear_fc1": ConcatenatedTensors((W + "w1", W + "w3")),
+        EXPERT + "linear_fc2": SingleTensor(W + "w2"),
     },
     prefix=PREFIX,
     memory=ROUTER | STACKED,

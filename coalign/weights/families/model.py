@@ -16,43 +16,45 @@ from coalign.weights.families.config import MegatronConfig
 from coalign.weights.shards import Shape
 
 # How tensor parallelism cuts: not; dimension 0; dimension 1; both halves of dimension 0 ([gate | up]); the vocabulary.
-Kind = Literal["replicated", "column", "row", "gated", "vocabulary"]
+TensorParallelCut = Literal["replicated", "column", "row", "gated", "vocabulary"]
 LAYER = "decoder.layers.{layer}."
 EXPERT = "mlp.experts.local_experts.{expert}."
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MegatronParameter:
     """One parameter. ``layer``, ``expert``: None outside of layers and experts. ``moe``: its layer has experts.
     ``dtype``: None, that of the weights it is made of."""
 
     template: str
     shape: Shape
-    kind: Kind
+    kind: TensorParallelCut
     layer: int | None = None
     expert: int | None = None
     moe: bool = False
     dtype: torch.dtype | None = None
 
 
-def holds(config: MegatronConfig, vocabulary: int) -> Iterator[Held]:
+def holds(config: MegatronConfig, vocabulary: int) -> Iterator[MegatronParameter]:
     """All parameters, in the order of the model; ``vocabulary``: its padded size."""
     hidden = config.hidden_size
-    yield Held("embedding.word_embeddings.weight", (vocabulary, hidden), "vocabulary")
+    yield MegatronParameter("embedding.word_embeddings.weight", (vocabulary, hidden), "vocabulary")
     if config.position_embedding_type == "learned_absolute":
-        yield Held("embedding.position_embeddings.weight", (config.max_position_embeddings, hidden), "replicated")
+        yield MegatronParameter(
+            "embedding.position_embeddings.weight", (config.max_position_embeddings, hidden), "replicated"
+        )
     if config.embedding_layernorm:
         yield from _norm(config, "embedding.layernorm", hidden)
     for layer in range(config.num_layers):
         moe = bool(config.moe_layer_freq and config.moe_layer_freq[layer])
         for part in (*_attention(config), *(_experts(config) if moe else _dense(config))):
-            yield Held(LAYER + part.template, part.shape, part.kind, layer, part.expert, moe, part.dtype)
+            yield MegatronParameter(LAYER + part.template, part.shape, part.kind, layer, part.expert, moe, part.dtype)
     yield from _norm(config, "decoder.final_layernorm", hidden)
     if not config.share_embeddings_and_output_weights:
-        yield Held("output_layer.weight", (vocabulary, hidden), "vocabulary")
+        yield MegatronParameter("output_layer.weight", (vocabulary, hidden), "vocabulary")
 
 
-def _attention(config: MegatronConfig) -> Iterator[Held]:
+def _attention(config: MegatronConfig) -> Iterator[MegatronParameter]:
     hidden, heads, head = config.hidden_size, config.num_attention_heads, config.kv_channels
     bias = config.add_bias_linear
     yield from _norm(config, "input_layernorm", hidden)
@@ -70,7 +72,7 @@ def _attention(config: MegatronConfig) -> Iterator[Held]:
         yield from _norm(config, "pre_mlp_layernorm", hidden)
 
 
-def _latent(config: MegatronConfig) -> Iterator[Held]:
+def _latent(config: MegatronConfig) -> Iterator[MegatronParameter]:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
     hidden, heads, qk = config.hidden_size, config.num_attention_heads, config.qk_head_dim + config.qk_pos_emb_head_dim
     if config.q_lora_rank is None:
@@ -86,26 +88,26 @@ def _latent(config: MegatronConfig) -> Iterator[Held]:
     yield from _linear("self_attention.linear_kv_up_proj", rows, rank, "column")
 
 
-def _dense(config: MegatronConfig) -> Iterator[Held]:
+def _dense(config: MegatronConfig) -> Iterator[MegatronParameter]:
     yield from _mlp(config, "mlp.", config.ffn_hidden_size)
 
 
-def _experts(config: MegatronConfig) -> Iterator[Held]:
+def _experts(config: MegatronConfig) -> Iterator[MegatronParameter]:
     assert config.num_moe_experts is not None
     experts, hidden = config.num_moe_experts, config.hidden_size
-    yield Held("mlp.router.weight", (experts, hidden), "replicated")
+    yield MegatronParameter("mlp.router.weight", (experts, hidden), "replicated")
     if config.moe_router_enable_expert_bias:
-        yield Held("mlp.router.expert_bias", (experts,), "replicated", dtype=torch.float32)
+        yield MegatronParameter("mlp.router.expert_bias", (experts,), "replicated", dtype=torch.float32)
     for expert in range(experts):
         for part in _mlp(config, EXPERT, config.moe_ffn_hidden_size):
-            yield Held(part.template, part.shape, part.kind, expert=expert)
+            yield MegatronParameter(part.template, part.shape, part.kind, expert=expert)
     if config.moe_shared_expert_intermediate_size:
         yield from _mlp(config, "mlp.shared_experts.", config.moe_shared_expert_intermediate_size)
         if config.moe_shared_expert_gate:
-            yield Held("mlp.shared_experts.gate_weight", (1, hidden), "replicated")
+            yield MegatronParameter("mlp.shared_experts.gate_weight", (1, hidden), "replicated")
 
 
-def _mlp(config: MegatronConfig, prefix: str, ffn: int) -> Iterator[Held]:
+def _mlp(config: MegatronConfig, prefix: str, ffn: int) -> Iterator[MegatronParameter]:
     hidden, bias = config.hidden_size, config.add_bias_linear
     if config.gated_linear_unit:
         yield from _linear(prefix + "linear_fc1", 2 * ffn, hidden, "gated", bias)
@@ -114,15 +116,17 @@ def _mlp(config: MegatronConfig, prefix: str, ffn: int) -> Iterator[Held]:
     yield from _linear(prefix + "linear_fc2", hidden, ffn, "row", bias)
 
 
-def _linear(name: str, rows: int, columns: int, kind: Kind, bias: bool = False) -> Iterator[Held]:
-    yield Held(name + ".weight", (rows, columns), kind)
+def _linear(
+    name: str, rows: int, columns: int, kind: TensorParallelCut, bias: bool = False
+) -> Iterator[MegatronParameter]:
+    yield MegatronParameter(name + ".weight", (rows, columns), kind)
     if bias:
-        yield Held(name + ".bias", (rows,), "replicated" if kind == "row" else kind)
+        yield MegatronParameter(name + ".bias", (rows,), "replicated" if kind == "row" else kind)
 
 
-def _norm(config: MegatronConfig, name: str, size: int) -> Iterator[Held]:
+def _norm(config: MegatronConfig, name: str, size: int) -> Iterator[MegatronParameter]:
     if not config.layernorm_affine:
         return
-    yield Held(name + ".weight", (size,), "replicated")
+    yield MegatronParameter(name + ".weight", (size,), "replicated")
     if config.normalization == "LayerNorm":
-        yield Held(name + ".bias", (size,), "replicated")
+        yield MegatronParameter(name + ".bias", (size,), "replicated")

@@ -6,8 +6,18 @@ from typing import Any
 
 from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, SIZES, Activation, Always, Either, Field, Hf, Only, tied
-from coalign.weights.families.sources import Heads, Same
+from coalign.weights.families.settings import (
+    CLASSIC,
+    SIZES,
+    Activation,
+    ConvertedFields,
+    Field,
+    FixedFields,
+    Hf,
+    RequiredValue,
+    tied,
+)
+from coalign.weights.families.sources import QueryKeyValueTensors, SingleTensor
 
 
 def _embedded(hf: Hf) -> dict[str, Any]:
@@ -32,27 +42,27 @@ OPT = Family(
         Activation("activation_function", "relu"),
         tied(True),
         CLASSIC,
-        Always(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5),
+        FixedFields(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5),
         Field("add_bias_linear", "enable_bias", True),
         Field("layernorm_affine", "layer_norm_elementwise_affine", True),
-        Either(_embedded, _width),
-        Only("do_layer_norm_before", True),
-        Only("_remove_final_layer_norm", False),
+        ConvertedFields(_embedded, _width),
+        RequiredValue("do_layer_norm_before", True),
+        RequiredValue("_remove_final_layer_norm", False),
     ),
     tensors={
-        "embedding.word_embeddings": Same("model.decoder.embed_tokens"),
+        "embedding.word_embeddings": SingleTensor("model.decoder.embed_tokens"),
         # The first two rows were for padding in fairseq; position 0 is row 2.
-        "embedding.position_embeddings": Same("model.decoder.embed_positions", skip=2),
-        "decoder.final_layernorm": Same("model.decoder.final_layer_norm"),
-        "output_layer": Same("lm_head"),
+        "embedding.position_embeddings": SingleTensor("model.decoder.embed_positions", skip=2),
+        "decoder.final_layernorm": SingleTensor("model.decoder.final_layer_norm"),
+        "output_layer": SingleTensor("lm_head"),
     },
     layer={
-        "input_layernorm": Same("self_attn_layer_norm"),
-        "self_attention.linear_qkv": Heads("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "self_attention.linear_proj": Same("self_attn.out_proj"),
-        "pre_mlp_layernorm": Same("final_layer_norm"),
-        "mlp.linear_fc1": Same("fc1"),
-        "mlp.linear_fc2": Same("fc2"),
+        "input_layernorm": SingleTensor("self_attn_layer_norm"),
+        "self_attention.linear_qkv": QueryKeyValueTensors("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attention.linear_proj": SingleTensor("self_attn.out_proj"),
+        "pre_mlp_layernorm": SingleTensor("final_layer_norm"),
+        "mlp.linear_fc1": SingleTensor("fc1"),
+        "mlp.linear_fc2": SingleTensor("fc2"),
     },
     prefix="model.decoder.layers.{layer}.",
 )

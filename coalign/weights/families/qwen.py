@@ -21,15 +21,15 @@ from coalign.weights.families.settings import (
     HEAD,
     SIZES,
     Activation,
-    Always,
-    Either,
+    ConvertedFields,
     Field,
-    Only,
+    FixedFields,
+    RequiredValue,
     Rope,
     epsilon,
     tied,
 )
-from coalign.weights.families.sources import Blocks, Joined, Same
+from coalign.weights.families.sources import ConcatenatedTensors, QueryKeyValueBlocks, SingleTensor
 
 COMMON = (
     *SIZES,
@@ -39,16 +39,19 @@ COMMON = (
     Rope(),
     epsilon("rms_norm_eps", 1e-6),
     tied(False),
-    Only("use_sliding_window", False),
+    RequiredValue("use_sliding_window", False),
 )
 ROUTED = (QWEN_LAYERS, TOP_K, EXPERT_FFN, NORMALISED)
-NORMS = {"self_attention.q_layernorm": Same("self_attn.q_norm"), "self_attention.k_layernorm": Same("self_attn.k_norm")}
+NORMS = {
+    "self_attention.q_layernorm": SingleTensor("self_attn.q_norm"),
+    "self_attention.k_layernorm": SingleTensor("self_attn.k_norm"),
+}
 
 QWEN2 = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     model_types=("qwen2",),
-    settings=(*COMMON, HEAD, Always(add_qkv_bias=True)),
+    settings=(*COMMON, HEAD, FixedFields(add_qkv_bias=True)),
     tensors=TENSORS,
     layer=ATTENTION | MLP,
     prefix=PREFIX,
@@ -65,7 +68,7 @@ QWEN2_MOE = Family(
         Field("num_moe_experts", "num_experts"),
         Field("add_qkv_bias", "qkv_bias", True),
         Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
-        Always(moe_shared_expert_gate=True),
+        FixedFields(moe_shared_expert_gate=True),
     ),
     tensors=TENSORS,
     layer=ATTENTION
@@ -73,7 +76,7 @@ QWEN2_MOE = Family(
     | ROUTER
     | EXPERTS
     | shared("shared_expert")
-    | {"mlp.shared_experts.gate_weight": Same("mlp.shared_expert_gate.weight")},
+    | {"mlp.shared_experts.gate_weight": SingleTensor("mlp.shared_expert_gate.weight")},
     prefix=PREFIX,
     memory=STACKED,
 )
@@ -85,8 +88,8 @@ QWEN3 = Family(
     settings=(
         *COMMON,
         Field("kv_channels", "head_dim", 128),
-        Always(qk_layernorm=True),
-        Only("attention_bias", False),
+        FixedFields(qk_layernorm=True),
+        RequiredValue("attention_bias", False),
     ),
     tensors=TENSORS,
     layer=ATTENTION | NORMS | MLP,
@@ -102,8 +105,8 @@ QWEN3_MOE = Family(
         *ROUTED,
         HEAD,
         Field("num_moe_experts", "num_experts", older=("num_local_experts",)),
-        Always(qk_layernorm=True),
-        Only("attention_bias", False),
+        FixedFields(qk_layernorm=True),
+        RequiredValue("attention_bias", False),
     ),
     tensors=TENSORS,
     layer=ATTENTION | NORMS | MLP | ROUTER | EXPERTS,
@@ -122,29 +125,29 @@ QWEN = Family(
         Field("num_attention_heads", "num_attention_heads"),
         Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "seq_length", 8192),
-        Either(  # of both halves
+        ConvertedFields(  # of both halves
             lambda hf: {"ffn_hidden_size": hf["intermediate_size"] // 2},
             lambda config: {"intermediate_size": 2 * config.ffn_hidden_size},
         ),
         Rope("rotary_emb_base", "rotary_pct"),
         epsilon("layer_norm_epsilon", 1e-6),
         tied(False),
-        Always(add_qkv_bias=True),
-        Only("no_bias", True),
-        Only("scale_attn_weights", True),
+        FixedFields(add_qkv_bias=True),
+        RequiredValue("no_bias", True),
+        RequiredValue("scale_attn_weights", True),
     ),
     tensors={
-        "embedding.word_embeddings": Same("transformer.wte"),
-        "decoder.final_layernorm": Same("transformer.ln_f"),
-        "output_layer": Same("lm_head"),
+        "embedding.word_embeddings": SingleTensor("transformer.wte"),
+        "decoder.final_layernorm": SingleTensor("transformer.ln_f"),
+        "output_layer": SingleTensor("lm_head"),
     },
     layer={
-        "input_layernorm": Same("ln_1"),
-        "self_attention.linear_qkv": Blocks("attn.c_attn"),
-        "self_attention.linear_proj": Same("attn.c_proj"),
-        "pre_mlp_layernorm": Same("ln_2"),
-        "mlp.linear_fc1": Joined(("mlp.w2", "mlp.w1")),
-        "mlp.linear_fc2": Same("mlp.c_proj"),
+        "input_layernorm": SingleTensor("ln_1"),
+        "self_attention.linear_qkv": QueryKeyValueBlocks("attn.c_attn"),
+        "self_attention.linear_proj": SingleTensor("attn.c_proj"),
+        "pre_mlp_layernorm": SingleTensor("ln_2"),
+        "mlp.linear_fc1": ConcatenatedTensors(("mlp.w2", "mlp.w1")),
+        "mlp.linear_fc2": SingleTensor("mlp.c_proj"),
     },
     prefix="transformer.h.{layer}.",
     base="transformer.",

@@ -48,7 +48,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class RequiredValue:
     """``key`` has to be ``value``, or not be there: Megatron has nothing else here."""
 
     key: str
@@ -66,7 +66,7 @@ class Only:
         return {self.key: self.value}
 
 
-class Always:
+class FixedFields:
     """Fields that are the same in the whole family."""
 
     def __init__(self, **fields: Any) -> None:
@@ -80,7 +80,7 @@ class Always:
 
 
 @dataclass(frozen=True, slots=True)
-class Either:
+class ConvertedFields:
     """What no other setting says: two functions, one the inverse of the other."""
 
     reads: Callable[[Hf], dict[str, Any]]
@@ -162,7 +162,7 @@ def rope_scaling(found: Hf, hf: Hf) -> RopeScaling | None:
     return RopeScaling(**{"kind": kind} | numbers)
 
 
-def window(default: int | None) -> Either:
+def window(default: int | None) -> ConvertedFields:
     """`sliding_window`: how many tokens a token sees, itself among them; null: all. ``default``: without the key."""
 
     def read(hf: Hf) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def window(default: int | None) -> Either:
     def write(config: MegatronConfig) -> dict[str, Any]:
         return {"sliding_window": None if config.window_size is None else config.window_size[0] + 1}
 
-    return Either(read, write)
+    return ConvertedFields(read, write)
 
 
 # ---- what most families say in the same words
@@ -198,7 +198,7 @@ GROUPS = Field("num_query_groups", "num_key_value_heads", MEGATRON)
 HEAD = Field("kv_channels", "head_dim", MEGATRON)
 FFN = Field("ffn_hidden_size", "intermediate_size")
 # A model before Llama: LayerNorm, an MLP of two layers.
-CLASSIC = Always(normalization="LayerNorm", gated_linear_unit=False)
+CLASSIC = FixedFields(normalization="LayerNorm", gated_linear_unit=False)
 
 
 def tied(default: bool) -> Field:

@@ -9,11 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from coalign.weights.families.config import MegatronConfig
-from coalign.weights.shards import Box, Piece, Shape
+from coalign.weights.shards import Box, Shape, ShardBox
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class HuggingFaceTensor:
     """A Hugging Face tensor. Boxes are of its view: [out, in], and without rows that mean nothing.
 
     ``shape``: of the view. ``transposed``: the file has [in, out] (GPT-2's Conv1D). ``skip``: rows in front of the view
@@ -49,82 +49,83 @@ class Source:
         return tensor
 
 
-Part = tuple[Source, int, int, int]  # of a source, the rows from … to …, which lie from row … on in the parameter
+# Of a source, the rows from … to …, which lie from row … on in the parameter.
+SourceRows = tuple[HuggingFaceTensor, int, int, int]
 
 
-class Line(Protocol):
-    """A line of a table. Names are relative to where the line stands, and without `.weight` or `.bias`."""
+class TensorRule(Protocol):
+    """A rule of a family's table. Names are relative to where the rule stands, and without `.weight` or `.bias`."""
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         """What a full parameter of this shape (a vocabulary without padding) is made of; ``suffix``: `.weight`, `.bias`
         or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
+class SingleTensor:
     """One tensor as it is."""
 
     name: str
     transposed: bool = False
     skip: int = 0
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         turned = self.transposed and len(shape) == 2
-        yield Source(self.name + suffix, shape, turned, self.skip), 0, shape[0], 0
+        yield HuggingFaceTensor(self.name + suffix, shape, turned, self.skip), 0, shape[0], 0
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class ConcatenatedTensors:
     """Tensors of one size, end to end: the gate, then what it gates."""
 
     names: tuple[str, ...]
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         rows = shape[0] // len(self.names)
         for i, name in enumerate(self.names):
-            yield Source(name + suffix, (rows, *shape[1:])), 0, rows, i * rows
+            yield HuggingFaceTensor(name + suffix, (rows, *shape[1:])), 0, rows, i * rows
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class QueryKeyValueTensors:
     """Queries, keys and values in three tensors; Megatron has group by group its queries, its key and its value."""
 
     query: str
     key: str
     value: str
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         queries, keys = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
         sizes = zip((self.query, self.key, self.value), (queries, keys, keys), strict=True)
-        sources = [Source(name + suffix, (rows, *shape[1:])) for name, rows in sizes]
+        sources = [HuggingFaceTensor(name + suffix, (rows, *shape[1:])) for name, rows in sizes]
         for which, start, stop, at in _groups(config):
             yield sources[which], start, stop, at
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class QueryKeyValueBlocks:
     """All queries, all keys and all values in one tensor."""
 
     name: str
     transposed: bool = False
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         queries, keys = config.num_attention_heads * config.kv_channels, config.num_query_groups * config.kv_channels
-        source = Source(self.name + suffix, shape, self.transposed and len(shape) == 2)
+        source = HuggingFaceTensor(self.name + suffix, shape, self.transposed and len(shape) == 2)
         starts = (0, queries, queries + keys)
         for which, start, stop, at in _groups(config):
             yield source, starts[which] + start, starts[which] + stop, at
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackedExperts:
     """One expert's weight out of a tensor that has those of all experts. Its name has no `.weight`."""
 
     name: str
 
-    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[Part]:
+    def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
         assert config.num_moe_experts is not None
-        yield Source(self.name, (config.num_moe_experts, *shape), experts=True), 0, shape[0], 0
+        yield HuggingFaceTensor(self.name, (config.num_moe_experts, *shape), experts=True), 0, shape[0], 0
 
 
 def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
@@ -137,11 +138,11 @@ def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
             at += count * head
 
 
-def pieces(parts: list[Part], expert: int | None) -> tuple[Piece, ...]:
+def pieces(parts: list[SourceRows], expert: int | None) -> tuple[ShardBox, ...]:
     """Parts as boxes: rows, whole in the other dimensions; of stacked experts, this one."""
     made = []
     for source, start, stop, at in parts:
         front = ((expert, expert + 1),) if source.experts and expert is not None else ()
         others: Box = tuple((0, size) for size in source.shape[len(front) + 1 :])
-        made.append(Piece(source.name, (*front, (start, stop), *others), ((at, at + stop - start), *others)))
+        made.append(ShardBox(source.name, (*front, (start, stop), *others), ((at, at + stop - start), *others)))
     return tuple(made)

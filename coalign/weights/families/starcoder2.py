@@ -16,7 +16,7 @@ from coalign.weights.families.settings import (
     tied,
     window,
 )
-from coalign.weights.families.sources import Same
+from coalign.weights.families.sources import SingleTensor
 
 STARCODER2 = Family(
     name="starcoder2",
@@ -35,6 +35,6 @@ STARCODER2 = Family(
         Field("add_bias_linear", "use_bias", True),
     ),
     tensors=TENSORS,
-    layer=ATTENTION | {"mlp.linear_fc1": Same("mlp.c_fc"), "mlp.linear_fc2": Same("mlp.c_proj")},
+    layer=ATTENTION | {"mlp.linear_fc1": SingleTensor("mlp.c_fc"), "mlp.linear_fc2": SingleTensor("mlp.c_proj")},
     prefix=PREFIX,
 )

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import load as load_distributed
 from typer.testing import CliRunner
 
 from coalign.cli import app
-from coalign.weights.convert import Request, convert, torch_dist
+from coalign.weights.convert import ConversionRequest, convert, torch_dist
 from coalign.weights.convert.convert import MANIFEST
 from coalign.weights.convert.files import digest
 from coalign.weights.convert.plan import ToMegatron
@@ -20,11 +20,11 @@ from tests.weights.convert import made
 
 
 def megatron(source, output, **options):
-    return convert(Request(source=source, output=output, to="megatron", **options))
+    return convert(ConversionRequest(source=source, output=output, to="megatron", **options))
 
 
 def huggingface(source, output, **options):
-    return convert(Request(source=source, output=output, to="hf", **options))
+    return convert(ConversionRequest(source=source, output=output, to="hf", **options))
 
 
 def stored(folder):
@@ -386,7 +386,7 @@ def test_a_process_that_is_killed_leaves_what_resume_goes_on_from(tmp_path, llam
     code = """
 import os, sys
 from pathlib import Path
-from coalign.weights.convert import Request, convert, files
+from coalign.weights.convert import ConversionRequest, convert, files
 calls, fsync = [], files.os.fsync
 def counted(number):
     calls.append(number)
@@ -394,7 +394,7 @@ def counted(number):
         os.kill(os.getpid(), 9)
     fsync(number)
 files.os.fsync = counted
-convert(Request(source=Path(sys.argv[1]), output=Path(sys.argv[2]), to="megatron", file_size=10_000))
+convert(ConversionRequest(source=Path(sys.argv[1]), output=Path(sys.argv[2]), to="megatron", file_size=10_000))
 """
     output = tmp_path / "megatron"
     killed = subprocess.run([sys.executable, "-c", code, str(llama), str(output)], capture_output=True, text=True)

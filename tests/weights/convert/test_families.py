@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from coalign.weights import families
-from coalign.weights.convert import Request, convert
+from coalign.weights.convert import ConversionRequest, convert
 from coalign.weights.layout import Mesh
 from tests.weights.convert import made
 from tests.weights.families import checkpoints
@@ -29,8 +29,8 @@ def same_model(folder, wanted, hf):
 def test_every_family_goes_there_and_back(tmp_path, case, flavour):
     hf, weights = checkpoints.checkpoint(case)
     source = made.model(tmp_path / "hf", hf, {name: tensor.contiguous() for name, tensor in weights.items()})
-    convert(Request(source=source, output=tmp_path / "dist", to="megatron", flavour=flavour, verify=True))
-    convert(Request(source=tmp_path / "dist", output=tmp_path / "back", to="hf", verify=True))
+    convert(ConversionRequest(source=source, output=tmp_path / "dist", to="megatron", flavour=flavour, verify=True))
+    convert(ConversionRequest(source=tmp_path / "dist", output=tmp_path / "back", to="hf", verify=True))
     same_model(tmp_path / "back", weights, hf)
 
 
@@ -40,5 +40,5 @@ def test_experts_and_latent_attention_over_ranks(tmp_path, case, spec):
     hf, _ = checkpoints.checkpoint(case)
     source = made.model(tmp_path / "hf", hf)
     made.legacy(tmp_path / "legacy", hf, mesh=Mesh(2, 2, 2, 2, 2), spec=spec)
-    convert(Request(source=tmp_path / "legacy", output=tmp_path / "back", to="hf", hf=source, verify=True))
+    convert(ConversionRequest(source=tmp_path / "legacy", output=tmp_path / "back", to="hf", hf=source, verify=True))
     same_model(tmp_path / "back", load_file(source / "model.safetensors"), hf)

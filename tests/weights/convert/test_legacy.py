@@ -2,7 +2,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coalign.weights.convert import Request, convert
+from coalign.weights.convert import ConversionRequest, convert
 from coalign.weights.layout import Mesh
 from coalign.weights.transport import WeightError
 from tests.weights.convert import made
@@ -10,7 +10,7 @@ from tests.weights.convert import made
 
 def back(tmp_path, hf, **options):
     source = made.model(tmp_path / "hf", hf)
-    request = Request(source=tmp_path / "legacy", output=tmp_path / "back", to="hf", hf=source, **options)
+    request = ConversionRequest(source=tmp_path / "legacy", output=tmp_path / "back", to="hf", hf=source, **options)
     assert convert(request).source == "legacy"
     found, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "back", source))
     assert found.keys() == wanted.keys()
@@ -39,8 +39,10 @@ def test_experts_over_ranks(tmp_path, mesh, spec):
 def test_to_another_megatron_format(tmp_path):
     made.legacy(tmp_path / "legacy", made.LLAMA, mesh=Mesh(2, 2))
     source = made.model(tmp_path / "hf", made.LLAMA)
-    convert(Request(source=tmp_path / "legacy", output=tmp_path / "dist", to="megatron", hf=source, verify=True))
-    convert(Request(source=tmp_path / "dist", output=tmp_path / "back", to="hf"))
+    convert(
+        ConversionRequest(source=tmp_path / "legacy", output=tmp_path / "dist", to="megatron", hf=source, verify=True)
+    )
+    convert(ConversionRequest(source=tmp_path / "dist", output=tmp_path / "back", to="hf"))
     found, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "back", source))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -54,7 +56,7 @@ def change(file, edit):
 def refused(tmp_path, match, error=ValueError, **options):
     source = made.model(tmp_path / "hf", made.LLAMA)
     with pytest.raises(error, match=match):
-        convert(Request(source=tmp_path / "legacy", output=tmp_path / "back", to="hf", hf=source, **options))
+        convert(ConversionRequest(source=tmp_path / "legacy", output=tmp_path / "back", to="hf", hf=source, **options))
     assert not (tmp_path / "back").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coalign.weights.convert import Request, convert
+from coalign.weights.convert import ConversionRequest, convert
 from coalign.weights.layout import Mesh
 from tests.weights.convert import made
 
@@ -37,7 +37,7 @@ def loaded_and_saved(tmp_path_factory):
     jobs = []
     for name, (hf, mesh) in JOBS.items():
         source, written = made.model(base / name / "hf", hf), base / name / "written"
-        convert(Request(source=source, output=written, to="megatron", tensor=mesh.tensor, flavour="local"))
+        convert(ConversionRequest(source=source, output=written, to="megatron", tensor=mesh.tensor, flavour="local"))
         saved = base / name / "saved" / "iter_0000007"
         saved.mkdir(parents=True)
         (saved.parent / "latest_checkpointed_iteration.txt").write_text("7")
@@ -52,7 +52,9 @@ def loaded_and_saved(tmp_path_factory):
 @pytest.mark.parametrize("name", JOBS)
 def test_megatron_core_loads_what_is_written_and_writes_what_is_read(tmp_path, loaded_and_saved, name):
     source = loaded_and_saved / name / "hf"
-    request = Request(source=source.parent / "saved", output=tmp_path / "back", to="hf", hf=source, verify=True)
+    request = ConversionRequest(
+        source=source.parent / "saved", output=tmp_path / "back", to="hf", hf=source, verify=True
+    )
     assert convert(request).source == "torch_dist"
     found, wanted = (load_file(path / "model.safetensors") for path in (tmp_path / "back", source))
     assert found.keys() == wanted.keys()

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coalign.cli import app, converting
-from coalign.weights.convert import Request, convert
+from coalign.weights.convert import ConversionRequest, convert
 from coalign.weights.families.llama import LLAMA
-from coalign.weights.families.sources import Joined
+from coalign.weights.families.sources import ConcatenatedTensors
 from coalign.weights.transport import WeightError
 from tests.weights.convert import made
 from tests.weights.families import checkpoints
@@ -45,8 +45,10 @@ class TestWithMegatron:
         """Gate and up swapped both ways: every tensor is the same, and the model is another."""
         from coalign.modules.megatron_core.verify import models
 
-        monkeypatch.setitem(LLAMA.layer, "mlp.linear_fc1", Joined(("mlp.up_proj", "mlp.gate_proj")))
-        request = Request(source=source(tmp_path, "llama"), output=tmp_path / "dist", to="megatron", verify=True)
+        monkeypatch.setitem(LLAMA.layer, "mlp.linear_fc1", ConcatenatedTensors(("mlp.up_proj", "mlp.gate_proj")))
+        request = ConversionRequest(
+            source=source(tmp_path, "llama"), output=tmp_path / "dist", to="megatron", verify=True
+        )
         with pytest.raises(
             WeightError, match=r"differ by .* in log-probs or entropies of 64 tokens; 1e-04 is tolerated"
         ):

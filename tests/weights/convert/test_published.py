@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coalign.weights.convert import Request, convert, fp8
+from coalign.weights.convert import ConversionRequest, convert, fp8
 from tests.weights.convert import made
 from tests.weights.families.test_placements import V3
 
@@ -51,11 +51,11 @@ def published(tmp_path):
 
 def test_they_are_converted_as_bfloat16_and_without_the_layer_that_is_named(tmp_path, published):
     source, meant = published
-    asked = Request(source=source, output=tmp_path / "dist", to="megatron", verify=True, without_mtp=True)
+    asked = ConversionRequest(source=source, output=tmp_path / "dist", to="megatron", verify=True, without_mtp=True)
     report = convert(asked)
     assert report.left_out == ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight")
     assert report.verified == len(meant)
-    convert(Request(source=tmp_path / "dist", output=tmp_path / "back", to="hf"))
+    convert(ConversionRequest(source=tmp_path / "dist", output=tmp_path / "back", to="hf"))
     found = load_file(tmp_path / "back" / "model.safetensors")
     assert found.keys() == meant.keys()
     for name, tensor in meant.items():
@@ -69,7 +69,7 @@ def test_they_are_converted_as_bfloat16_and_without_the_layer_that_is_named(tmp_
 
 def refused(tmp_path, source, match):
     with pytest.raises(ValueError, match=match):
-        convert(Request(source=source, output=tmp_path / "dist", to="megatron"))
+        convert(ConversionRequest(source=source, output=tmp_path / "dist", to="megatron"))
     assert not list(tmp_path.glob("dist*"))
 
 

@@ -3,20 +3,17 @@
 import json
 import time
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 from coalign.rewards import math
-from coalign.rewards.math import final_answer, number, same_answer
+from coalign.rewards.math_answer import final_answer, number, same_answer
+from tests.gsm8k import DIRECTORY, needs_gsm8k
 from tests.rewards.samples import sample
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} is not here")
 
 
 def lines(name):
-    return [json.loads(line) for line in (DATA / name).read_text().splitlines()]
+    return [json.loads(line) for line in (DIRECTORY / name).read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,7 @@ def test_a_formula_does_not_pay_for_a_number():
 
 
 def test_words_match_without_computer_algebra(monkeypatch):
-    monkeypatch.setattr(import_module("coalign.rewards.math"), "equivalent", None)
+    monkeypatch.setattr(import_module("coalign.rewards.math_answer"), "equivalent", None)
     assert math(sample("The answer is Paris.", answer="paris")) == 1.0
     assert math(sample("Answer: B", answer="C")) == 0.0
 
@@ -175,7 +172,7 @@ def test_babble_is_read_in_linear_time(piece):
     assert time.process_time() - start < 1.0
 
 
-@needs_data
+@needs_gsm8k
 @pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.slow), "test"])
 def test_every_gsm8k_solution_is_right(split):
     rows = lines(f"gsm8k_{split}.jsonl")
@@ -187,7 +184,7 @@ def test_every_gsm8k_solution_is_right(split):
     assert all(math(sample(f"#### 1{a}", answer=a)) == 0.0 for a in final if a[0] != "-")
 
 
-@needs_data
+@needs_gsm8k
 def test_agrees_with_the_labels_of_gsm8k_model_solutions():
     """5276 solutions of four models with OpenAI's labels."""
     disagree = []
