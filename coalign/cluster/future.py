@@ -73,7 +73,7 @@ class PayloadJoin:
     """A payload that nobody has stored: its columns lie in several shares, each of the same sequences. Of one name, the
     later column counts."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[WorkerRows, ...]
 
     def gather(self, store: Store, rows: np.ndarray) -> Batch:
         """Some sequences, in this order (i64)."""
@@ -81,7 +81,7 @@ class PayloadJoin:
         for share in self.shares:
             used, which = np.unique(share.which[rows], return_inverse=True)  # others may lie on another node
             payloads = tuple(share.payloads[number] for number in used) or share.payloads[:1]
-            parts.append(Share(payloads, which, share.rows[rows]).gather(store))
+            parts.append(WorkerRows(payloads, which, share.rows[rows]).gather(store))
         return merge_columns(parts)
 
 

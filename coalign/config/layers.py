@@ -132,7 +132,7 @@ def assign(layer: Layer, override: str) -> None:
     put(layer, undotted(name.strip()), value, place)
 
 
-def put(layer: Layer, key: Key, value: Any, place: Place) -> None:
+def put(layer: Layer, key: Key, value: Any, place: ConfigLocation) -> None:
     """Replace what is at ``key`` in the layer by ``value``, which was written at ``place``."""
     if problems := [Problem(key, p.message, place) for p in _malformed_references(value, key, layer.places)]:
         layer.problems += problems

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coalign.cluster.apply import apply_columns, merge_columns
-from coalign.cluster.future import BatchRef, PayloadJoin, Share
+from coalign.cluster.future import BatchRef, PayloadJoin, WorkerRows
 from coalign.cluster.worker import Worker
 from coalign.data.batch import Batch
 from coalign.types import Stat, Status, Total
@@ -107,7 +107,7 @@ def test_a_column_may_become_one_of_another_kind(prompts):
 # ---- nothing is stored twice
 
 
-def stored_payloads(ref: BatchRef | Share) -> list[object]:
+def stored_payloads(ref: BatchRef | WorkerRows) -> list[object]:
     """What a reference needs of the store."""
     found = []
     for payload in ref.payloads:
