@@ -18,13 +18,9 @@ from transformers import AttentionInterface
 
 from coalign.modules.layout import Block, Layout
 from coalign.modules.parallel.rows import HeadExchange
+from coalign.native.attention import UnsupportedAttention
 
 NAME = "coalign_packed"
-
-
-class UnsupportedAttention(NotImplementedError):
-    """A layer asks for attention that packed rows cannot have."""
-
 
 # What decoders hand through to attention without meaning anything for it here.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}

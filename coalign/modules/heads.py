@@ -18,9 +18,9 @@ from coalign.algorithms.candidates import candidate_logprobs, log_collision, top
 from coalign.algorithms.logprobs import linear_logprobs
 from coalign.algorithms.vocabulary import VocabularyShard
 from coalign.data.batch import Batch
-from coalign.modules.attention import UnsupportedAttention
 from coalign.modules.layout import Layout, pack
 from coalign.modules.parallel.rows import HeadExchange
+from coalign.native.attention import UnsupportedAttention
 
 LENGTHS = [5, 3]  # of the sequences in the row that models are tried on
 

@@ -27,7 +27,7 @@ REFUSAL = "the native engine cannot run {}: {}; use `module: vllm`"
 
 
 class UnsupportedAttention(NotImplementedError):
-    """A layer asks for attention that the engine does not compute."""
+    """A layer asks for attention that this backend does not compute."""
 
 
 class KVCache:

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coalign.files import move_aside
-
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -54,9 +52,8 @@ class Checkpoints:
             aside.mkdir(parents=True)
             fill(aside)
             _seal(aside)
-            if (final / MANIFEST).exists():
-                log.warning("%s was there before; it is now %s", final, move_aside(final))
-            shutil.rmtree(final, ignore_errors=True)  # what an interrupted `prune` left
+            # What an interrupted `prune` left, or this run's own before a rollback.
+            shutil.rmtree(final, ignore_errors=True)
             os.replace(aside, final)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)

@@ -81,21 +81,6 @@ def test_a_crash_while_writing_is_invisible_and_cleaned_up(checkpoints):
     assert not left.exists()
 
 
-def test_a_finished_checkpoint_of_the_same_step_is_moved_aside(checkpoints, caplog):
-    def fill_again(directory):
-        (directory / "state.json").write_text("again")
-
-    first = (checkpoints.write(1, fill) / "hf" / "model.bin").read_bytes()
-    with caplog.at_level(logging.WARNING):
-        assert (checkpoints.write(1, fill_again) / "state.json").read_text() == "again"
-    moved = checkpoints.directory / "step_1.before-1"
-    verify(moved)
-    assert (moved / "hf" / "model.bin").read_bytes() == first and str(moved) in caplog.text
-    checkpoints.write(1, fill)
-    assert (checkpoints.directory / "step_1.before-2" / "state.json").read_text() == "again"
-    assert checkpoints.steps() == [1]
-
-
 def test_the_newest_and_the_best_are_kept(checkpoints):
     for step in range(1, 6):
         checkpoints.write(step, fill)
