@@ -28,7 +28,7 @@ class Running:
     since: float = field(default_factory=time.time)
 
 
-class Remote(Protocol):
+class WorkerHandle(Protocol):
     """A handle to one worker, wherever it is. ``where``: what errors call it."""
 
     where: str

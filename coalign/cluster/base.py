@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from coalign.cluster import stacks
-from coalign.cluster.answers import Remote, combine, wait
+from coalign.cluster.answers import WorkerHandle, combine, wait
 from coalign.cluster.apply import name_of
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store
 from coalign.cluster.lane import Lane, Task, in_thread
-from coalign.cluster.placement import Node, Seat, assign, seats
+from coalign.cluster.placement import Node, ProcessPlacement, assign, seats
 from coalign.cluster.residency import Residency
 from coalign.cluster.slot import Footprint, Slot, distinct, plan
 from coalign.cluster.worker import module_class
@@ -55,7 +55,7 @@ class Cluster(ABC):
         capacity = None if memory is None else int(memory * 2**30)
         self.residency = Residency(self.slots, config.models if models is None else models, capacity, self.timeout)
         self.nodes: list[Node] = []
-        self.seats: dict[str, list[Seat]] = {}  # of each model's processes, by rank
+        self.seats: dict[str, list[ProcessPlacement]] = {}  # of each model's processes, by rank
 
     # ---- what a run does ------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Cluster(ABC):
         """Workers for a model at its places."""
 
     @abstractmethod
-    def _helper(self) -> Remote:
+    def _helper(self) -> WorkerHandle:
         """A worker without a module, for pure functions."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coalign.cluster.answers import Remote
+from coalign.cluster.answers import WorkerHandle
 from coalign.cluster.future import BatchRef, Meta, Outcome, WorkerRows
 from coalign.data.balance import cost, partition
 from coalign.data.batch import split_ranges
@@ -68,7 +68,7 @@ class Shares:
     """The calls that one call becomes: which rank gets which arguments. ``parts`` are those of ``deal`` (that of its
     first batch) that they are for."""
 
-    calls: Sequence[tuple[Remote, tuple[Any, ...]]]
+    calls: Sequence[tuple[WorkerHandle, tuple[Any, ...]]]
     deal: Deal | None = None
     parts: Sequence[int] = ()
 

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.answers import Remote, Running, by_share, combine, silence, wait
+from coalign.cluster.answers import Running, WorkerHandle, by_share, combine, silence, wait
 from coalign.cluster.dealing import By, Shares, deal, deal_updates, in_order, joined
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
 from coalign.cluster.stream import Answer, answered, arriving, streams
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class DistActor:
     """One replica: its ranks in order, their device, and where they meet (None for a single one)."""
 
-    ranks: Sequence[Remote]
+    ranks: Sequence[WorkerHandle]
     device: str
     rendezvous: str | None = None
 
@@ -226,7 +226,7 @@ class DistModel:
         answers: list[Answer] = [concurrent.futures.Future() for _ in shares.calls]
         future.comes_in([] if self.config.spread_samples else answers)
         waiting, free = list(enumerate(own for _, own in shares.calls))[::-1], list(self._ranks)[::-1]
-        busy: dict[Any, tuple[int, Remote, Running]] = {}  # by the future of the answer
+        busy: dict[Any, tuple[int, WorkerHandle, Running]] = {}  # by the future of the answer
         done: dict[int, tuple[Running, Meta]] = {}
         while waiting or busy:
             while waiting and free:
@@ -246,7 +246,9 @@ class DistModel:
         running, metas = zip(*(done[number] for number in sorted(done)), strict=True)
         return list(running), list(metas), [1] * len(done)
 
-    def _begin(self, rank: Remote, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Running]:
+    def _begin(
+        self, rank: WorkerHandle, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> list[Running]:
         """A call of one rank: of `generate`, in as many parts as the model hands over."""
         parts = min(self.config.parts_per_call, len(arguments[0].which)) if method == "generate" else 1
         if parts <= 1:

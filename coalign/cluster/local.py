@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from coalign.cluster.accelerators import accelerator
-from coalign.cluster.answers import Remote, Running
+from coalign.cluster.answers import Running, WorkerHandle
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.lane import Task
@@ -108,7 +108,7 @@ class LocalCluster(Cluster):
         in_order = not slot.devices and slot.name not in self.residency.slots  # on one thread as it is
         return nullcontext() if in_order else super()._hold(slot, *models)
 
-    def _helper(self) -> Remote:
+    def _helper(self) -> WorkerHandle:
         return LocalWorker("this process", Worker(self.store, self._threads), self._cpu.submit)
 
     def _kill(self) -> None:

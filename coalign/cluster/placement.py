@@ -29,7 +29,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ProcessPlacement:
     """Where one process lives: the number of its node, and the names of its devices there (none: on CPU)."""
 
     node: int
@@ -58,7 +58,7 @@ def assign(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
 
 def seats(
     slots: Sequence[Slot], where: Mapping[str, Nodes], devices: Sequence[Sequence[Domain]]
-) -> dict[str, list[Seat]]:
+) -> dict[str, list[ProcessPlacement]]:
     """The seat of each process, by model and rank: ``devices[node]`` are the reserved ones, in domains.
 
     Large units choose first: the smallest domain that holds them, so that they leave room for others; if none does, the
@@ -69,12 +69,12 @@ def seats(
     for unit in _device_units(slots):
         chosen = _take(left[where[unit.slot.name][unit.places[0]]], unit.size)
         names |= {(unit.slot.name, place): name for place, name in zip(unit.places, chosen, strict=False)}
-    found: dict[str, list[Seat]] = {}
+    found: dict[str, list[ProcessPlacement]] = {}
     for slot in slots:
         for model, ranks in slot.places.items():
             on_device = slot.footprints[model].devices > 0
             held = [tuple(names[slot.name, place] for place in places) if on_device else () for places in ranks]
-            found[model] = [Seat(where[slot.name][p[0]], own) for p, own in zip(ranks, held, strict=True)]
+            found[model] = [ProcessPlacement(where[slot.name][p[0]], own) for p, own in zip(ranks, held, strict=True)]
     return found
 
 

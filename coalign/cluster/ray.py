@@ -27,11 +27,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from coalign.cluster.accelerators import accelerator
-from coalign.cluster.answers import Remote, Running
+from coalign.cluster.answers import Running, WorkerHandle
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta
-from coalign.cluster.placement import Domain, Node, Nodes, Seat, assign, seats
+from coalign.cluster.placement import Domain, Node, Nodes, ProcessPlacement, assign, seats
 from coalign.cluster.slot import Footprint, Slot, distinct
 from coalign.cluster.stacks import Listening, ask, listen
 from coalign.cluster.stored import stored
@@ -157,7 +157,7 @@ class RayCluster(Cluster):
         self,
         where: str,
         name: str,
-        seat: Seat,
+        seat: ProcessPlacement,
         threads: int | None,
         visible: dict[str, str],
         arena: str | None = None,
@@ -245,7 +245,7 @@ class RayCluster(Cluster):
             self._make_room("functions", Footprint(processes=1, devices=0))
         return self._actor("functions", "functions", self.seats["functions"][0], self._threads, {})
 
-    def _helper(self) -> Remote:
+    def _helper(self) -> WorkerHandle:
         return self._functions
 
     def stacks(self) -> dict[str, str]:

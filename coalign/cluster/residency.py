@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from coalign.cluster.answers import Remote, Running, wait
+from coalign.cluster.answers import Running, WorkerHandle, wait
 from coalign.cluster.future import DeviceMemoryUse, Future, Meta
 from coalign.cluster.slot import Slot
 from coalign.config.schema import ModelConfig
@@ -37,7 +37,7 @@ class Tenant:
 
     model: str
     places: tuple[SlotPlace, ...]
-    worker: Remote
+    worker: WorkerHandle
     movable: frozenset[str]
     held: Sizes = field(default_factory=dict)
     away: Sizes = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Residency:
         self._peak = self._waited = 0.0
         self._books = threading.Lock()
 
-    def add(self, model: str, slot: Slot, workers: Sequence[Remote]) -> None:
+    def add(self, model: str, slot: Slot, workers: Sequence[WorkerHandle]) -> None:
         """A model's processes have been started; nothing, if its slot is not looked after."""
         if slot.name not in self.slots:
             return

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[T]):
+class BufferedBatch(Generic[T]):
     step: int  # the training step that will consume it
     version: int  # the weight version it was begun with
     batch: T
@@ -30,7 +30,7 @@ class Buffer(Generic[T]):
         self.max_staleness = max_staleness
         self.last = last
         self.begun = 0
-        self._entries: deque[Entry[T]] = deque()
+        self._entries: deque[BufferedBatch[T]] = deque()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -38,7 +38,7 @@ class Buffer(Generic[T]):
     def fill(self, version: int, begin: Callable[[int], T]) -> None:
         """Begin as many batches as the bound allows at this version; ``begin(step)`` starts the one for that step."""
         while self.begun < self.last and self.begun - version <= self.max_staleness:
-            self._entries.append(Entry(self.begun, version, begin(self.begun)))
+            self._entries.append(BufferedBatch(self.begun, version, begin(self.begun)))
             self.begun += 1
 
     def take(self, version: int) -> T:
@@ -47,11 +47,11 @@ class Buffer(Generic[T]):
         assert version - entry.version <= self.max_staleness and entry.step == version, entry
         return entry.batch
 
-    def entries(self) -> list[Entry[T]]:
+    def entries(self) -> list[BufferedBatch[T]]:
         """What is inside, oldest first (for a checkpoint)."""
         return list(self._entries)
 
-    def restore(self, step: int, entries: list[Entry[T]]) -> None:
+    def restore(self, step: int, entries: list[BufferedBatch[T]]) -> None:
         """Go on at ``step`` with what ``entries`` gave."""
         self._entries = deque(entries)
         self.begun = step + len(entries)

@@ -23,7 +23,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from coalign.runtime.stepline import Totals, number, step_fields, step_idle, step_seconds
+from coalign.runtime.stepline import RunTotals, number, step_fields, step_idle, step_seconds
 
 if TYPE_CHECKING:
     from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need
@@ -52,7 +52,7 @@ class Display:
         self._times: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
         self._history: dict[str, tuple[float, float]] = {}  # metric -> its first and its newest value
         self._smooth: dict[str, float] = {}
-        self._totals = Totals()
+        self._totals = RunTotals()
 
     # ---- training --------------------------------------------------------------------------------------------------
 

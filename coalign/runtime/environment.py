@@ -16,7 +16,7 @@ from typing import Any
 from coalign.cluster.future import BatchRef, Future
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader
-from coalign.runtime.buffer import Buffer, Entry
+from coalign.runtime.buffer import Buffer, BufferedBatch
 from coalign.runtime.calls import watch
 from coalign.runtime.curriculum import Curriculum, pass_rates
 from coalign.runtime.describe import count, describe, group_ages
@@ -240,7 +240,7 @@ class Environment:
         self.buffer.restore(
             step,
             [
-                Entry(entry["step"], entry["version"], Round.restored(entry["round"], self.cluster))
+                BufferedBatch(entry["step"], entry["version"], Round.restored(entry["round"], self.cluster))
                 for entry in state["buffer"]
             ],
         )

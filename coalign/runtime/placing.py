@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 
 from coalign.cluster.base import planned
-from coalign.cluster.placement import Node, Seat
+from coalign.cluster.placement import Node, ProcessPlacement
 from coalign.cluster.slot import Footprint, Slot, distinct
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.runtime.build import roles_of
@@ -36,7 +36,9 @@ def asked(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:
     return table
 
 
-def given(slots: Mapping[str, Slot], seats: Mapping[str, Sequence[Seat]], nodes: Sequence[Node]) -> list[str]:
+def given(
+    slots: Mapping[str, Slot], seats: Mapping[str, Sequence[ProcessPlacement]], nodes: Sequence[Node]
+) -> list[str]:
     """A line for each model: where its processes are, by rank."""
     lines = []
     for name, ranks in seats.items():

@@ -81,7 +81,7 @@ def step_idle(metrics: Mapping[str, float]) -> str:
     return f"idle {' '.join(shares)}" if shares else ""
 
 
-class Totals:
+class RunTotals:
     """What all steps of a run took together."""
 
     def __init__(self) -> None:

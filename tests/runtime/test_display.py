@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from coalign.runtime.display import Display
-from coalign.runtime.stepline import Totals, number, phase_seconds, step_fields, step_idle, step_seconds
+from coalign.runtime.stepline import RunTotals, number, phase_seconds, step_fields, step_idle, step_seconds
 from coalign.types import Sample, Status
 
 METRICS = {
@@ -93,7 +93,7 @@ def test_idle_models_are_those_that_generate_or_learn():
 
 
 def test_totals_weigh_steps_by_their_time():
-    totals = Totals()
+    totals = RunTotals()
     totals.add(METRICS | {"time/step": 4.0})
     totals.add({"time/eval": 3.0, "throughput/generated": 1e6})
     totals.add({"time/step": 1.0, "time/policy.generate": 0.9, "idle/policy": 0.1, "throughput/generated": 34.4})
@@ -102,7 +102,7 @@ def test_totals_weigh_steps_by_their_time():
         "idle": "policy 52% trainer 39%",
         "tokens/s": "generated 994 trained 1,040",
     }
-    assert Totals().rows() == {}
+    assert RunTotals().rows() == {}
 
 
 def test_fields_that_a_step_lacks_are_left_out():
