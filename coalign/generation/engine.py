@@ -1,8 +1,8 @@
 """What every generation engine is: the contract between a policy's module and whatever computes its tokens.
 
-An engine of one's own implements two classes: a ``Run``, which takes requests and computes in steps, and an ``Engine``,
-which opens one and takes weights. Pausing in the middle, early ends, environments and the loop over a batch follow from
-that, the same for all engines. It knows no tokenizer, no Batch and no backend.
+An engine of one's own implements two classes: a ``Run``, which takes requests and computes in steps, and an
+``InferenceEngine``, which opens one and takes weights. Pausing in the middle, early ends, environments and the loop
+over a batch follow from that, the same for all engines. It knows no tokenizer, no Batch and no backend.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Run(ABC):
         """Start what fits, then one token for everybody. Raises FloatingPointError for logits that are not finite."""
 
 
-class Engine(ABC):
+class InferenceEngine(ABC):
     """Generates with weights that may change under it, between two tokens.
 
     ``version`` of the weights: -1 before there are any.

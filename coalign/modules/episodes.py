@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
-from coalign.generation.engine import Engine, OnToken, Progress, Run
+from coalign.generation.engine import InferenceEngine, OnToken, Progress, Run
 from coalign.generation.request import Request, Response
 from coalign.generation.sampling import Sampling
 from coalign.modules.rollout import missing_groups
@@ -86,7 +86,7 @@ class EpisodeRunner:
 
     def run(
         self,
-        engine: Engine,
+        engine: InferenceEngine,
         begun: Batch,
         sampling: Sampling,
         *,
@@ -111,7 +111,7 @@ class EpisodeRunner:
         return _to_batch(begun, episodes), {**_stats(running.calls), **_prefill_stats(run, len(episodes))}
 
     def _compute(
-        self, engine: Engine, run: Run, running: EnvironmentBatch, progress: Progress | None, total: int
+        self, engine: InferenceEngine, run: Run, running: EnvironmentBatch, progress: Progress | None, total: int
     ) -> None:
         while not running.done:
             if run.unfinished:

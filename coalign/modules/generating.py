@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from coalign.config.schema import RolloutConfig, SamplingConfig
 from coalign.data.batch import Batch
-from coalign.generation.engine import Engine, OnToken, Progress
+from coalign.generation.engine import InferenceEngine, OnToken, Progress
 from coalign.generation.request import Request
 from coalign.generation.sampling import Sampling
 from coalign.modules import lora, pretrained
@@ -32,10 +32,10 @@ class RolloutModule(Module):
     """
 
     needs = {"generate": ("weights", "kv"), "load_weights": ("weights",), "pause": (), "resume": ()}
-    engine: Engine
+    engine: InferenceEngine
     runner: EpisodeRunner | None = None
 
-    def build(self, architecture: PreTrainedConfig) -> Engine:
+    def build(self, architecture: PreTrainedConfig) -> InferenceEngine:
         """The engine, of its backend. Raises ValueError if it cannot run the architecture."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from coalign.generation.engine import Engine, OnToken
+from coalign.generation.engine import InferenceEngine, OnToken
 from coalign.generation.sampling import Sampling
 from coalign.generation.stops import Decoder
 from coalign.native import probe
@@ -23,7 +23,7 @@ from coalign.native.run import NativeRun
 log = logging.getLogger(__name__)
 
 
-class NativeEngine(Engine):
+class NativeEngine(InferenceEngine):
     """Generates with ``model``. ``is_invariant``, once weights are there: a token has the same bits in any batch.
 
     seed: of the sampling. max_sequences: decoded at once. kv_tokens: tokens the KV cache may hold (None: enough for

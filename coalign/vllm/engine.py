@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from coalign.generation.engine import Engine, OnToken
+from coalign.generation.engine import InferenceEngine, OnToken
 from coalign.generation.sampling import Sampling
 from coalign.generation.stops import Decoder
 from coalign.vllm import adapters, options
@@ -41,7 +41,7 @@ REASON = 400  # characters of what vLLM says: it lists all models that it knows
 LOAD_SECONDS = 600.0  # that a worker may take for one parcel of weights
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(InferenceEngine):
     """Generates as ``arguments`` of vLLM say, on as many devices.
 
     shapes: the weights that there are, by their Hugging Face names. decoder: see coalign.generation.stops.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from coalign.weights.entry import Entry, aligned
-from coalign.weights.segment import Address, Segment
+from coalign.weights.segment import Address, SharedMemorySegment
 
 SIZE = 64 * 2**20  # bytes of a parcel; a larger tensor has one to itself
 
@@ -22,7 +22,7 @@ class Parcel:
 
     def open(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, as views that must not be written to."""
-        memory = Segment.open(self.address).bytes
+        memory = SharedMemorySegment.open(self.address).bytes
         for entry in self.entries:
             yield entry.name, entry.tensor(memory)
 
@@ -32,7 +32,7 @@ class Outlet:
 
     def __init__(self, size: int = SIZE) -> None:
         self.size = size
-        self.segment: Segment | None = None
+        self.segment: SharedMemorySegment | None = None
 
     def parcels(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Parcel]:
         """All of them, each as soon as it is full."""
@@ -44,7 +44,7 @@ class Outlet:
                 entries, filled = [], 0
             if self.segment is None or tensor.nbytes > self.size:
                 self.size = max(self.size, tensor.nbytes)
-                self.segment = Segment.create(self.size)
+                self.segment = SharedMemorySegment.create(self.size)
             entry = Entry(name, tensor.dtype, tuple(tensor.shape), filled)
             entry.tensor(self.segment.bytes).copy_(tensor)
             entries.append(entry)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from coalign.weights.segment import Address, Segment
+from coalign.weights.segment import Address, SharedMemorySegment
 from coalign.weights.transport import WeightError
 
 RECORDS = 256 * 2**20  # bytes of address space; memory is taken as records are written
@@ -33,7 +33,7 @@ class SyncJournal:
     """Written by the process that made it with ``SyncJournal()``, read by those that open its ``address``."""
 
     def __init__(self, address: Address | None = None) -> None:
-        self._memory = Segment.open(address) if address else Segment.create(RECORDS)
+        self._memory = SharedMemorySegment.open(address) if address else SharedMemorySegment.create(RECORDS)
         self.address = self._memory.address
         self.header = self._memory.bytes[:24].view(torch.int64).numpy()
         self._records = memoryview(self._memory.bytes.numpy())[HEADER:]

@@ -23,7 +23,7 @@ class NoRoom(MemoryError):
     """The host has no memory left for weights on their way."""
 
 
-class Segment:
+class SharedMemorySegment:
     """Bytes u8[size] of shared memory: ``create`` them in one process, ``open`` their ``address`` in others, which may
     only read: writing there ends a process (SIGSEGV)."""
 
@@ -34,20 +34,20 @@ class Segment:
             self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)
 
     @staticmethod
-    def create(size: int, device: str = "cpu") -> Segment:
+    def create(size: int, device: str = "cpu") -> SharedMemorySegment:
         """Raises NoRoom if the host's memory, or the container's limit, would not hold it."""
         if size > (free := available()):
             raise NoRoom(f"shared memory for weights: {size / 2**20:,.0f} MiB wanted, {free / 2**20:,.0f} MiB are free")
         handle = os.memfd_create("coalign-weights")
         os.ftruncate(handle, size)
-        return Segment((os.getpid(), handle, size), mmap.mmap(handle, size))
+        return SharedMemorySegment((os.getpid(), handle, size), mmap.mmap(handle, size))
 
     @staticmethod
-    def open(address: Address) -> Segment:
+    def open(address: Address) -> SharedMemorySegment:
         """Raises OSError if the creator is gone or out of sight."""
         file = os.open(_path(address), os.O_RDONLY)
         try:
-            return Segment(address, mmap.mmap(file, address[2], prot=mmap.PROT_READ))
+            return SharedMemorySegment(address, mmap.mmap(file, address[2], prot=mmap.PROT_READ))
         finally:
             os.close(file)
 

@@ -22,7 +22,7 @@ from coalign.weights.copying import checked, copied
 from coalign.weights.entry import Entry, aligned
 from coalign.weights.journal import State, SyncJournal
 from coalign.weights.places import Identity, WeightEndpoint, identity
-from coalign.weights.segment import Address, Segment
+from coalign.weights.segment import Address, SharedMemorySegment
 from coalign.weights.transport import (
     ExportRequest,
     Sent,
@@ -50,7 +50,7 @@ class Written(Entry):
 class SharedMemory(Staged):
     """``senders`` and ``readers``: where the ranks of the two models are."""
 
-    segment: type = Segment
+    segment: type = SharedMemorySegment
     memory = "cpu"
 
     def __init__(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from coalign.generation.engine import Engine, Run
+from coalign.generation.engine import InferenceEngine, Run
 from coalign.generation.request import Answer, Prompt, Request
 from coalign.generation.sampling import Sampling
 from coalign.types import Status
@@ -44,7 +44,7 @@ class CountingRun(Run):
                     answer.prompt.on_done(answer.place, answer.response(status))
 
 
-class CountingEngine(Engine):
+class CountingEngine(InferenceEngine):
     loses = -1
     loaded = ()
 

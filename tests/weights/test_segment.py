@@ -13,7 +13,7 @@ import torch
 from coalign.weights import segment
 from coalign.weights.entry import Entry, aligned
 from coalign.weights.journal import State, SyncJournal
-from coalign.weights.segment import NoRoom, Segment
+from coalign.weights.segment import NoRoom, SharedMemorySegment
 from coalign.weights.transport import WeightError
 
 FORK = multiprocessing.get_context("fork")
@@ -30,16 +30,16 @@ MATRIX = Entry("matrix", torch.float32, (2, 2), aligned(24))
 
 
 def read(address):
-    assert MATRIX.tensor(Segment.open(address).bytes).tolist() == [[1, 2], [3, 4]]
+    assert MATRIX.tensor(SharedMemorySegment.open(address).bytes).tolist() == [[1, 2], [3, 4]]
 
 
 def write(address):
     faulthandler.disable()
-    Segment.open(address).bytes[0] = 1
+    SharedMemorySegment.open(address).bytes[0] = 1
 
 
 def test_another_process_reads_and_cannot_write():
-    own = Segment.create(4096)
+    own = SharedMemorySegment.create(4096)
     MATRIX.tensor(own.bytes).copy_(torch.tensor([[1.0, 2], [3, 4]]))
     assert in_another_process(read, own.address) == 0
     assert in_another_process(write, own.address) == -signal.SIGSEGV
@@ -48,11 +48,11 @@ def test_another_process_reads_and_cannot_write():
 
 def test_it_is_no_file_and_ends_with_its_process():
     before = set(os.listdir("/dev/shm"))
-    own = Segment.create(4096)
+    own = SharedMemorySegment.create(4096)
     assert set(os.listdir("/dev/shm")) <= before
     assert not own.abandoned()
     with pytest.raises(OSError):
-        Segment.open((own.address[0], 10**6, 4096))
+        SharedMemorySegment.open((own.address[0], 10**6, 4096))
 
 
 def test_more_than_the_container_leaves_is_refused(tmp_path, monkeypatch):
@@ -62,7 +62,7 @@ def test_more_than_the_container_leaves_is_refused(tmp_path, monkeypatch):
     (tmp_path / "memory.stat").write_text("anon 5\nactive_file 1000000\ninactive_file 2000000\n")
     assert segment.available() == 4_000_000
     with pytest.raises(NoRoom, match="shared memory for weights: 5 MiB wanted, 4 MiB are free"):
-        Segment.create(5 * 2**20)
+        SharedMemorySegment.create(5 * 2**20)
     (tmp_path / "memory.max").write_text("max\n")
     assert segment.available() > 10_000_000
 
