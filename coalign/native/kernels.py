@@ -116,14 +116,9 @@ def choose(shapes: Iterable[Shape], dtype: torch.dtype) -> KernelChoice:
 
 @cache
 def _choose(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> KernelChoice:
-    file = _directory() / f"{_key(layers, dtype)}.json"
-    kept = _read(file)
-    if kept is None:
-        kept = _keep(file, measure(dict(layers), dtype))
-        log.info("native engine: %s; kept in %s", kept, file)
-    else:
-        log.info("native engine: %s; from %s", kept, file)
-    return kept
+    choice = _keep(_file(layers, dtype), lambda: measure(dict(layers), dtype))
+    log.info("native engine: %s", choice)
+    return choice
 
 
 @torch.inference_mode()
@@ -158,17 +153,19 @@ def measure(layers: Mapping[Shape, int], dtype: torch.dtype) -> KernelChoice:
 
 def _time(product: Product, rows: Tensor) -> float:
     """Seconds of one product with each number of rows in _TIMED: the least of several, which other load disturbs."""
-    total = 0.0
-    for some in (rows[:count] for count in _TIMED):
-        product(some)
-        best, spent, runs = float("inf"), 0.0, 0
-        while runs < 3 or (runs < 20 and spent < 0.02):
-            begun = time.perf_counter()
-            product(some)
-            took = time.perf_counter() - begun
-            best, spent, runs = min(best, took), spent + took, runs + 1
-        total += best
-    return total
+    return sum(_time_call(lambda some=some: product(some)) for some in (rows[:count] for count in _TIMED))
+
+
+def _time_call(call: Callable[[], object]) -> float:
+    """Seconds of a call: the least of several."""
+    call()
+    best, spent, runs = float("inf"), 0.0, 0
+    while runs < 3 or (runs < 20 and spent < 0.02):
+        begun = time.perf_counter()
+        call()
+        took = time.perf_counter() - begun
+        best, spent, runs = min(best, took), spent + took, runs + 1
+    return best
 
 
 def _is_invariant(product: Product, rows: Tensor) -> bool:
@@ -197,36 +194,28 @@ def computing_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def has_bf16() -> bool:
     """Whether this machine's CPU multiplies bfloat16 matrices at least half as fast as float32 ones. Kept in a file, as
     the choice of kernels is."""
-    file = _directory() / f"{_key((), torch.bfloat16)}.json"
-    kept = _read(file)
-    if kept is None:
-        size = 256
-        rates = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            a = _random(size, size, dtype=dtype)
-            a @ a
-            times = []
-            for _ in range(5):
-                begun = time.perf_counter()
-                a @ a
-                times.append(time.perf_counter() - begun)
-            rates[str(dtype).removeprefix("torch.")] = round(2 * size**3 / min(times) / 1e9, 1)
-        name = "bfloat16" if rates["bfloat16"] >= 0.5 * rates["float32"] else "float32"
-        kept = _keep(file, KernelChoice(name, "bfloat16", rates))
+    kept = _keep(_file((), torch.bfloat16), _measure_bf16)
     if kept.name != "bfloat16":
         log.warning("this processor has no fast bfloat16: %s", FLOAT32_INSTEAD)
     return kept.name == "bfloat16"
 
 
-def _directory() -> Path:
-    """COALIGN_CACHE, or the user's cache directory."""
+def _measure_bf16() -> KernelChoice:
+    """The dtype that multiplies matrices of 256² fastest, bfloat16 up to twice the time of float32."""
+    size, rates = 256, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = _random(size, size, dtype=dtype)
+        rates[str(dtype).removeprefix("torch.")] = round(2 * size**3 / _time_call(lambda a=a: a @ a) / 1e9, 1)
+    name = "bfloat16" if rates["bfloat16"] >= 0.5 * rates["float32"] else "float32"
+    return KernelChoice(name, "bfloat16", rates)
+
+
+def _file(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> Path:
+    """In COALIGN_CACHE, or the user's cache directory."""
     base = os.environ.get("COALIGN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "coalign")
-    return Path(base).expanduser() / "kernels"
-
-
-def _key(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> str:
     machine = (_processor(), torch.__version__, *(os.environ.get(name) for name in _ENVIRONMENT))
-    return hashlib.sha256(repr((machine, str(dtype), layers)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((machine, str(dtype), layers)).encode()).hexdigest()[:24]
+    return Path(base).expanduser() / "kernels" / f"{key}.json"
 
 
 @cache
@@ -247,8 +236,11 @@ def _read(file: Path) -> KernelChoice | None:
         return None
 
 
-def _keep(file: Path, choice: KernelChoice) -> KernelChoice:
-    """Write a choice, unless another process was first: then that one's."""
+def _keep(file: Path, make: Callable[[], KernelChoice]) -> KernelChoice:
+    """The choice in the file; without one, make it and write it, unless another process was first: then that one's."""
+    if (kept := _read(file)) is not None:
+        return kept
+    choice = make()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
