@@ -79,13 +79,7 @@ def generate(
         dtype=dtype,
         device=device,
         on_record=None if output else lambda record: Display().show(record["response"]),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or [],
+        **_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop),
     )
 
 
@@ -140,11 +134,12 @@ def chat(
     device: Device = "cpu",
 ):
     """Talk to a model in the terminal. /reset, /save FILE and /quit; Ctrl-C stops an answer."""
+    from coalign.config.schema import SamplingConfig
     from coalign.runtime.chatting import ChatSettings, typed
     from coalign.runtime.chatting import chat as talk
     from coalign.runtime.display import Display
 
-    sampling = _sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop)
+    sampling = SamplingConfig(**_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop))
     settings = ChatSettings(model, sampling, system, chat_template, seed, dtype, device)
     talk(settings, typed("> ") if sys.stdin.isatty() else sys.stdin, Display())
 
@@ -158,9 +153,8 @@ def _sampling(
     repetition_penalty: float,
     stop: list[str] | None,
 ):
-    from coalign.config.schema import SamplingConfig
-
-    return SamplingConfig(
+    """The section `sampling` that the options describe."""
+    return dict(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
