@@ -30,12 +30,13 @@ from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.modules.base import Module
 from coalign.recipes.grpo import GRPO
+from coalign.roles import Context
 from coalign.runtime.buffer import Buffer
 from coalign.runtime.environment import Control, Environment
 from coalign.runtime.filtering import filter_groups
 from coalign.runtime.timeline import Timeline
 from coalign.runtime.trainer import Trainer
-from coalign.types import Context, Stat, Stats, Total, merge_stats
+from coalign.types import Stat, Stats, Total, merge_stats
 
 SAMPLES = 8  # of a prompt
 PROMPT, RESPONSE = 100, 600  # tokens; a response has half of that or more

@@ -39,7 +39,7 @@ def measure(path: str, setting: str, steps: int, rows: int, length: int, micro: 
     from coalign.config.schema import ModelConfig
     from coalign.data.batch import Batch
     from coalign.modules.fsdp import FSDPModule
-    from coalign.types import Context
+    from coalign.roles import Context
 
     torch.set_num_threads(1)
     if setting == "import":

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.fsdp import FSDPModule
-from coalign.types import Context
+from coalign.roles import Context
 
 MICRO = 200  # tokens of a micro-batch: an update is several
 

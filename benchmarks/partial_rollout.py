@@ -27,11 +27,11 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.modules.native import NativeModule
 from coalign.modules.rollout import begin
+from coalign.roles import Context
 from coalign.runtime.buffer import Buffer
 from coalign.runtime.control import control
 from coalign.runtime.environment import Environment
 from coalign.runtime.ledger import Ledger
-from coalign.types import Context
 
 ENDED: list[tuple[float, int]] = []  # (time, decoding step) at which a sample ended, of the step under way
 CLOCK = {"decoded": 0}

@@ -23,9 +23,9 @@ from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.modules.base import Module
 from coalign.recipes.grpo import GRPO
+from coalign.roles import Context
 from coalign.runtime.timeline import Timeline
 from coalign.runtime.timeline_plot import plot_timeline
-from coalign.types import Context
 
 SCORERS = {"reference": 6.0, "reward": 8.0, "judge": 10.0}  # ms for a thousand tokens
 PROMPTS, SAMPLES, PROMPT = 32, 8, 100

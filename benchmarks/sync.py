@@ -26,7 +26,7 @@ from torch import Tensor
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SyncConfig
 from coalign.modules.base import Module
-from coalign.types import Context
+from coalign.roles import Context
 from coalign.weights.sync import WeightSync
 
 LAYERS, HIDDEN, FFN, VOCABULARY, HEADS, GROUPS, HEAD = 24, 896, 4864, 151936, 14, 2, 64

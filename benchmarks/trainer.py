@@ -19,7 +19,7 @@ from transformers import Qwen2Config
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.fsdp import FSDPModule
-from coalign.types import Context
+from coalign.roles import Context
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from coalign.api import train as train
     from coalign.data.batch import Batch as Batch
     from coalign.runtime.engine import Engine as Engine
-    from coalign.runtime.hooks import Hook as Hook
+    from coalign.runtime.hook import Hook as Hook
     from coalign.types import LossInput as LossInput
     from coalign.types import LossOutput as LossOutput
     from coalign.types import Sample as Sample

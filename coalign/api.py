@@ -19,7 +19,7 @@ from coalign.config.reading import parse
 from coalign.config.schema import GenerateConfig, RunConfig
 
 if TYPE_CHECKING:
-    from coalign.runtime.hooks import Hook
+    from coalign.runtime.hook import Hook
 
 PathText = str | os.PathLike[str]
 Source = PathText | Mapping[str, Any] | RunConfig

@@ -17,7 +17,7 @@ from coalign.data.batch import Batch
 from coalign.data.texts import read_samples
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.native import NativeModule
-from coalign.types import Context
+from coalign.roles import Context
 
 STEPS, PROMPTS, SAMPLES = 25, 8, 8
 

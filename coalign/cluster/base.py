@@ -25,7 +25,7 @@ from coalign.cluster.worker import module_class
 from coalign.config.errors import ConfigError, Problem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.types import Context
+from coalign.roles import Context
 
 CLOSE_SECONDS = 5.0  # how long modules may take to give back what they hold
 

@@ -22,7 +22,7 @@ from coalign.cluster.stream import Answer, answered, arriving, streams
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory.arena import PARTS
-from coalign.types import Context
+from coalign.roles import Context
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster

@@ -21,7 +21,8 @@ from coalign.cluster.worker import module_class
 from coalign.config.functions import columns_of
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Context, Stats
+from coalign.roles import Context
+from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Stats
 
 RESPONSE = 3  # tokens that a stand-in generates
 HEAD_COLUMNS = {"lm": "ref_logprobs", "value": "values", "reward": "reward"}

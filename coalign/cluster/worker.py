@@ -26,7 +26,7 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS, Arena
-from coalign.types import Context
+from coalign.roles import Context
 
 Answer = tuple[Meta, Batch | None]
 

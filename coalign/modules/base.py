@@ -24,7 +24,8 @@ from coalign.memory.arena import PARTS, Arena
 from coalign.modules.layout import trained
 from coalign.modules.objective import Objective, groups_of
 from coalign.modules.schedule import learning_rate
-from coalign.types import TOKEN_COLUMNS, Context, Stat, Stats, Total, merge_stats
+from coalign.roles import Context
+from coalign.types import TOKEN_COLUMNS, Stat, Stats, Total, merge_stats
 
 # What a model computed of one micro-batch: logprobs [T] (and entropy [T]) | values [T] | scores [N].
 Outputs = dict[str, Tensor]

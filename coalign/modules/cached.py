@@ -23,7 +23,8 @@ from coalign.data.batch import Batch
 from coalign.data.stored import checksum
 from coalign.modules.base import HEADS, Module
 from coalign.modules.layout import trained
-from coalign.types import Context, Stats, Total
+from coalign.roles import Context
+from coalign.types import Stats, Total
 
 FILES = ("*.safetensors", "config.json", "adapter_config.json")
 BUSY_SECONDS = 60.0  # replicas of one model write to the same file in turn

@@ -27,7 +27,7 @@ from coalign.modules.checkpoint import weights
 from coalign.modules.group import join
 from coalign.modules.huggingface import HuggingFaceModule
 from coalign.modules.layout import Layout
-from coalign.types import Context
+from coalign.roles import Context
 
 SUPPORTED = "0.19"
 TAG, LAYOUT = "engine", "layout.json"  # of a checkpoint: DeepSpeed's folder in it, and what it can be loaded into

@@ -18,10 +18,11 @@ from coalign.generation.engine import InferenceEngine, OnToken, Progress, Run
 from coalign.generation.request import Request, Response
 from coalign.generation.sampling import Sampling
 from coalign.modules.rollout import missing_groups
+from coalign.roles import Context
 from coalign.rollout.episode import Episode, Log
 from coalign.rollout.rendering import Rendering
 from coalign.rollout.running import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
-from coalign.types import TOKEN_COLUMNS, Context, Max, Stat, Stats, Status, Total, merge_stats
+from coalign.types import TOKEN_COLUMNS, Max, Stat, Stats, Status, Total, merge_stats
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from coalign.data.templates import load_template
 from coalign.data.texts import at_their_end, read_samples
 from coalign.modules.pretrained import context_length, read_config, read_tokenizer
 from coalign.rewards.judging import Judging
-from coalign.types import Context, Sample, Stat, Stats, Status, Total, merge_stats
+from coalign.roles import Context
+from coalign.types import Sample, Stat, Stats, Status, Total, merge_stats
 
 log = logging.getLogger(__name__)
 

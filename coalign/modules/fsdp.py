@@ -28,7 +28,7 @@ from coalign.modules.parallel import blocks, checks, experts
 from coalign.modules.parallel.ranks import Ranks
 from coalign.modules.parallel.rows import RankAxis, RowSharding
 from coalign.native import kernels
-from coalign.types import Context
+from coalign.roles import Context
 
 # A row that every model can read.
 PROBE = Batch(torch.tensor([16]), {"tokens": torch.arange(16, dtype=torch.int32)})

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from coalign.types import Context
+from coalign.roles import Context
 
 TIMEOUT = timedelta(minutes=10)  # of a collective
 

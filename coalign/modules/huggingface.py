@@ -26,7 +26,7 @@ from coalign.modules.ema import Average
 from coalign.modules.group import all_reduced
 from coalign.modules.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.modules.layout import Layout, pack
-from coalign.types import Context
+from coalign.roles import Context
 
 # glibc maps a larger block afresh each time, page by page: activations beyond it made a step 13 % slower.
 CPU_BLOCK = 32 * 2**20

@@ -9,7 +9,7 @@ from coalign.data.batch import Batch
 from coalign.data.texts import read_samples
 from coalign.modules.examining import Examiner, JudgeReply, judging
 from coalign.modules.native import NativeModule
-from coalign.types import Context
+from coalign.roles import Context
 
 
 class JudgeModule(NativeModule):

@@ -26,7 +26,7 @@ from coalign.modules import deterministic, float8, pretrained
 from coalign.modules.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.modules.group import all_reduced
 from coalign.modules.megatron_core.fields import OWNED
-from coalign.types import Context
+from coalign.roles import Context
 
 SUPPORTED = "0.16.1"
 

@@ -14,7 +14,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.examining import Examiner, JudgeReply, judging
 from coalign.modules.fsdp import FSDPModule
-from coalign.types import Context
+from coalign.roles import Context
 
 
 class PreferenceModule(FSDPModule):

@@ -18,7 +18,8 @@ from coalign.data.templates import Tools, load_template
 from coalign.data.texts import at_their_end, read_samples
 from coalign.modules.base import Module
 from coalign.modules.pretrained import context_length, read_config, read_tokenizer
-from coalign.types import Context, Sample, Total
+from coalign.roles import Context
+from coalign.types import Sample, Total
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from coalign.data.batch import Batch
 from coalign.data.texts import at_their_end, read_samples
 from coalign.modules.base import Module
 from coalign.rewards.calls import Caller, Outcome, RewardFailure, RewardFunction
-from coalign.types import Context, Sample, Stat, Stats, Total, merge_stats
+from coalign.roles import Context
+from coalign.types import Sample, Stat, Stats, Total, merge_stats
 
 log = logging.getLogger(__name__)
 

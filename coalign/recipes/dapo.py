@@ -1,10 +1,12 @@
-"""DAPO (2503.14476): GRPO with a higher upper clip, other prompts for those that teach nothing, and no cut answers."""
+"""dapo"""
 
 from coalign.recipes.grpo import GRPO
 
 
 class DAPO(GRPO):
-    """Clip-higher, token mean, dynamic sampling (`filter`), overlong filtering (`truncated`).
+    """DAPO (2503.14476): GRPO with a higher upper clip, other prompts for those that teach nothing, and no cut answers.
+
+    Clip-higher, token mean, dynamic sampling (`filter`), overlong filtering (`truncated`).
 
     The soft punishment of long responses is a reward function beside the others: `length_penalty`.
     """

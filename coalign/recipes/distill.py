@@ -1,15 +1,17 @@
-"""Knowledge distillation: the student follows the teacher's distribution over the responses of a data set (1503.02531).
+"""distill"""
 
-The teacher tells the log-probs of its `models.teacher.candidates` likeliest tokens at every position.
-"""
-
+from coalign.roles import Scorer, Trainable
 from coalign.runtime.offline import Offline
 from coalign.runtime.vocabulary import check_same_vocabulary
-from coalign.types import Scorer, Trainable
 
 
 class Distill(Offline):
-    """Conversations in, a student out. Teacher and student share a tokenizer."""
+    """Knowledge distillation: the student follows the teacher's distribution over the responses of a data set (1503.02531).
+
+    The teacher tells the log-probs of its `models.teacher.candidates` likeliest tokens at every position.
+
+    Conversations in, a student out. Teacher and student share a tokenizer.
+    """
 
     models = {"trainer": Trainable, "teacher": Scorer}
     source = "conversations"

@@ -1,10 +1,13 @@
-"""Direct preference optimisation (2305.18290) and the losses of its kind: `loss: {fn: dpo | ipo | …}`."""
+"""dpo"""
 
 from coalign.runtime.offline import Offline
 
 
 class DPO(Offline):
-    """Comparisons in, a policy out that prefers what was preferred, without a reward model."""
+    """Direct preference optimisation (2305.18290) and the losses of its kind: `loss: {fn: dpo | ipo | …}`.
+
+    Comparisons in, a policy out that prefers what was preferred, without a reward model.
+    """
 
     source = "preferences"
     defaults = {

@@ -1,10 +1,12 @@
-"""Dr. GRPO (2503.20783): GRPO without the two divisions that favour easy prompts and long wrong answers."""
+"""dr_grpo"""
 
 from coalign.recipes.grpo import GRPO
 
 
 class DrGRPO(GRPO):
-    """A group's advantages are not divided by its standard deviation, nor a response's sum by its own length.
+    """Dr. GRPO (2503.20783): GRPO without the two divisions that favour easy prompts and long wrong answers.
+
+    A group's advantages are not divided by its standard deviation, nor a response's sum by its own length.
 
     That sum is divided by a constant instead, the most tokens that a response may have.
     """

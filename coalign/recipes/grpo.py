@@ -1,11 +1,13 @@
-"""Group Relative Policy Optimisation (2402.03300): the mean reward of a prompt's n samples is the baseline."""
+"""grpo"""
 
 from coalign.runtime.online import Online, need_several_samples
 from coalign.runtime.reference import with_reference_where_read
 
 
 class GRPO(Online):
-    """Policy, reward and trainer, and a frozen reference where the loss asks for it (`loss.kl_coef` above 0).
+    """Group Relative Policy Optimisation (2402.03300): the mean reward of a prompt's n samples is the baseline.
+
+    Policy, reward and trainer, and a frozen reference where the loss asks for it (`loss.kl_coef` above 0).
 
     The divergence from the reference enters in the loss (k3 by default) and nowhere else: `kl` is refused.
     """

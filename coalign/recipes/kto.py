@@ -1,11 +1,13 @@
-"""Kahneman-Tversky optimisation (2402.01306): single responses, each desirable or not."""
+"""kto"""
 
 from coalign.data.mismatch import mismatch, with_reference_point
 from coalign.runtime.offline import Offline
 
 
 class KTO(Offline):
-    """Labelled responses in, a policy out.
+    """Kahneman-Tversky optimisation (2402.01306): single responses, each desirable or not.
+
+    Labelled responses in, a policy out.
 
     The reference point z0 is how far the policy is from the reference on average, measured on responses that belong to
     other prompts of the same step. It needs a forward pass of both models with the weights of the moment.

@@ -1,15 +1,18 @@
-"""On-policy distillation (2306.13649): the student learns from what a teacher thinks of the student's own responses."""
+"""on_policy_distillation"""
 
 from coalign.algorithms.traits import needs
 from coalign.config.functions import bind, resolve
+from coalign.roles import Rollout, Scorer, Trainable
 from coalign.runtime.online import Online
 from coalign.runtime.rewarding import reward_parts
 from coalign.runtime.vocabulary import check_same_vocabulary
-from coalign.types import Rollout, Scorer, Stat, Trainable
+from coalign.types import Stat
 
 
 class OnPolicyDistillation(Online):
-    """Policy, teacher and trainer; student and teacher share a tokenizer. A reward, if there is one, is for evaluation.
+    """On-policy distillation (2306.13649): the student learns from what a teacher thinks of the student's own responses.
+
+    Policy, teacher and trainer; student and teacher share a tokenizer. A reward, if there is one, is for evaluation.
 
     The loss decides what the teacher is asked. `policy_gradient`: the log-prob of each token that the student chose,
     which becomes its advantage (`reverse_kl`). `distillation` (GKD, all data on-policy): the log-probs of the teacher's

@@ -1,10 +1,13 @@
-"""Odds ratio preference optimisation (2403.07691): likelihood and preference in one loss, without a reference."""
+"""orpo"""
 
 from coalign.runtime.offline import Offline
 
 
 class ORPO(Offline):
-    """Comparisons in, a policy out."""
+    """Odds ratio preference optimisation (2403.07691): likelihood and preference in one loss, without a reference.
+
+    Comparisons in, a policy out.
+    """
 
     source = "preferences"
     defaults = {

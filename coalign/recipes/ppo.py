@@ -1,11 +1,13 @@
-"""Proximal Policy Optimisation from a reward model or function (1707.06347, 2203.02155) with a per-token KL penalty."""
+"""ppo"""
 
+from coalign.roles import Rollout, Scorer, Trainable
 from coalign.runtime.online import KLInReward
-from coalign.types import Rollout, Scorer, Trainable
 
 
 class PPO(KLInReward):
-    """Policy, reference, reward, trainer, and a value model that learns beside the trainer.
+    """Proximal Policy Optimisation from a reward model or function (1707.06347, 2203.02155) with a per-token KL penalty.
+
+    Policy, reference, reward, trainer, and a value model that learns beside the trainer.
 
     The divergence from the reference enters in the reward (k1 per token), with a fixed or adaptive coefficient, and
     nowhere else: `loss.kl_coef` above 0 is refused. With `models.trainer.learns_after: k` the value model warms up

@@ -1,14 +1,16 @@
-"""Continued pre-training: every token of the documents is learned, in steps of a number of tokens.
-
-Documents lie side by side in one packed row and attend to themselves alone; one longer than `data.max_tokens` is cut
-into pieces.
-"""
+"""pretrain"""
 
 from coalign.runtime.offline import Offline
 
 
 class Pretrain(Offline):
-    """Documents in, a language model out."""
+    """Continued pre-training: every token of the documents is learned, in steps of a number of tokens.
+
+    Documents lie side by side in one packed row and attend to themselves alone; one longer than `data.max_tokens` is cut
+    into pieces.
+
+    Documents in, a language model out.
+    """
 
     source = "documents"
     defaults = {

@@ -1,13 +1,15 @@
-"""Process reward modelling: is each step of a solution right? (2305.20050, 2312.08935)
-
-The language model answers with `+` or `-` after every step, where its answer is read but never part of the text.
-"""
+"""process_reward"""
 
 from coalign.runtime.offline import Offline
 
 
 class ProcessReward(Offline):
-    """Solutions with judged steps in, a language model that judges steps out."""
+    """Process reward modelling: is each step of a solution right? (2305.20050, 2312.08935)
+
+    The language model answers with `+` or `-` after every step, where its answer is read but never part of the text.
+
+    Solutions with judged steps in, a language model that judges steps out.
+    """
 
     source = "steps"
     defaults = {

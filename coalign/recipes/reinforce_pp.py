@@ -1,10 +1,12 @@
-"""REINFORCE++ (2501.03262): PPO's clipped objective on whitened returns, without a value model or groups."""
+"""reinforce_pp"""
 
 from coalign.runtime.online import KLInReward
 
 
 class ReinforcePP(KLInReward):
-    """The divergence from the reference is charged at each token (k1): a token's return holds all that comes after it.
+    """REINFORCE++ (2501.03262): PPO's clipped objective on whitened returns, without a value model or groups.
+
+    The divergence from the reference is charged at each token (k1): a token's return holds all that comes after it.
 
     One sample per prompt is enough.
     """

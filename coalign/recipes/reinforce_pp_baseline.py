@@ -1,10 +1,12 @@
-"""REINFORCE++ with a group baseline (2501.03262): deviations from the group's mean, whitened over the whole batch."""
+"""reinforce_pp_baseline"""
 
 from coalign.recipes.grpo import GRPO
 
 
 class ReinforcePPBaseline(GRPO):
-    """Unlike GRPO it scales all groups by one standard deviation, so an easy prompt counts no more than a hard one.
+    """REINFORCE++ with a group baseline (2501.03262): deviations from the group's mean, whitened over the whole batch.
+
+    Unlike GRPO it scales all groups by one standard deviation, so an easy prompt counts no more than a hard one.
 
     The divergence from the reference enters in the loss (k2).
     """

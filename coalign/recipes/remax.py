@@ -1,4 +1,4 @@
-"""ReMax (2310.10505): the reward of the greedy response to a prompt is the baseline of its samples."""
+"""remax"""
 
 import torch
 
@@ -8,7 +8,9 @@ from coalign.types import Status
 
 
 class ReMax(KLOfResponse):
-    """Besides its samples each prompt gets one greedy response, which is scored and not trained on.
+    """ReMax (2310.10505): the reward of the greedy response to a prompt is the baseline of its samples.
+
+    Besides its samples each prompt gets one greedy response, which is scored and not trained on.
 
     The divergence from the reference is subtracted from the rewards of the samples, not from their baseline.
     """

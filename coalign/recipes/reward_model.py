@@ -1,10 +1,13 @@
-"""Reward modelling: a scalar per response such that better ones score higher (Bradley-Terry; 2203.02155 for k > 2)."""
+"""reward_model"""
 
 from coalign.runtime.offline import Offline
 
 
 class RewardModel(Offline):
-    """Comparisons in, a model with a reward head out; reports the accuracy on held-out comparisons."""
+    """Reward modelling: a scalar per response such that better ones score higher (Bradley-Terry; 2203.02155 for k > 2).
+
+    Comparisons in, a model with a reward head out; reports the accuracy on held-out comparisons.
+    """
 
     source = "preferences"
     defaults = {

@@ -1,10 +1,12 @@
-"""Reinforcement learning from AI feedback (2212.08073, 2309.00267): a language model judges the responses."""
+"""rlaif"""
 
 from coalign.recipes.grpo import GRPO
 
 
 class RLAIF(GRPO):
-    """GRPO whose reward is what the model `judge` thinks of a response: by default its grade.
+    """Reinforcement learning from AI feedback (2212.08073, 2309.00267): a language model judges the responses.
+
+    GRPO whose reward is what the model `judge` thinks of a response: by default its grade.
 
     `models.judge.judge: pairwise` has it compare the responses to a prompt; with `module: preference` it does so by the
     probabilities of two labels, and writes nothing. Other parts of the reward go beside it: `reward: [{model: judge},

@@ -1,11 +1,14 @@
-"""REINFORCE leave-one-out (2402.14740): a sample's baseline is the mean reward of the *other* samples of its prompt."""
+"""rloo"""
 
 from coalign.runtime.online import KLOfResponse, need_several_samples
 
 
 class RLOO(KLOfResponse):
-    """A response is one action: its whole divergence from the reference is subtracted from its reward, before the
-    baseline is taken."""
+    """REINFORCE leave-one-out (2402.14740): a sample's baseline is the mean reward of the *other* samples of its prompt.
+
+    A response is one action: its whole divergence from the reference is subtracted from its reward, before the
+    baseline is taken.
+    """
 
     defaults = {
         **KLOfResponse.defaults,

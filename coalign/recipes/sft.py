@@ -1,10 +1,13 @@
-"""Supervised fine-tuning: negative log-likelihood of the responses, averaged over the tokens of the whole batch."""
+"""sft"""
 
 from coalign.runtime.offline import Offline
 
 
 class SFT(Offline):
-    """Conversations in, one model trained on the assistant's turns."""
+    """Supervised fine-tuning: negative log-likelihood of the responses, averaged over the tokens of the whole batch.
+
+    Conversations in, one model trained on the assistant's turns.
+    """
 
     source = "conversations"
     defaults = {

@@ -1,10 +1,13 @@
-"""Simple preference optimisation (2405.14734): length-normalised log-probs and a target margin, without a reference."""
+"""simpo"""
 
 from coalign.runtime.offline import Offline
 
 
 class SimPO(Offline):
-    """Comparisons in, a policy out."""
+    """Simple preference optimisation (2405.14734): length-normalised log-probs and a target margin, without a reference.
+
+    Comparisons in, a policy out.
+    """
 
     source = "preferences"
     defaults = {

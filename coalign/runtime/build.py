@@ -16,6 +16,7 @@ from coalign.config.functions import resolve, resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.kinds import KINDS
 from coalign.data.loader import Loader, build_loader
+from coalign.roles import Context, Rollout, Scorer, Trainable
 from coalign.runtime.buffer import Buffer
 from coalign.runtime.control import check_control, control
 from coalign.runtime.engine import Engine
@@ -40,7 +41,6 @@ from coalign.runtime.rewarding import Reward, reward_models, reward_names, rewar
 from coalign.runtime.trainer import Trainer
 from coalign.runtime.transports import check_transport
 from coalign.runtime.vocabulary import check_tokens_fit, tokenizer_directory
-from coalign.types import Context, Rollout, Scorer, Trainable
 from coalign.weights.sync import WeightSync
 
 log = logging.getLogger(__name__)

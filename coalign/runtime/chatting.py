@@ -16,8 +16,8 @@ from coalign.data.batch import Batch
 from coalign.data.messages import Message
 from coalign.data.templates import load_template
 from coalign.modules.native import NativeModule
+from coalign.roles import Context
 from coalign.runtime.display import Display
-from coalign.types import Context
 
 HELP = (
     "/reset: forget what was said   /save FILE: write it as JSONL   /quit (or Ctrl-D): leave   Ctrl-C: stop the answer"

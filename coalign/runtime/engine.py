@@ -15,12 +15,13 @@ from coalign.cluster.future import BatchRef, Future
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig
 from coalign.data.loader import Loader
+from coalign.roles import Trainable
 from coalign.runtime.environment import Environment
 from coalign.runtime.evaluator import Evaluator, score
-from coalign.runtime.hooks import Hook
+from coalign.runtime.hook import Hook
 from coalign.runtime.ledger import Ledger
 from coalign.runtime.trainer import Trainer
-from coalign.types import Stats, Total, Trainable, merge_stats
+from coalign.types import Stats, Total, merge_stats
 
 
 class Engine:

@@ -14,12 +14,13 @@ from coalign.data.loader import Loader, build_loader
 from coalign.data.reader import RowReader
 from coalign.data.texts import read_samples
 from coalign.modules.native import NativeModule
+from coalign.roles import Context
 from coalign.runtime import fingerprint
 from coalign.runtime.display import Display
 from coalign.runtime.judges import Judge, JudgedResponse, open_judge
 from coalign.runtime.partial import Partial, Record, Unkept
 from coalign.runtime.scoring import entries, summary, tell
-from coalign.types import Context, Sample, Status
+from coalign.types import Sample, Status
 
 # Sequences that are generated, and kept, together, for each one that is decoded at once: with fewer, more of the time
 # goes into waiting for the longest; with more, a killed call loses more.

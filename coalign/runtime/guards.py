@@ -15,7 +15,7 @@ from coalign.config.schema.rollout import GuardsConfig
 from coalign.data.batch import Batch
 from coalign.runtime.checkpoint import Checkpoints
 from coalign.runtime.folder import RunFolder, flatten
-from coalign.runtime.hooks import Hook
+from coalign.runtime.hook import Hook
 from coalign.runtime.saving import fill, rewind
 from coalign.types import Stat, Stats, Total
 

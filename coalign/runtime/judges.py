@@ -16,8 +16,9 @@ from coalign.modules.fsdp import FSDPModule
 from coalign.modules.retokenize import ConversationReader
 from coalign.modules.reward import reward_functions
 from coalign.rewards.calls import Caller, RewardError, RewardFailure
+from coalign.roles import Context
 from coalign.runtime.rewarding import terms_of
-from coalign.types import Context, Sample
+from coalign.types import Sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 
 from coalign.config.schema import LoraConfig, ModelConfig, RunConfig
-from coalign.types import Rollout, Trainable
+from coalign.roles import Rollout, Trainable
 
 BYTES = {"float32": 4, "bfloat16": 2}
 AVERAGE = 4  # bytes of each number of a moving average (ema)

@@ -7,9 +7,9 @@ from typing import Any
 
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig
+from coalign.roles import Scorer, Trainable
 from coalign.runtime.engine import Engine
 from coalign.runtime.reference import with_reference_where_read
-from coalign.types import Scorer, Trainable
 
 
 class Offline(Engine):

@@ -11,9 +11,10 @@ from coalign.algorithms.shaping import sequence_kl_reward, shape_reward
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig
+from coalign.roles import Rollout, Scorer, Trainable
 from coalign.runtime.engine import Engine
 from coalign.runtime.rewarding import turn_weight
-from coalign.types import Rollout, Scorer, Stats, Trainable
+from coalign.types import Stats
 
 
 class Online(Engine):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coalign.config.schema import ProfileConfig
-from coalign.runtime.hooks import Hook
+from coalign.runtime.hook import Hook
 from coalign.types import Stats
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.data.texts import read_samples
 from coalign.runtime.folder import RunFolder, flatten
-from coalign.runtime.hooks import Hook
+from coalign.runtime.hook import Hook
 from coalign.types import Stats
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from coalign.algorithms.traits import needs
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig, ModelConfig
-from coalign.types import Trainable
+from coalign.roles import Trainable
 
 if TYPE_CHECKING:
     from coalign.runtime.display import Display

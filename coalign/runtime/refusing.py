@@ -14,9 +14,9 @@ from coalign.cluster.start import kind
 from coalign.cluster.worker import module_class
 from coalign.config.functions import bind, is_bound_to_process, resolve, resolve_class
 from coalign.config.schema import LossConfig, ModelConfig, RunConfig
+from coalign.roles import Rollout, Trainable
 from coalign.rollout.naming import environment as environment_of
 from coalign.runtime.engine import Engine
-from coalign.types import Rollout, Trainable
 
 SAMPLING = ("curriculum", "filter", "replay", "rollout")  # sections that say which samples there are
 

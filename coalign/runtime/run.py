@@ -21,7 +21,8 @@ from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
 from coalign.runtime.folder import RunFolder
 from coalign.runtime.guards import UNHEALTHY, Guards
-from coalign.runtime.hooks import EarlyStop, Evaluate, Hook
+from coalign.runtime.hook import Hook
+from coalign.runtime.hooks import EarlyStop, Evaluate
 from coalign.runtime.placing import given, started
 from coalign.runtime.plots import plot_run
 from coalign.runtime.profiling import Profile

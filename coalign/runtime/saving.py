@@ -13,7 +13,7 @@ import torch
 
 from coalign.data.batch import Batch
 from coalign.runtime.checkpoint import Checkpoints
-from coalign.runtime.hooks import Hook
+from coalign.runtime.hook import Hook
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:

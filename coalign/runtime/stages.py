@@ -18,12 +18,12 @@ from coalign.config.schema import (
     SelectConfig,
     SourceConfig,
 )
+from coalign.roles import Trainable
 from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import trace
 from coalign.runtime.display import Display
 from coalign.runtime.run import train
 from coalign.runtime.selecting import select
-from coalign.types import Trainable
 
 Settings = TypeVar("Settings", bound=Section)
 Outcome = tuple[dict[str, float], int]  # counts, exit code

@@ -11,10 +11,11 @@ from rich.table import Table
 
 from coalign.cluster.start import start
 from coalign.config.schema import RunConfig
+from coalign.roles import Rollout
 from coalign.runtime.build import build, prepare, recipe
 from coalign.runtime.display import Display
 from coalign.runtime.engine import Engine
-from coalign.types import Rollout, Stat
+from coalign.types import Stat
 from coalign.weights.compare import Difference, TensorDigest, WeightSet, differences, saved
 from coalign.weights.sync import WeightSync
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.future import MOVE, Future, Outcome, Span
-from coalign.runtime.hooks import Hook
+from coalign.runtime.hook import Hook
 from coalign.types import Stat, Stats
 
 if TYPE_CHECKING:

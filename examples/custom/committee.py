@@ -8,9 +8,10 @@ response that is not safe is worth what the safety model says of it, however hel
 
 import torch
 
+from coalign.roles import Rollout, Scorer, Trainable
 from coalign.runtime.engine import Engine
 from coalign.runtime.evaluator import score
-from coalign.types import Rollout, Scorer, Stat, Trainable
+from coalign.types import Stat
 
 
 class Committee(Engine):

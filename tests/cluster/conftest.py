@@ -12,7 +12,7 @@ from coalign.cluster.base import Cluster
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
-from coalign.types import Context
+from coalign.roles import Context
 
 HERE = "tests.cluster.modules"
 

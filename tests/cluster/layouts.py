@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
-from coalign.types import Context
+from coalign.roles import Context
 
 MODULES = {"policy": "EchoModule", "judge": "SumModule", "trainer": "GroupModule"}
 ALL = [[*MODULES]]

@@ -12,7 +12,8 @@ from coalign.cluster.dry import DryCluster
 from coalign.cluster.graph import draw
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data import standins
-from coalign.types import Context, Stat
+from coalign.roles import Context
+from coalign.types import Stat
 
 
 def advantage(reward, group, loss_mask, segment, *, scale=1.0):

@@ -12,7 +12,7 @@ import pytest
 
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig
-from coalign.types import Context
+from coalign.roles import Context
 
 
 def broken(tokens):

@@ -8,7 +8,7 @@ import torch
 from coalign.cluster.future import WorkerError
 from coalign.cluster.memory_report import largest_tensors, memory_report
 from coalign.config.schema import ModelConfig
-from coalign.types import Context
+from coalign.roles import Context
 from tests.cluster.threads import thread_cluster
 
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to …")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
-from coalign.types import Context, Total
+from coalign.roles import Context
+from coalign.types import Total
 from tests.cluster.threads import thread_cluster
 
 

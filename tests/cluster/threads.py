@@ -9,7 +9,7 @@ from coalign.cluster.local import LocalCluster, LocalWorker
 from coalign.cluster.slot import Slot
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
-from coalign.types import Context
+from coalign.roles import Context
 
 
 class ThreadCluster(LocalCluster):

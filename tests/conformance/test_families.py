@@ -12,7 +12,7 @@ from torch import nn
 from coalign.config.schema import ModelConfig
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.parallel import blocks, experts
-from coalign.types import Context
+from coalign.roles import Context
 from tests.weights.families.checkpoints import MOE, NATIVE, native
 
 pytest.importorskip("megatron.core")

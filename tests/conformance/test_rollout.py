@@ -7,7 +7,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.native import NativeModule
-from coalign.types import Context
+from coalign.roles import Context
 from tests.tiny import tiny_model_dir
 
 SAMPLING = {"temperature": 0.8, "max_new_tokens": 12}

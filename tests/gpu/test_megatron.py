@@ -9,7 +9,7 @@ import torch
 
 from coalign.config.schema import ModelConfig
 from coalign.modules.megatron import MegatronModule
-from coalign.types import Context
+from coalign.roles import Context
 from tests.conformance import reference
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir

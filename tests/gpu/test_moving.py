@@ -9,7 +9,7 @@ from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS, Arena
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.native import NativeModule
-from coalign.types import Context
+from coalign.roles import Context
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 

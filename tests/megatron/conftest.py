@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coalign.types import Context
+from coalign.roles import Context
 
 
 @pytest.fixture

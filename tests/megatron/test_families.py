@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 from coalign.modules.megatron_core import ranks
 from coalign.modules.megatron_core.cpu import on_cpu
 from coalign.modules.megatron_core.cut import Sizes
-from coalign.types import Context
+from coalign.roles import Context
 from tests.megatron.models import EVERY, Megatron, Reference, reference
 
 FEW = ["gemma", "bloom", "deepseek_v2"]

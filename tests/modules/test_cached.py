@@ -4,7 +4,7 @@ import torch
 from coalign.config.schema import ModelConfig
 from coalign.modules.cached import CachedModule, identity
 from coalign.modules.fsdp import FSDPModule
-from coalign.types import Context
+from coalign.roles import Context
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 

@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.fsdp import FSDPModule
-from coalign.types import Context, LossInput, LossOutput, Stat
+from coalign.roles import Context
+from coalign.types import LossInput, LossOutput, Stat
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 

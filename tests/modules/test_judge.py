@@ -10,7 +10,8 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.judge import JudgeModule
 from coalign.modules.preference import PreferenceModule
-from coalign.types import Context, Status
+from coalign.roles import Context
+from coalign.types import Status
 from examples.arithmetic import make_model
 from tests.judges import answered
 from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer

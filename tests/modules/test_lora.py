@@ -15,7 +15,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules import lora, pretrained
 from coalign.modules.native import NativeModule
-from coalign.types import Context
+from coalign.roles import Context
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import Watched, module, same, weights
 from tests.tiny import tiny_model_dir

@@ -11,7 +11,7 @@ from coalign.memory.arena import PARTS, Arena, OutOfDeviceMemory
 from coalign.modules.cached import CachedModule
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.native import NativeModule
-from coalign.types import Context
+from coalign.roles import Context
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 

@@ -11,7 +11,8 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.objective import Objective
-from coalign.types import Context, Status
+from coalign.roles import Context
+from coalign.types import Status
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 

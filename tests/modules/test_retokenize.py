@@ -12,8 +12,9 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.sources import BadRow
 from coalign.modules.retokenize import RetokenizeModule
+from coalign.roles import Context
 from coalign.runtime.vocabulary import reads_alike
-from coalign.types import Context, Status, Total
+from coalign.types import Status, Total
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 
 TEMPLATE = (

@@ -9,8 +9,9 @@ from coalign.algorithms.combining import Term
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.modules.reward import RewardModule
+from coalign.roles import Context
 from coalign.runtime.rewarding import combine_rewards
-from coalign.types import Context, Stat, Status, Total
+from coalign.types import Stat, Status, Total
 from tests.tiny import tiny_tokenizer
 
 HERE = "tests.modules.test_reward:"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from coalign.config.schema import ModelConfig
 from coalign.modules import lora, vllm
 from coalign.modules.fsdp import FSDPModule
-from coalign.types import Context
+from coalign.roles import Context
 from coalign.vllm import options
 from coalign.vllm.parcels import Outlet
 from tests.conformance.engines import SMALL, VLLM, build, load, mismatch, model_dir, prompts

@@ -14,7 +14,8 @@ from coalign.data.batch import Batch
 from coalign.generation.stops import StopFinder
 from coalign.modules.native import NativeModule
 from coalign.modules.rollout import begin
-from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Context, Status
+from coalign.roles import Context
+from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
 from tests.native.helpers import reference_logprobs
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 

@@ -14,10 +14,11 @@ from coalign.config import load
 from coalign.data.batch import Batch
 from coalign.modules.base import Module
 from coalign.recipes.sft import SFT
+from coalign.roles import Trainable
 from coalign.runtime.build import recipe
 from coalign.runtime.checking import check as examine
 from coalign.runtime.display import Display
-from coalign.types import Stat, Trainable
+from coalign.types import Stat
 from examples.arithmetic import make_data, make_model
 from examples.custom import committee, second_try
 from tests.runs import ROOT, metrics, other_model, settings

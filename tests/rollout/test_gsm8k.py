@@ -16,8 +16,9 @@ from coalign.data.templates import load_template
 from coalign.data.texts import read_samples
 from coalign.modules.native import NativeModule
 from coalign.rewards import math
+from coalign.roles import Context
 from coalign.rollout.parsers import ToolRequest
-from coalign.types import Context, Sample, Status
+from coalign.types import Sample, Status
 from tests.gsm8k import TEST
 from tests.rollout.helpers import TOOLS_CHATML
 from tests.tiny import tiny_model_dir, tiny_tokenizer

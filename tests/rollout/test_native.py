@@ -19,9 +19,10 @@ from coalign.modules.episodes import EpisodesFailed
 from coalign.modules.native import NativeModule
 from coalign.modules.rollout import begin
 from coalign.rewards import episode as episode_reward
+from coalign.roles import Context
 from coalign.rollout.parsers import ToolRequest
 from coalign.rollout.tools import Toolbox
-from coalign.types import Context, Status, Total
+from coalign.types import Status, Total
 from tests.rollout.helpers import TOOLS_CHATML
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 

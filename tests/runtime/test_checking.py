@@ -10,11 +10,11 @@ import pytest
 from coalign import cli
 from coalign.config import load
 from coalign.config.functions import resolve_class
+from coalign.roles import Context
 from coalign.runtime import refusing
 from coalign.runtime.build import recipe
 from coalign.runtime.checking import check
 from coalign.runtime.display import Display
-from coalign.types import Context
 from tests.runs import settings
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.weights.families.checkpoints import native

@@ -5,8 +5,8 @@ import torch
 
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.modules.fsdp import FSDPModule
+from coalign.roles import Context, Trainable
 from coalign.runtime.memory import Estimate, estimate, largest_phase
-from coalign.types import Context, Trainable
 from tests.tiny import tiny_model_dir
 
 

@@ -14,12 +14,13 @@ from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfi
 from coalign.data.batch import Batch
 from coalign.modules.base import Module
 from coalign.rewards.calls import RewardError
+from coalign.roles import Context
 from coalign.runtime.build import prepare, recipe
 from coalign.runtime.checking import check
 from coalign.runtime.display import Display
 from coalign.runtime.inference import evaluate
 from coalign.runtime.rewarding import Reward, combine_rewards, reward_models, turn_weight
-from coalign.types import Context, Stat, Status, Total
+from coalign.types import Stat, Status, Total
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 

@@ -13,7 +13,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.modules.fsdp import FSDPModule
 from coalign.modules.native import NativeModule
-from coalign.types import Context
+from coalign.roles import Context
 from coalign.vocab import extend
 from tests.tiny import tiny_model_dir
 from tests.vocab import made

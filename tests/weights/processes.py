@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from coalign.cluster.future import WorkerError, WorkerFailure
-from coalign.types import Context
+from coalign.roles import Context
 
 SECONDS = 90
 

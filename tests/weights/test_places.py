@@ -7,7 +7,7 @@ import os
 import pytest
 
 from coalign.config.schema import SyncConfig
-from coalign.types import Context
+from coalign.roles import Context
 from coalign.weights.cuda_ipc import CudaIpc
 from coalign.weights.places import WeightEndpoint, place
 from coalign.weights.sync import fitting

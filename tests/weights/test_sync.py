@@ -8,7 +8,8 @@ import torch
 from coalign.cluster.future import WorkerError
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
-from coalign.types import Context, Total
+from coalign.roles import Context
+from coalign.types import Total
 from coalign.weights.in_process import Adopt, Copy
 from coalign.weights.sync import WeightSync
 from tests.weights.test_transports import EMBED, LAYER

@@ -11,7 +11,8 @@ import torch
 from coalign.cluster.future import WorkerError
 from coalign.cluster.worker import Worker
 from coalign.config.schema import SyncConfig
-from coalign.types import Context, Total
+from coalign.roles import Context
+from coalign.types import Total
 from coalign.weights import broadcast, segment, shared_memory
 from coalign.weights.copying import copied
 from coalign.weights.object_store import verify_buckets

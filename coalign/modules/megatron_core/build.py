@@ -27,7 +27,7 @@ from coalign.modules.megatron_core.model import PackedGPT, ScalarGPT
 from coalign.modules.megatron_core.training import Pipeline
 from coalign.modules.megatron_core.weights import SCORE, Weights
 from coalign.modules.parallel.rows import RankAxis, RowSharding
-from coalign.types import Context
+from coalign.roles import Context
 from coalign.weights import families
 from coalign.weights.convert.huggingface import DirectoryReader
 

@@ -8,7 +8,7 @@ from megatron.core import parallel_state, tensor_parallel
 from coalign.modules import group
 from coalign.modules.megatron_core.cut import Sizes
 from coalign.modules.parallel.rows import RankAxis
-from coalign.types import Context
+from coalign.roles import Context
 
 _joined: Sizes | None = None  # of this process
 _models = 0  # that use the groups

@@ -22,7 +22,7 @@ from coalign.modules.megatron_core.cpu import on_cpu
 from coalign.modules.megatron_core.cut import Sizes
 from coalign.modules.megatron_core.model import PackedGPT
 from coalign.modules.megatron_core.weights import Weights, divisor, held
-from coalign.types import Context
+from coalign.roles import Context
 from coalign.weights.convert.huggingface import whole
 from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import dtypes
