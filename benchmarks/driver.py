@@ -32,7 +32,8 @@ from coalign.modules.base import Module
 from coalign.recipes.grpo import GRPO
 from coalign.roles import Context
 from coalign.runtime.buffer import Buffer
-from coalign.runtime.environment import Control, Environment
+from coalign.runtime.control import Control
+from coalign.runtime.environment import Environment
 from coalign.runtime.filtering import filter_groups
 from coalign.runtime.timeline import Timeline
 from coalign.runtime.trainer import Trainer

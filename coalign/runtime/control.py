@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from coalign.cluster.base import footprint
 from coalign.config.schema import RunConfig
+from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.runtime.budgets import with_budgets
 from coalign.runtime.curriculum import Curriculum
-from coalign.runtime.environment import Control
 from coalign.runtime.filtering import filter_function
 from coalign.runtime.lengths import Lengths
 from coalign.runtime.replay import Replay, replay_function
 
 ROUNDS = 10  # roll-outs for one step without a filter, for each round that the longest response takes
 CARRIED = 4  # weight versions that an unfinished group may be carried over at least: one that is cut takes its time
+
+
+@dataclass(frozen=True)
+class Control:
+    """Which groups a step trains on. ``wanted``: how many (None: whatever one round gives). ``max_rounds``: roll-outs
+    for one step, times ``rounds_of_a_response``, those that the longest response takes. ``max_age``: weight versions
+    that the oldest token of a group may lag behind."""
+
+    wanted: int | None = None
+    max_rounds: int = 1
+    rounds_of_a_response: int = 1
+    max_age: int = 0
+    keep: partial[Any] | None = None
+    replay: Replay | None = None
+    curriculum: Curriculum | None = None
+    lengths: Lengths | None = None
+    budget: Callable[[Batch], Batch] = lambda prompts: prompts  # adds what each prompt may cost, see budgets
 
 
 def check_control(config: RunConfig) -> None:

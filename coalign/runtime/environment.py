@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from coalign.cluster.future import BatchRef, Future
@@ -18,34 +16,16 @@ from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.runtime.buffer import Buffer, BufferedBatch
 from coalign.runtime.calls import watch
-from coalign.runtime.curriculum import Curriculum, pass_rates
+from coalign.runtime.curriculum import pass_rates
 from coalign.runtime.describe import count, describe, group_ages
 from coalign.runtime.filtering import filter_groups
 from coalign.runtime.ledger import Ledger
-from coalign.runtime.lengths import Lengths, response_lengths
+from coalign.runtime.lengths import response_lengths
 from coalign.runtime.pool import Pool, Ready
-from coalign.runtime.replay import Replay
 from coalign.runtime.round import Round
 from coalign.types import Stats, Total, merge_stats
 
 LEAST_KEPT = 0.25  # a round is at most this many times larger than what is missing: memory and the age of a surplus
-
-
-@dataclass(frozen=True)
-class Control:
-    """Which groups a step trains on. ``wanted``: how many (None: whatever one round gives). ``max_rounds``: roll-outs
-    for one step, times ``rounds_of_a_response``, those that the longest response takes. ``max_age``: weight versions
-    that the oldest token of a group may lag behind."""
-
-    wanted: int | None = None
-    max_rounds: int = 1
-    rounds_of_a_response: int = 1
-    max_age: int = 0
-    keep: partial[Any] | None = None
-    replay: Replay | None = None
-    curriculum: Curriculum | None = None
-    lengths: Lengths | None = None
-    budget: Callable[[Batch], Batch] = lambda prompts: prompts  # adds what each prompt may cost, see budgets
 
 
 class Environment:
