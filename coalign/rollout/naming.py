@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RolloutConfig
-from coalign.rollout import single_turn
 from coalign.rollout.running import EnvironmentFunction
+from coalign.rollout.simple import single_turn
 
 
 def environment(config: RolloutConfig) -> EnvironmentFunction | None:

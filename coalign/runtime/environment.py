@@ -16,6 +16,7 @@ from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.runtime.buffer import Buffer, BufferedBatch
 from coalign.runtime.calls import watch
+from coalign.runtime.control import Control
 from coalign.runtime.curriculum import pass_rates
 from coalign.runtime.describe import count, describe, group_ages
 from coalign.runtime.filtering import filter_groups
