@@ -21,22 +21,21 @@ from typing import Any
 import psutil
 import torch
 
+from coalign.backends.base import Module
 from coalign.cluster.answers import Running
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta, WorkerRows
 from coalign.cluster.local import Cell, LocalCluster
-from coalign.cluster.slot import Slot
+from coalign.cluster.placement.slots import Slot
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
-from coalign.modules.base import Module
+from coalign.engine.buffer import Buffer
+from coalign.engine.engine import Trainer
+from coalign.engine.environment import Environment
+from coalign.engine.filters import Control, filter_groups
+from coalign.engine.hooks.timeline import Timeline
 from coalign.recipes.grpo import GRPO
 from coalign.roles import Context
-from coalign.runtime.buffer import Buffer
-from coalign.runtime.control import Control
-from coalign.runtime.environment import Environment
-from coalign.runtime.filtering import filter_groups
-from coalign.runtime.timeline import Timeline
-from coalign.runtime.trainer import Trainer
 from coalign.types import Stat, Stats, Total, merge_stats
 
 SAMPLES = 8  # of a prompt

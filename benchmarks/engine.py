@@ -17,10 +17,10 @@ import torch
 from common import matmul_rate
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from coalign.generation.request import Request
-from coalign.generation.sampling import Sampling
-from coalign.native.engine import NativeEngine
-from coalign.native.model import Model
+from coalign.backends.engines.native.engine import NativeEngine
+from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.request import Request
+from coalign.backends.engines.sampling import Sampling
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ def reward_length(sample) -> float:
 
 def run_coalign(model: Path, precision: str, steps: int, new: int) -> dict:
     from coalign.config import load
-    from coalign.runtime.build import recipe
-    from coalign.runtime.display import Display
-    from coalign.runtime.run import train
+    from coalign.launch.build import recipe
+    from coalign.launch.run import train
+    from coalign.report.display import Display
 
     work = Path(tempfile.mkdtemp())
     data = work / "train.jsonl"
@@ -199,7 +199,7 @@ def main() -> None:
 
     import torch
 
-    from coalign.native.kernels import computing_dtype
+    from coalign.backends.engines.native.kernels import computing_dtype
 
     with tempfile.TemporaryDirectory() as work:
         model = Path(work) / "model"

@@ -36,9 +36,9 @@ def measure(path: str, setting: str, steps: int, rows: int, length: int, micro: 
     """Train in this process; seconds of the steps after the first one."""
     import torch
 
+    from coalign.backends.hf.fsdp import FSDPModule
     from coalign.config.schema import ModelConfig
     from coalign.data.batch import Batch
-    from coalign.modules.fsdp import FSDPModule
     from coalign.roles import Context
 
     torch.set_num_threads(1)

@@ -38,9 +38,9 @@ def rows(algorithm: str, steps: int) -> list[dict]:
 
 def run_coalign(algorithm: str, model: Path, precision: str, steps: int) -> dict:
     from coalign.config import load
-    from coalign.runtime.build import recipe
-    from coalign.runtime.display import Display
-    from coalign.runtime.run import train
+    from coalign.launch.build import recipe
+    from coalign.launch.run import train
+    from coalign.report.display import Display
 
     work = Path(tempfile.mkdtemp())
     data = work / "train.jsonl"

@@ -22,9 +22,9 @@ sys.path.insert(0, str(EXAMPLES))
 from arithmetic import make_data, make_model  # noqa: E402
 
 from coalign.config import load  # noqa: E402
-from coalign.runtime.build import recipe  # noqa: E402
-from coalign.runtime.display import Display  # noqa: E402
-from coalign.runtime.run import train  # noqa: E402
+from coalign.launch.build import recipe  # noqa: E402
+from coalign.launch.run import train  # noqa: E402
+from coalign.report.display import Display  # noqa: E402
 
 ALGORITHMS = ["grpo", "dapo", "gspo", "rloo", "reinforce_pp", "ppo", "online_dpo"]
 

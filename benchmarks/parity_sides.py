@@ -10,9 +10,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.fsdp import FSDPModule
 from coalign.roles import Context
 
 MICRO = 200  # tokens of a micro-batch: an update is several

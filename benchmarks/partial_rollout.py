@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from common import make_model
 
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.samples import begin
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.modules.native import NativeModule
-from coalign.modules.rollout import begin
+from coalign.engine.buffer import Buffer
+from coalign.engine.environment import Environment
+from coalign.engine.filters import control
+from coalign.engine.ledger import Ledger
 from coalign.roles import Context
-from coalign.runtime.buffer import Buffer
-from coalign.runtime.control import control
-from coalign.runtime.environment import Environment
-from coalign.runtime.ledger import Ledger
 
 ENDED: list[tuple[float, int]] = []  # (time, decoding step) at which a sample ended, of the step under way
 CLOCK = {"decoded": 0}

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
+from coalign.backends.base import Module
 from coalign.cluster.base import Cluster
 from coalign.cluster.future import Future
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
-from coalign.modules.base import Module
+from coalign.engine.hooks.timeline import Timeline
 from coalign.recipes.grpo import GRPO
+from coalign.report.plots import plot_timeline
 from coalign.roles import Context
-from coalign.runtime.timeline import Timeline
-from coalign.runtime.timeline_plot import plot_timeline
 
 SCORERS = {"reference": 6.0, "reward": 8.0, "judge": 10.0}  # ms for a thousand tokens
 PROMPTS, SAMPLES, PROMPT = 32, 8, 100

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coalign.backends.base import Module
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SyncConfig
-from coalign.modules.base import Module
 from coalign.roles import Context
-from coalign.weights.sync import WeightSync
+from coalign.weights.sync.sync import WeightSync
 
 LAYERS, HIDDEN, FFN, VOCABULARY, HEADS, GROUPS, HEAD = 24, 896, 4864, 151936, 14, 2, 64
 TRANSPORTS = {

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from transformers import Qwen2Config
 
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.fsdp import FSDPModule
 from coalign.roles import Context
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from coalign.api import load_config as load_config
     from coalign.api import train as train
     from coalign.data.batch import Batch as Batch
-    from coalign.runtime.engine import Engine as Engine
-    from coalign.runtime.hook import Hook as Hook
+    from coalign.engine.engine import Engine as Engine
+    from coalign.engine.engine import Hook as Hook
     from coalign.types import LossInput as LossInput
     from coalign.types import LossOutput as LossOutput
     from coalign.types import Sample as Sample
@@ -28,8 +28,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "coalign.api": ("train", "evaluate", "generate", "load_config", "TrainResult", "TrainingStopped"),
     "coalign.data.batch": ("Batch",),
-    "coalign.runtime.engine": ("Engine",),
-    "coalign.runtime.hooks": ("Hook",),
+    "coalign.engine.engine": ("Engine",),
+    "coalign.engine.hooks.evaluation": ("Hook",),
     "coalign.types": ("LossInput", "LossOutput", "Sample", "Stat"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.config import dump, load, load_section
-from coalign.config.reading import parse
 from coalign.config.schema import GenerateConfig, RunConfig
+from coalign.config.yaml_reader import parse
 
 if TYPE_CHECKING:
-    from coalign.runtime.hook import Hook
+    from coalign.engine.engine import Hook
 
 PathText = str | os.PathLike[str]
 Source = PathText | Mapping[str, Any] | RunConfig
@@ -70,7 +70,7 @@ def load_config(
 
     Raises ConfigError with one line for every problem.
     """
-    from coalign.runtime.build import recipe
+    from coalign.launch.build import recipe
 
     functions = {name: value for name, value in (("reward", reward), ("loss", loss)) if value is not None}
     if isinstance(source, RunConfig):
@@ -99,8 +99,8 @@ def train(
     Raises ConfigError or ValueError before anything is loaded if the configuration cannot run, TrainingStopped if a
     signal or a guard ended the run, and whatever a model or a function of the run raised.
     """
-    from coalign.runtime.display import Display
-    from coalign.runtime.run import train as run
+    from coalign.launch.run import train as run
+    from coalign.report.display import Display
 
     config = load_config(source, overrides, reward=reward, loss=loss)
     code = run(config, Display(quiet=quiet), hooks)
@@ -123,7 +123,7 @@ def evaluate(
     ``model`` is the directory to measure in place of the one that the run starts from; see `load_config` for the
     others. Returns numbers by their names (`eval/mean`). Raises ValueError if the run has no `data.eval`.
     """
-    from coalign.runtime.inference import evaluate as measure
+    from coalign.commands.evaluate import evaluate as measure
 
     config = load_config(source, overrides, reward=reward, loss=loss)
     return measure(config, None if model is None else Path(model))
@@ -162,8 +162,8 @@ def generate(
 
     Raises ConfigError for wrong settings, ValueError for a directory that holds no model and for prompts that fail.
     """
-    from coalign.runtime.display import Display
-    from coalign.runtime.generating import generate as respond
+    from coalign.commands.generate import generate as respond
+    from coalign.report.display import Display
 
     if output is not None and on_record is not None:
         raise ValueError("generate takes `output` or `on_record`, not both: records of a file appear together")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from coalign.rollout.episode import Episode
+from coalign.environments.episode import Episode
 
 
 async def higher_or_lower(episode: Episode, *, highest: int = 50, tries: int = 6) -> None:

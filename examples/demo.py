@@ -11,9 +11,9 @@ from pathlib import Path
 from arithmetic import make_data, make_model
 
 from coalign.config import load
-from coalign.runtime.build import recipe
-from coalign.runtime.display import Display
-from coalign.runtime.run import train
+from coalign.launch.build import recipe
+from coalign.launch.run import train
+from coalign.report.display import Display
 
 HERE = Path(__file__).parent
 SHOWN = 3

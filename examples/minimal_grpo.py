@@ -12,11 +12,11 @@ import torch
 from arithmetic import make_model
 
 from coalign.algorithms.advantages import group as group_advantages
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, OptimizerConfig, SamplingConfig
 from coalign.data.batch import Batch
-from coalign.data.texts import read_samples
-from coalign.modules.fsdp import FSDPModule
-from coalign.modules.native import NativeModule
+from coalign.data.templates import read_samples
 from coalign.roles import Context
 
 STEPS, PROMPTS, SAMPLES = 25, 8, 8

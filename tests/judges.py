@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from coalign.backends.engines.request import Response
+from coalign.backends.engines.samples import begin, extend
+from coalign.backends.scorers.judge import JudgeModule
 from coalign.data.batch import Batch
-from coalign.generation.request import Response
-from coalign.modules.judge import JudgeModule
-from coalign.modules.rollout import begin, extend
 from coalign.types import Status
 
 
@@ -23,7 +23,7 @@ def answered(questions: Batch, answers: Sequence[str], tokenizer: Any) -> Batch:
 
 
 class DigitJudge(JudgeModule):
-    """Likes digits, and says so in the words that the templates of coalign.rewards.judging ask for."""
+    """Likes digits, and says so in the words that the templates of coalign.rewards.judge_questions ask for."""
 
     def generate(self, questions: Batch, *, samples: int) -> Batch:
         texts = [self.tokenizer.decode(row["tokens"]) for row in questions.rows()]

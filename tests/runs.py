@@ -58,7 +58,7 @@ def write_data(directory: Path, algorithm: str, rows: int = 24) -> Path:
 
 def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
     """The configuration of a run of a few seconds in ``directory`` (made once: model and data stay)."""
-    from coalign.runtime.build import recipe
+    from coalign.launch.build import recipe
 
     model = directory / "model"
     if not model.exists():
@@ -98,9 +98,9 @@ def other_model(directory: Path, **settings: Any) -> Path:
 def run(config: dict[str, Any], *overrides: str) -> int:
     """Train in this process; the exit code."""
     from coalign.config import load
-    from coalign.runtime.build import recipe
-    from coalign.runtime.display import Display
-    from coalign.runtime.run import train
+    from coalign.launch.build import recipe
+    from coalign.launch.run import train
+    from coalign.report.display import Display
 
     return train(load(config, list(overrides), defaults=lambda name: recipe(name).defaults), Display(quiet=True))
 
@@ -108,7 +108,7 @@ def run(config: dict[str, Any], *overrides: str) -> int:
 @contextmanager
 def stopping_after(step: int) -> Iterator[None]:
     """Within this context runs in this process are asked to stop after a step; schedules do not see the difference."""
-    from coalign.runtime.recording import Record
+    from coalign.engine.hooks.recorder import Record
 
     record = Record.after_step
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import coalign
 from coalign.cli import app
 from coalign.config import ConfigError
-from coalign.runtime.build import prepare
-from coalign.runtime.display import Display
+from coalign.launch.build import prepare
+from coalign.report.display import Display
 from tests.runs import ROOT, digits, settings
 from tests.tiny import tiny_model_dir
 
@@ -157,7 +157,7 @@ def test_a_notebook_gets_plain_lines(monkeypatch, capsys):
 
 def test_the_page_runs_as_it_stands(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("coalign.runtime.run.plot_run", lambda folder: None)  # seconds for each of the runs
+    monkeypatch.setattr("coalign.launch.run.plot_run", lambda folder: None)  # seconds for each of the runs
     (tmp_path / "model").symlink_to(model)
     rows = [{"prompt": f"{i}+{i + 3}=", "answer": str(2 * i + 3)} for i in range(8)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

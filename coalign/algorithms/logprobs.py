@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from coalign.algorithms.vocabulary import VocabularyShard
+from coalign.algorithms.candidates import VocabularyShard
 
 # Logits held at once: what stays near a CPU's caches (measured), and what fills a GPU (not measured).
 TILE = {"cpu": 2**21, "cuda": 2**26}

@@ -6,7 +6,9 @@ import sys
 
 import typer
 
-from coalign.cli import converting, indexed, inference, models, serving, training
+from coalign.cli import indexed, inference, models, training
+from coalign.cli import inference as serving
+from coalign.cli import models as converting
 
 app = typer.Typer(
     name="coalign",

@@ -27,7 +27,7 @@ def build(
     from coalign.data.indexed.build import Plan
     from coalign.data.indexed.build import build as write
     from coalign.data.sources import open_rows
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
 
     if missing not in ("error", "drop"):
         raise typer.BadParameter(f"'{missing}': expected error or drop", param_hint="--missing")
@@ -54,7 +54,7 @@ def merge(
     """Put the documents of several datasets one after the other."""
     from coalign.data.indexed import Indexed
     from coalign.data.indexed.build import join
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
 
     datasets = [Indexed(_prefix(path)) for path in prefixes]
     join(datasets, output)
@@ -72,7 +72,7 @@ def inspect(
     import numpy as np
 
     from coalign.data.indexed import Indexed
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
 
     display, data = Display(), Indexed(_prefix(prefix))
     sizes = np.diff(data.ends)

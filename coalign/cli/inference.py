@@ -1,7 +1,11 @@
-"""Commands that use a model: generate, score, chat."""
+"""Commands that use a model: generate, score, chat.
+
+Commands that answer over a network: serve-reward.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -60,7 +64,7 @@ def generate(
 ):
     """Generate responses: JSONL in, JSONL out. A killed call goes on where it was when it is run again."""
     from coalign import api
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
 
     if (prompt is None) == (prompts is None):
         raise ValueError("give either --prompt TEXT or --input FILE.jsonl")
@@ -99,9 +103,9 @@ def score(
     device: Device = "cpu",
 ):
     """Score responses by a reward model, or by reward functions. A killed call goes on where it was."""
+    from coalign.commands.score import score as judge
     from coalign.config.schema import DataConfig, RewardConfig, ScoreConfig, SourceConfig
-    from coalign.runtime.display import Display
-    from coalign.runtime.scoring import score as judge
+    from coalign.report.display import Display
 
     if (model is None) == (not reward):
         raise ValueError("give either MODEL (a reward model's directory) or --reward FN")
@@ -134,10 +138,10 @@ def chat(
     device: Device = "cpu",
 ):
     """Talk to a model in the terminal. /reset, /save FILE and /quit; Ctrl-C stops an answer."""
+    from coalign.commands.chat import ChatSettings, typed
+    from coalign.commands.chat import chat as talk
     from coalign.config.schema import SamplingConfig
-    from coalign.runtime.chatting import ChatSettings, typed
-    from coalign.runtime.chatting import chat as talk
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
 
     sampling = SamplingConfig(**_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop))
     settings = ChatSettings(model, sampling, system, chat_template, seed, dtype, device)
@@ -167,6 +171,59 @@ def _sampling(
 
 def _reward_sections(texts: list[str] | None):
     """Reward functions as in YAML: a text alone is a function's name."""
-    from coalign.config.reading import parse
+    from coalign.config.yaml_reader import parse
 
     return [parse(text, f"--reward {text}")[0] for text in texts or []]
+
+
+def serve_reward(
+    model: Annotated[
+        Path | None, typer.Argument(help="A reward model: a Hugging Face directory with a reward head.")
+    ] = None,
+    reward: Rewards = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file with `reward:` or `reward_model:`; options go over it.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Default 127.0.0.1; 0.0.0.0 lets other machines in.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default 5000; 0: a free one.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the key that requests need.")
+    ] = None,
+    label_key: Annotated[
+        str | None, typer.Option(help="The row's key for `labels`, default `answer`.", show_default=False)
+    ] = None,
+    strip: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A text that may end a `query` and is no part of the response (`<|im_end|>`); again for more."
+        ),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Responses that are scored together; default 64.")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="The reward model's: `auto` (default), `none`, or a Jinja file.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 (default) or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu (default), cuda, cuda:1.")] = None,
+):
+    """Serve a reward model or reward functions over HTTP, as OpenRLHF's `/get_reward`. SIGTERM lets requests finish."""
+    from coalign.commands.serve import serve
+    from coalign.config import load_section
+    from coalign.config.schema import ServeConfig
+    from coalign.config.yaml_reader import parse
+    from coalign.report.display import Display
+
+    given = {
+        "reward": [parse(text, f"--reward {text}")[0] for text in reward] if reward else None,
+        "reward_model": str(model) if model else None,
+        "reward_template": chat_template,
+        "host": host,
+        "port": port,
+        "api_key_env": api_key_env,
+        "label_key": label_key,
+        "strip": strip or None,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+    }
+    options = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    serve(load_section(ServeConfig, config or {}, options), Display())

@@ -1,9 +1,14 @@
-"""Commands on the weights of models: make a directory from another one, compare two."""
+"""Commands on the weights of models: make a directory from another one, compare two.
+
+`coalign convert`.
+"""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,7 +32,7 @@ def extend_vocab(
     sample: Annotated[Path | None, typer.Option(help="A text to count tokens of, before and after.")] = None,
 ):
     """Add tokens to a tokenizer and a model; a new row is the mean of the rows of the token's old pieces."""
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
     from coalign.vocab import extend
 
     roles = {role: token for role, token in {"eos": eos, "pad": pad}.items() if token is not None}
@@ -46,8 +51,8 @@ def merge(
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the base's.")] = None,
 ):
     """Merge an adapter into its base model: one directory that loads without peft."""
-    from coalign.modules.merge import merge as write
-    from coalign.runtime.display import Display
+    from coalign.commands.merge import merge as write
+    from coalign.report.display import Display
 
     write(base, adapter, output, dtype=dtype)
     Display().note(f"{base} + {adapter} -> {output}")
@@ -67,8 +72,8 @@ def check_sync(
 ):
     """Compare the weights of two sides, tensor by tensor. Exit code 1 if they differ."""
     from coalign.api import load_config
-    from coalign.runtime.display import Display
-    from coalign.runtime.sync_check import check_run, check_saved
+    from coalign.commands.check_sync import check_run, check_saved
+    from coalign.report.display import Display
 
     if config is not None:
         same = check_run(load_config(config, sides), Display())
@@ -77,3 +82,112 @@ def check_sync(
     else:
         raise typer.BadParameter("give two directories, or --config and a run's YAML")
     raise typer.Exit(0 if same else 1)
+
+
+MIB = 2**20
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A Hugging Face model directory, or a Megatron checkpoint (torch_dist or mp_rank_*; the folder "
+            "of an iteration will do)."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not exist or be empty.")],
+    to: Annotated[Literal["hf", "megatron"], typer.Option(help="The format to write; megatron: torch_dist.")],
+    hf: Annotated[
+        Path | None,
+        typer.Option(help="For a Megatron checkpoint: a Hugging Face directory of the model (config.json, tokenizer)."),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size that it will be used with.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages that it will be used with.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size that it will be used with.")] = 1,
+    etp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size within experts.")] = 1,
+    vocab_divisor: Annotated[
+        int, typer.Option(min=1, help="The vocabulary is padded to a multiple of this × --tp.")
+    ] = 128,
+    flavour: Annotated[
+        Literal["local", "te"], typer.Option(help="Names of megatron-core's own layers, or of Transformer Engine's.")
+    ] = "te",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the output; default: as it is.")
+    ] = None,
+    file_size: Annotated[int, typer.Option(min=1, help="MiB of an output file, at most.")] = 4096,
+    processes: Annotated[int, typer.Option(min=1, help="That write files side by side.")] = 1,
+    pickles: Annotated[bool, typer.Option(help="Read `.bin` files (their weights only).")] = False,
+    without_mtp: Annotated[
+        bool, typer.Option("--without-mtp", help="Leave out layers that predict further tokens (DeepSeek V3).")
+    ] = False,
+    resume: Annotated[bool, typer.Option(help="Go on where an interrupted conversion stopped.")] = False,
+    verify: Annotated[
+        bool, typer.Option(help="Compare every tensor, bit for bit, and what both models compute.")
+    ] = False,
+):
+    """Convert a model between Hugging Face's and Megatron's formats."""
+    from coalign.report.display import Display
+    from coalign.weights.convert import ConversionRequest
+    from coalign.weights.convert import convert as run
+    from coalign.weights.sync.transport import WeightError
+
+    display = Display()
+
+    @contextmanager
+    def progress(title: str, total: int):
+        """In MiB, so that a person can read the rate."""
+        done = shown = 0
+        with display.progress(f"{title}, MiB", -(-total // MIB)) as bar:
+
+            def advance(n: int) -> None:
+                nonlocal done, shown
+                done += n
+                bar(done // MIB - shown)
+                shown = done // MIB
+
+            yield advance
+
+    request = ConversionRequest(
+        source=source,
+        output=output,
+        to=to,
+        hf=hf,
+        tensor=tp,
+        pipeline=pp,
+        expert=ep,
+        expert_tensor=etp,
+        vocab_divisor=vocab_divisor,
+        flavour=flavour,
+        dtype=dtype,
+        file_size=file_size * MIB,
+        processes=processes,
+        pickles=pickles,
+        without_mtp=without_mtp,
+        resume=resume,
+        verify=verify,
+    )
+    try:
+        report = run(request, progress, _models())
+    except WeightError as problem:
+        raise ValueError(f"--verify: {problem}") from problem
+    again = f", {report.reused} of them from before" if report.reused else ""
+    display.note(
+        f"{source} ({report.source}) -> {output} ({to}): {report.family}, {report.tensors} tensors, "
+        f"{report.bytes / MIB:.1f} MiB in {report.files} files{again}"
+    )
+    if report.left_out:
+        display.note(f"left out: {len(report.left_out)} tensors, {report.left_out[0]} to {report.left_out[-1]}")
+    if report.verified is not None:
+        display.note(
+            f"verified: the output was read back, {report.verified} tensors of the source are the same bit for bit; "
+            f"{report.models}"
+        )
+
+
+def _models():
+    """How the models are compared, where megatron-core is installed."""
+    if find_spec("megatron") is None:
+        return lambda *_: "no model was run: megatron-core is not installed (coalign[megatron])"
+    from coalign.backends.megatron.verify import models
+
+    return models

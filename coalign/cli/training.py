@@ -28,13 +28,13 @@ def check(config: Config, overrides: Overrides = None):
     """Validate configuration, data and flow, draw the flow, estimate memory. Loads no weights."""
     from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
 
     if is_pipeline(config):
-        from coalign.runtime.pipeline import check as examine_stages
+        from coalign.commands.pipeline import check as examine_stages
 
         return examine_stages(load_pipeline(config, overrides or []), Display())
-    from coalign.runtime.checking import check as examine
+    from coalign.launch.check import check as examine
 
     examine(load_config(config, overrides), Display())
 
@@ -48,9 +48,9 @@ def pipeline(
     quiet: Annotated[bool, typer.Option(help="Warnings and the summaries only.")] = False,
 ):
     """Run stages (generate, score, select, train), round after round. What is done is skipped; run again to go on."""
+    from coalign.commands.pipeline import run
     from coalign.config.pipelines import load_pipeline
-    from coalign.runtime.display import Display
-    from coalign.runtime.pipeline import run
+    from coalign.report.display import Display
 
     raise typer.Exit(run(load_pipeline(config, overrides or []), Display(quiet=quiet)))
 
@@ -64,7 +64,7 @@ def evaluate(
 ):
     """Measure a model on the evaluation set of a run: mean@n, pass@k (or the loss, for SFT)."""
     from coalign import api
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
 
     Display().table("evaluation", api.evaluate(config, overrides, model=model))
 
@@ -77,8 +77,8 @@ def inspect_data(
 ):
     """Show rows as the trainer will see them: the template's text, what is trained of it, preferences and labels."""
     from coalign.api import load_config
-    from coalign.runtime.display import Display
-    from coalign.runtime.inference import inspect
+    from coalign.commands.evaluate import inspect
+    from coalign.report.display import Display
 
     inspect(load_config(config, overrides), rows, Display(), tokens=tokens)
 
@@ -86,7 +86,7 @@ def inspect_data(
 def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):
     """Print a commented YAML for a recipe: every key with its meaning, the recipe's defaults filled in."""
     from coalign.config.export import to_commented_yaml
-    from coalign.runtime.build import recipe as find
+    from coalign.launch.build import recipe as find
 
     typer.echo(to_commented_yaml({"algorithm": recipe, **find(recipe).defaults}))
 

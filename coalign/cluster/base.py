@@ -14,13 +14,12 @@ from typing import Any
 
 from coalign.cluster import stacks
 from coalign.cluster.answers import WorkerHandle, combine, wait
-from coalign.cluster.apply import name_of
 from coalign.cluster.dist import DistActor, DistModel
-from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Store
-from coalign.cluster.lane import Lane, Task, in_thread
-from coalign.cluster.placement import Node, ProcessPlacement, assign, seats
+from coalign.cluster.functions import name_of
+from coalign.cluster.future import BatchRef, CallQueue, Future, Meta, Outcome, Store, Task, start_thread
+from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign, seats
+from coalign.cluster.placement.slots import Footprint, Slot, distinct, plan
 from coalign.cluster.residency import Residency
-from coalign.cluster.slot import Footprint, Slot, distinct, plan
 from coalign.cluster.worker import module_class
 from coalign.config.errors import ConfigError, Problem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
@@ -49,7 +48,7 @@ class Cluster(ABC):
         self.error: BaseException | None = None
         self._pending: set[Future] = set()
         self._lock = threading.Lock()
-        self._lanes: list[Lane] = []
+        self._lanes: list[CallQueue] = []
         self.slots = planned(config.models if models is None else models, config.runtime.colocation)
         memory = config.runtime.device_memory
         capacity = None if memory is None else int(memory * 2**30)
@@ -97,7 +96,7 @@ class Cluster(ABC):
             added = [outcome.result] if isinstance(outcome.result, BatchRef) else []  # no columns: statistics alone
             return replace(outcome, result=BatchRef.join([given, *added]), stats=dropped | outcome.stats)
 
-        return self.launch(name_of(function), work, in_thread)
+        return self.launch(name_of(function), work, start_thread)
 
     def join(self, *inputs: BatchRef | Batch | Future) -> Future:
         """The columns of several batches of the same sequences as one BatchRef, without the rows whose status is ERROR.
@@ -106,7 +105,7 @@ class Cluster(ABC):
         def work(future: Future) -> Outcome:
             return Outcome(*BatchRef.join(self._batches("join", future, inputs)).without_errors())
 
-        return self.launch("join", work, in_thread)
+        return self.launch("join", work, start_thread)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """A pure function from whole batches to another one (other rows, other tokens), in a CPU worker: a BatchRef.
@@ -118,7 +117,7 @@ class Cluster(ABC):
             shares = [ref.share for ref in self._batches("transform", future, inputs)]
             return self._compute(future, "transform", function, shares, keywords)
 
-        return self.launch(name_of(function), work, in_thread)
+        return self.launch(name_of(function), work, start_thread)
 
     def shutdown(self) -> None:
         """End every call and every worker. Safe to call twice."""
@@ -164,9 +163,9 @@ class Cluster(ABC):
         """The Python stacks of every process of the run, by what it is called (`driver`, `policy, replica 0`)."""
         return {"driver": stacks.own()}
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str) -> CallQueue:
         """A thread of this cluster, ended with it."""
-        self._lanes.append(Lane(name))
+        self._lanes.append(CallQueue(name))
         return self._lanes[-1]
 
     def resolve(self, value: Any) -> Any:

@@ -15,10 +15,20 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.answers import Running, WorkerHandle, by_share, combine, silence, wait
-from coalign.cluster.dealing import By, Shares, deal, deal_updates, in_order, joined
+from coalign.cluster.answers import (
+    Answer,
+    Running,
+    WorkerHandle,
+    arriving,
+    by_share,
+    combine,
+    is_streamed,
+    silence,
+    wait,
+    when_answered,
+)
+from coalign.cluster.balance import By, Shares, in_order, joined, shard_rows, shard_updates
 from coalign.cluster.future import BatchRef, Future, Meta, Outcome
-from coalign.cluster.stream import Answer, answered, arriving, streams
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory.arena import PARTS
@@ -46,7 +56,7 @@ class DistActor:
 class DistModel:
     """All replicas of one model.
 
-    A batch is dealt out in shares that take equally long (coalign.cluster.dealing), prompts by the work they promise;
+    A batch is dealt out in shares that take equally long (coalign.cluster.balance), prompts by the work they promise;
     the result has the order of the batch. Other methods get neighbours. SPMD models are called on every rank, even with
     an empty share, since their ranks meet in collectives; neighbouring ranks that compute rows together receive the
     same share. An attribute that is not here is a method of the module: ``model.my_method(batch, key=1)``.
@@ -221,7 +231,7 @@ class DistModel:
             started = [self._begin(rank, method, *own) for rank, own in shares.calls]
             running = [part for parts in started for part in parts]
             apart = self._spmd or self.config.spread_samples  # a rank's rows mean nothing alone, nor parts of a group
-            future.comes_in([] if apart else [answered(each) for each in running])
+            future.comes_in([] if apart else [when_answered(each) for each in running])
             return running, self._wait(future, method, running), [len(parts) for parts in started]
         answers: list[Answer] = [concurrent.futures.Future() for _ in shares.calls]
         future.comes_in([] if self.config.spread_samples else answers)
@@ -260,7 +270,7 @@ class DistModel:
         """Whether rows of ``value`` can be computed before the others: nothing but them would be waited for, and nobody
         wants the devices between two parts."""
         alone = len(self.cluster.slots[self.name].places) == 1
-        return alone and not self._spmd and isinstance(value, Future) and streams(value)
+        return alone and not self._spmd and isinstance(value, Future) and is_streamed(value)
 
     def _as_they_come(
         self,
@@ -330,7 +340,7 @@ class DistModel:
         named = "loss" in keywords  # another one than the context's, of which nothing is known here
         whole = not self.config.spread_samples if by == "work" else self._whole_groups or named
         own_deal = [key for key in batches if key in keywords or key == alike[0]]
-        dealt = partial(deal_updates, updates=updates) if updates else partial(deal, by=by)
+        dealt = partial(shard_updates, updates=updates) if updates else partial(shard_rows, by=by)
         deals = {key: dealt(batches[key], count, whole_groups=whole) for key in own_deal}
         deals |= {key: replace(deals[alike[0]], given=batches[key]) for key in alike}
         given = {key: each.shares for key, each in deals.items()}

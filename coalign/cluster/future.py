@@ -2,14 +2,18 @@
 
 Payloads never lie here: a BatchRef knows where the rows are, how long they are and how they group, which is all that a
 driver needs to cut them up and hand them on.
+
+Threads that never keep the process from ending, even when a task hangs.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import math
+import queue
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coalign.cluster.apply import check_same_sequences, merge_columns
+from coalign.cluster.functions import check_same_sequences, merge_columns
 from coalign.data.batch import Batch
 from coalign.types import Stats, Status, Total
 
@@ -332,3 +336,40 @@ class Future:
             return  # two threads may end a call: its own lane, and the one that saw the run's first error
         self.running = []
         self.comes_in([])
+
+
+Task = Callable[[], None]  # must not raise: whoever submits it handles its errors
+
+
+def start_thread(task: Task) -> None:
+    """Run ``task`` beside everything else."""
+    threading.Thread(target=task, name="coalign-task", daemon=True).start()
+
+
+class CallQueue:
+    """One thread that runs its tasks in the order given."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"coalign-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> None:
+        """Run ``task`` after all earlier ones."""
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """End once the tasks given so far are done."""
+        self._tasks.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, or this long.
+
+        A thread that is still freeing tensors while the interpreter goes away aborts the process.
+        """
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()

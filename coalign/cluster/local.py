@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from coalign.cluster.accelerators import accelerator
 from coalign.cluster.answers import Running, WorkerHandle
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.lane import Task
-from coalign.cluster.placement import Node, assign, seats
-from coalign.cluster.slot import Slot, distinct
+from coalign.cluster.future import Task
+from coalign.cluster.placement.devices import accelerator
+from coalign.cluster.placement.nodes import Node, assign, seats
+from coalign.cluster.placement.slots import Slot, distinct
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch

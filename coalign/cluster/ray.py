@@ -26,16 +26,15 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from coalign.cluster.accelerators import accelerator
 from coalign.cluster.answers import Running, WorkerHandle
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta
-from coalign.cluster.placement import Domain, Node, Nodes, ProcessPlacement, assign, seats
-from coalign.cluster.slot import Footprint, Slot, distinct
+from coalign.cluster.placement.devices import accelerator, device_domains, nvidia_buses
+from coalign.cluster.placement.nodes import Domain, Node, Nodes, ProcessPlacement, assign, seats
+from coalign.cluster.placement.slots import Footprint, Slot, distinct
 from coalign.cluster.stacks import Listening, ask, listen
 from coalign.cluster.stored import stored
-from coalign.cluster.topology import domains, nvidia_buses
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
@@ -105,7 +104,7 @@ class RayCluster(Cluster):
     """Models on a Ray cluster: the one at ``runtime.ray_address``, or one that starts here and ends with the run.
 
     All devices of a run are reserved at once, by a placement group with one bundle per node, on the nodes that
-    coalign.cluster.placement has found; which process sees which of them is said by us. Ray gives a device to several
+    coalign.cluster.placement.nodes has found; which process sees which of them is said by us. Ray gives a device to several
     actors only in fractions, and several devices only whole: so it could not let a model of two devices per process
     share them with one of one device per process.
     """
@@ -281,7 +280,7 @@ class RayCluster(Cluster):
 def _devices(resource: str) -> list[Domain]:
     """The devices that Ray gave the task that calls this, by what lies close together."""
     names = ray.get_runtime_context().get_accelerator_ids().get(resource, [])
-    return domains(names, nvidia_buses() if resource == "GPU" else {})
+    return device_domains(names, nvidia_buses() if resource == "GPU" else {})
 
 
 def _connect(address: str | None) -> None:

@@ -17,7 +17,7 @@ from itertools import count
 
 from coalign.cluster.answers import Running, WorkerHandle, wait
 from coalign.cluster.future import DeviceMemoryUse, Future, Meta
-from coalign.cluster.slot import Slot
+from coalign.cluster.placement.slots import Slot
 from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS
 from coalign.types import Max, Stats, Total
@@ -29,7 +29,7 @@ Sizes = Mapping[str, int]  # bytes of each part
 
 
 @dataclass(eq=False)
-class Tenant:
+class ResidentModel:
     """One process of a model. ``held``: the parts on its devices, ``away``: the others, with what they would bring.
 
     ``movable``: the parts that may leave. ``extra``: the most that a method had beyond what was there before it.
@@ -80,10 +80,10 @@ class Residency:
         limited = [slot for slot in slots.values() if slot.devices] or list(slots.values())
         leaves = [slot for name, slot in slots.items() if self.movable[name] and len(slot.places) > 1]
         self.slots = {slot.name for slot in ([] if capacity is None else limited) + leaves}
-        self._tenants: dict[str, list[Tenant]] = {}
-        self._at: dict[SlotPlace, list[Tenant]] = {}
-        self._where: dict[str, Tenant] = {}
-        self._computing: dict[SlotPlace, tuple[Tenant, str]] = {}
+        self._tenants: dict[str, list[ResidentModel]] = {}
+        self._at: dict[SlotPlace, list[ResidentModel]] = {}
+        self._where: dict[str, ResidentModel] = {}
+        self._computing: dict[SlotPlace, tuple[ResidentModel, str]] = {}
         self._numbers = count(1)
         self._counts: Counter[str] = Counter()
         self._peak = self._waited = 0.0
@@ -95,7 +95,7 @@ class Residency:
             return
         self._tenants[model] = []
         for some, worker in zip(slot.places[model], workers, strict=True):
-            tenant = Tenant(model, tuple((slot.name, place) for place in some), worker, self.movable[model])
+            tenant = ResidentModel(model, tuple((slot.name, place) for place in some), worker, self.movable[model])
             self._tenants[model].append(tenant)
             self._where[worker.where] = tenant
             for place in tenant.places:
@@ -124,7 +124,7 @@ class Residency:
             return
         begun = time.perf_counter()
         self._arrive(future, wanted)
-        asked: set[tuple[Tenant, str]] = set()
+        asked: set[tuple[ResidentModel, str]] = set()
         while leaving := self._leaving(callers, method, wanted, asked):
             self._move(future, "host", leaving)
         neighbours = {tenant for caller in callers for tenant in self._neighbours(caller)}
@@ -169,14 +169,14 @@ class Residency:
 
     def _leaving(
         self,
-        callers: Sequence[Tenant],
+        callers: Sequence[ResidentModel],
         method: str,
-        wanted: Mapping[Tenant, Sequence[str]],
-        asked: set[tuple[Tenant, str]],
-    ) -> dict[Tenant, list[str]]:
+        wanted: Mapping[ResidentModel, Sequence[str]],
+        asked: set[tuple[ResidentModel, str]],
+    ) -> dict[ResidentModel, list[str]]:
         """Who leaves the callers' places, with which parts: nobody if all that is wanted fits, or nobody is left to be
         ``asked``. What leaves may give less room than it has (what it shares stays), so this is asked until it fits."""
-        leaving: dict[Tenant, list[str]] = {}
+        leaving: dict[ResidentModel, list[str]] = {}
         with self._books:
             for caller in callers:
                 room = self._room(caller, method, wanted)
@@ -189,7 +189,7 @@ class Residency:
                         room = None if room is None else room + tenant.held[part] / len(tenant.places)
         return leaving
 
-    def _room(self, caller: Tenant, method: str, wanted: Mapping[Tenant, Sequence[str]]) -> float | None:
+    def _room(self, caller: ResidentModel, method: str, wanted: Mapping[ResidentModel, Sequence[str]]) -> float | None:
         """Bytes left on the fullest of a caller's places when all that is wanted has come and the call is at its peak;
         None: who knows."""
         if self.capacity is None or method not in caller.extra:
@@ -197,13 +197,15 @@ class Residency:
         extra = GROWTH * caller.extra[method] / len(caller.places)
         return min(self.capacity - self._load(place, wanted) - extra for place in caller.places)
 
-    def _load(self, place: SlotPlace, wanted: Mapping[Tenant, Sequence[str]]) -> float:
+    def _load(self, place: SlotPlace, wanted: Mapping[ResidentModel, Sequence[str]]) -> float:
         """Bytes at a place once all that is wanted has come."""
         tenants = self._at[place]
         coming = sum(sum(t.away[part] for part in t.missing(wanted.get(t, ()))) / len(t.places) for t in tenants)
         return coming + sum(tenant.size for tenant in tenants)
 
-    def _candidates(self, caller: Tenant, wanted: Mapping[Tenant, Sequence[str]]) -> Iterator[tuple[Tenant, str]]:
+    def _candidates(
+        self, caller: ResidentModel, wanted: Mapping[ResidentModel, Sequence[str]]
+    ) -> Iterator[tuple[ResidentModel, str]]:
         """What may leave the caller's places. A step is a cycle, so who was called last is needed last, and goes first;
         then who is about to be called; at last the caller's own parts that this call does not need."""
         order = sorted(self._neighbours(caller), key=lambda t: (t is caller, t.coming is not None, -t.last))
@@ -212,11 +214,11 @@ class Residency:
                 if part in tenant.movable and part in tenant.held and part not in wanted.get(tenant, ()):
                     yield tenant, part
 
-    def _neighbours(self, caller: Tenant) -> list[Tenant]:
+    def _neighbours(self, caller: ResidentModel) -> list[ResidentModel]:
         """Everybody at a tenant's places, itself included."""
         return list(dict.fromkeys(tenant for place in caller.places for tenant in self._at[place]))
 
-    def _fits_beside(self, tenant: Tenant, parts: Sequence[str]) -> bool:
+    def _fits_beside(self, tenant: ResidentModel, parts: Sequence[str]) -> bool:
         """Whether parts of a tenant can come while its places compute."""
         if self.capacity is None:
             return False
@@ -230,7 +232,11 @@ class Residency:
     # ---- moves -----------------------------------------------------------------------------------------------------
 
     def _move(
-        self, future: Future, to: str, moves: Mapping[Tenant, Sequence[str]], callers: Sequence[Tenant] = ()
+        self,
+        future: Future,
+        to: str,
+        moves: Mapping[ResidentModel, Sequence[str]],
+        callers: Sequence[ResidentModel] = (),
     ) -> None:
         """Move parts of several tenants at once, and wait for it. Callers whose room has changed hear of it anyway."""
         with self._books:
@@ -245,7 +251,7 @@ class Residency:
         for tenant in running:
             tenant.going = None
 
-    def _arrive(self, future: Future, tenants: Iterable[Tenant]) -> None:
+    def _arrive(self, future: Future, tenants: Iterable[ResidentModel]) -> None:
         """Wait for what has been announced. What it says of its memory may be old by now."""
         running = {tenant: tenant.coming for tenant in tenants if tenant.coming}
         metas = wait(future, list(running.values()), self.timeout)
@@ -253,7 +259,7 @@ class Residency:
         for tenant in running:
             tenant.coming = None
 
-    def _send(self, tenant: Tenant, to: str, parts: Sequence[str]) -> Running:
+    def _send(self, tenant: ResidentModel, to: str, parts: Sequence[str]) -> Running:
         """Ask for a move; the books take it as done."""
         if to == "device":
             tenant.held = {**tenant.held, **{part: tenant.away[part] for part in parts}}
@@ -264,14 +270,14 @@ class Residency:
         tenant.limit = self._limit(tenant)
         return tenant.worker.execute("move", to, tuple(parts), tenant.limit)
 
-    def _limit(self, tenant: Tenant) -> int | None:
+    def _limit(self, tenant: ResidentModel) -> int | None:
         """Bytes that a process may have on its devices beside what other processes have there (None: nothing new)."""
         if self.capacity is None or not tenant.reports:
             return tenant.limit
         others = (t.size for place in tenant.places for t in self._at[place] if t.model not in tenant.reports)
         return int(self.capacity * len(tenant.places) - sum(others))
 
-    def _take_over(self, tenant: Tenant, use: DeviceMemoryUse) -> None:
+    def _take_over(self, tenant: ResidentModel, use: DeviceMemoryUse) -> None:
         """A process tells of all models that it has on its devices."""
         neighbours = self._neighbours(tenant)
         for other in neighbours:
@@ -282,7 +288,7 @@ class Residency:
         elsewhere = [other.size for other in neighbours if other.model not in use.held]
         self._peak = max(self._peak, use.peak / len(tenant.places) + sum(elsewhere))
 
-    def _count(self, moved: Iterable[Tenant], metas: Sequence[Meta], *names: str) -> None:
+    def _count(self, moved: Iterable[ResidentModel], metas: Sequence[Meta], *names: str) -> None:
         """Once for a model, whatever the number of its processes and parts, if any byte of it moved."""
         with self._books:
             sizes = [(tenant.model, meta.value) for tenant, meta in zip(moved, metas, strict=True)]

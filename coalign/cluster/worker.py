@@ -1,32 +1,123 @@
 """One worker: holds one Module in its process (or thread), executes calls, and answers (Meta, payload).
 
 Plain Python: the same class serves the local cluster and Ray. Exceptions do not leave it; they become a WorkerFailure.
+
+What one worker does, for a profiler: torch's own, or ranges that nsys shows.
+
+What was in memory when there was not enough of it.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import resource
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
-from coalign.cluster.apply import apply_columns, sort_result, transform_batches
+from coalign.cluster.functions import apply_columns, sort_result, transform_batches
 from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, WorkerRows
-from coalign.cluster.memory_report import memory_report
-from coalign.cluster.tracing import Tracer
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS, Arena
 from coalign.roles import Context
+
+
+class Tracer:
+    """At most one trace at a time. The calls of the worker are ranges in it (`train_step`)."""
+
+    def __init__(self) -> None:
+        self._tool = ""  # of the trace under way
+        self._profile: torch.profiler.profile | None = None
+
+    def start(self, config: ProfileConfig, step: int) -> None:
+        """Begin the trace of a step. torch traces one process once at a time. ValueError for `nsys` without CUDA."""
+        if config.tool == "nsys":
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    "runtime.profile.tool: `nsys` shows CUDA devices, and this process has none; use `torch`"
+                )
+            torch.cuda.profiler.start()  # `nsys profile --capture-range=cudaProfilerApi` begins here
+            torch.cuda.nvtx.range_push(f"step {step}")
+        else:
+            self._profile = torch.profiler.profile(
+                profile_memory=config.memory, with_stack=config.stacks, record_shapes=config.shapes
+            )
+            self._profile.start()
+        self._tool = config.tool
+
+    def stop(self, file: Path) -> None:
+        """End the trace; that of torch goes to ``file`` (Chrome trace format; Perfetto opens it)."""
+        tool, self._tool = self._tool, ""
+        if tool == "nsys":
+            torch.cuda.nvtx.range_pop()
+            torch.cuda.profiler.stop()
+        elif tool:
+            self._profile.stop()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(file))
+            self._profile = None
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """What happens inside is shown under this name."""
+        if torch.autograd._profiler_enabled():
+            return torch.profiler.record_function(name)
+        return torch.cuda.nvtx.range(name) if self._tool else nullcontext()
+
+
+_ROWS = 40
+
+
+def memory_report(error: BaseException, folder: Path, name: str) -> str:
+    """Write ``folder/name.txt``, a table of the largest tensors, and on CUDA name.pickle, the allocator's snapshot (for
+    pytorch.org/memory_viz). Returns what to add to the error's message; empty for any other error."""
+    if not _out_of_memory(error):
+        return ""
+    table, snapshot = folder / f"{name}.txt", folder / f"{name}.pickle"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        table.write_text(largest_tensors())
+        if torch.cuda.is_initialized():
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+    except OSError as problem:  # the error of the run is the other one
+        return f"\nwhat was in memory could not be written: {problem}"
+    where = f"; the allocator's memory is in {snapshot}" if torch.cuda.is_initialized() else ""
+    return f"\nthe largest tensors are listed in {table}{where}"
+
+
+def largest_tensors() -> str:
+    """The tensors that Python can see, by the memory that they hold: MiB, dtype, shape, device. Views of the same
+    memory are one row; what only autograd holds is not among them."""
+    found: dict[int, Tensor] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, Parameter) and not thing.is_meta and thing.layout == torch.strided:
+            found.setdefault(thing.untyped_storage().data_ptr(), thing)
+    tensors = sorted(found.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())
+    total = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    lines = [f"{total / 2**20:10.1f} MiB in {len(tensors)} tensors"]
+    for tensor in tensors[:_ROWS]:
+        size, dtype = tensor.untyped_storage().nbytes() / 2**20, str(tensor.dtype).removeprefix("torch.")
+        kind = "parameter" if isinstance(tensor, Parameter) else "gradient graph" if tensor.grad_fn else ""
+        lines.append(f"{size:10.1f} {dtype:<10} {list(tensor.shape)!s:<24} {tensor.device} {kind}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # The CPU's allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
 
 Answer = tuple[Meta, Batch | None]
 
@@ -41,7 +132,7 @@ def module_class(config: ModelConfig) -> type:
     a cache, and for a reward model with a template to read by."""
     reads_text = config.head == "reward" and config.chat_template
     name = "cached" if config.cache else "retokenize" if reads_text else config.module
-    return resolve_class(name, "coalign.modules", "Module")
+    return resolve_class(name, "coalign.backends", "Module")
 
 
 class Worker:
@@ -135,13 +226,13 @@ class Worker:
             return Meta(value=function(self.module, self.store, *arguments)), None
 
     def apply(self, function: Callable[..., Any], given: WorkerRows, keywords: Mapping[str, Any]) -> Answer:
-        """A pure function on columns (coalign.cluster.apply); its own columns alone, no batch if it returns none."""
+        """A pure function on columns (coalign.cluster.functions); its own columns alone, no batch if it returns none."""
         batch = given.gather(self.store)
         columns, stats = apply_columns(function, batch, keywords)
         return _answer({**columns, **stats}, batch)
 
     def transform(self, function: Callable[..., Any], inputs: list[WorkerRows], keywords: Mapping[str, Any]) -> Answer:
-        """A pure function from whole batches to another one; see coalign.cluster.apply."""
+        """A pure function from whole batches to another one; see coalign.cluster.functions."""
         batch, stats = transform_batches(function, [share.gather(self.store) for share in inputs], keywords)
         return Meta.of(batch, stats), batch
 

@@ -1,8 +1,7 @@
 """Typed, strict configuration of a run. Imports no torch."""
 
-from coalign.config.errors import ConfigError
+from coalign.config.errors import ConfigError, located
 from coalign.config.export import dump
 from coalign.config.loading import check_names, load, load_section
-from coalign.config.places import located
 
 __all__ = ["ConfigError", "check_names", "dump", "load", "load_section", "located"]

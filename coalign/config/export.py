@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
 from coalign.config.introspect import bare
-from coalign.config.reading import emit
 from coalign.config.schema import ModelConfig, RunConfig, Section
+from coalign.config.yaml_reader import emit
 
 _WIDTH = 110
 

@@ -66,7 +66,7 @@ def resolve(name: str, home: str) -> Any:
 def resolve_class(name: str, home: str, suffix: str = "") -> type:
     """The class called ``name``: ``pkg.mod:Class``, or in the module ``home.name`` the class called name + suffix.
 
-    ``resolve_class("fsdp", "coalign.modules", "Module")`` is ``coalign.modules.fsdp.FSDPModule``: case does not matter,
+    ``resolve_class("fsdp", "coalign.backends", "Module")`` is ``coalign.backends.hf.fsdp.FSDPModule``: case does not matter,
     and `reward_model` is the class RewardModel.
     Raises ValueError with the nearest names.
     """

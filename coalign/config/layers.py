@@ -15,12 +15,11 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from coalign.config.errors import ConfigError, ConfigLocation, Key, Problem, shown, undotted
+from coalign.config.errors import ConfigError, ConfigLocation, Key, Places, Problem, shown, undotted
 from coalign.config.functions import name_object
 from coalign.config.introspect import names_at, section_at
-from coalign.config.places import Places
-from coalign.config.reading import parse
 from coalign.config.schema import RunConfig, Section
+from coalign.config.yaml_reader import parse
 
 
 @dataclass

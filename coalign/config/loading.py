@@ -15,7 +15,18 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
 from pydantic import ValidationError
 
-from coalign.config.errors import ConfigError, ConfigLocation, Conflict, Key, Problem, near, readable, shown, undotted
+from coalign.config.errors import (
+    ConfigError,
+    ConfigLocation,
+    Conflict,
+    Key,
+    Places,
+    Problem,
+    near,
+    readable,
+    shown,
+    undotted,
+)
 from coalign.config.introspect import admits_null, input_at, names_at, type_at
 from coalign.config.layers import (
     Layer,
@@ -28,9 +39,8 @@ from coalign.config.layers import (
     put,
     written_out,
 )
-from coalign.config.places import Places
-from coalign.config.reading import scalar
 from coalign.config.schema import Input, RunConfig, Section
+from coalign.config.yaml_reader import scalar
 
 THIS = "<this>"  # where a section's own keys stand among the names that references know
 Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]

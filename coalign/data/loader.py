@@ -19,9 +19,8 @@ from coalign.data.examples import Example, Examples, to_batch
 from coalign.data.indexed import Indexed, IndexedDocuments, prefix_of
 from coalign.data.kinds import KINDS
 from coalign.data.order import Order, Shuffled, same_settings
-from coalign.data.phases import Phase
 from coalign.data.scan import Scanned
-from coalign.data.shuffle import uniform
+from coalign.data.shuffle import Phase, uniform
 from coalign.data.sources import open_rows
 from coalign.data.stream import Streamed
 from coalign.data.templates import load_template

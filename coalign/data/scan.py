@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from coalign.data.examples import MARKS, Example, Examples
-from coalign.data.phases import Phase
+from coalign.data.shuffle import Phase
 from coalign.data.sources import FileRows
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from typing import Any
 
 from coalign.data.examples import Example, Examples
 from coalign.data.order import same_settings
-from coalign.data.phases import Phase
-from coalign.data.shuffle import permute
+from coalign.data.shuffle import Phase, permute
 from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import Stat, Stats, Total
 

@@ -1,7 +1,16 @@
-"""grpo"""
+"""grpo
 
-from coalign.runtime.online import Online, need_several_samples
-from coalign.runtime.reference import with_reference_where_read
+dr_grpo
+
+dapo
+
+gspo
+
+cispo
+"""
+
+from coalign.engine.reference import with_reference_where_read
+from coalign.recipes.online import Online, need_several_samples
 
 
 class GRPO(Online):
@@ -31,3 +40,57 @@ class GRPO(Online):
                 f"kl: in `{config.algorithm}` the divergence from the reference is part of the loss; set loss.kl_coef "
                 "and leave kl out"
             )
+
+
+class DrGRPO(GRPO):
+    """Dr. GRPO (2503.20783): GRPO without the two divisions that favour easy prompts and long wrong answers.
+
+    A group's advantages are not divided by its standard deviation, nor a response's sum by its own length.
+
+    That sum is divided by a constant instead, the most tokens that a response may have.
+    """
+
+    defaults = {
+        **GRPO.defaults,
+        "advantage": {"fn": "group", "scale": "none"},
+        "loss": {
+            "fn": "policy_gradient",
+            "aggregation": "constant",
+            "constant_length": "${models.policy.sampling.max_new_tokens}",
+        },
+        "models": {**GRPO.defaults["models"], "policy": {"module": "native", "sampling": {"max_new_tokens": 256}}},
+    }
+
+
+class DAPO(GRPO):
+    """DAPO (2503.14476): GRPO with a higher upper clip, other prompts for those that teach nothing, and no cut answers.
+
+    Clip-higher, token mean, dynamic sampling (`filter`), overlong filtering (`truncated`).
+
+    The soft punishment of long responses is a reward function beside the others: `length_penalty`.
+    """
+
+    defaults = {
+        **GRPO.defaults,
+        "filter": {"fn": "varied"},
+        "truncated": {"fn": "mask_truncated"},
+        "loss": {"fn": "policy_gradient", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"},
+    }
+
+
+class GSPO(GRPO):
+    """Group Sequence Policy Optimisation (2507.18071): one importance ratio per response, and its clip.
+
+    `loss.form: token` is GSPO-token. The clip range is far below PPO's: the ratio is a mean over the response.
+    """
+
+    defaults = {**GRPO.defaults, "loss": {"fn": "gspo", "aggregation": "sequence_mean_token_mean"}}
+
+
+class CISPO(GRPO):
+    """CISPO (2506.13585): the importance weight is clipped, and no token loses its gradient to the clip.
+
+    REINFORCE with group advantages, a bounded weight on each token, and the mean over all tokens of the batch.
+    """
+
+    defaults = {**GRPO.defaults, "loss": {"fn": "cispo", "aggregation": "token_mean"}}

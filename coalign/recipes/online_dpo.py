@@ -5,8 +5,8 @@ from functools import partial
 from coalign.algorithms.traits import per
 from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
-from coalign.runtime.online import Online
-from coalign.runtime.reference import with_reference_where_read
+from coalign.engine.reference import with_reference_where_read
+from coalign.recipes.online import Online
 
 
 class OnlineDPO(Online):
@@ -27,7 +27,7 @@ class OnlineDPO(Online):
 
     def __init__(self, config, cluster):
         super().__init__(config, cluster)
-        fn = resolve(config.pairs.fn, "coalign.algorithms.pairing")
+        fn = resolve(config.pairs.fn, "coalign.algorithms.comparisons")
         self.pairs = partial(fn, **bind(fn, config.pairs.arguments, "pairs"))
 
     @classmethod

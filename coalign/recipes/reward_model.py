@@ -1,6 +1,9 @@
-"""reward_model"""
+"""reward_model
 
-from coalign.runtime.offline import Offline
+process_reward
+"""
+
+from coalign.recipes.offline import Offline
 
 
 class RewardModel(Offline):
@@ -20,4 +23,19 @@ class RewardModel(Offline):
                 "optimizer": {"lr": 1e-5, "schedule": "cosine", "min_lr_ratio": 0.1},
             }
         },
+    }
+
+
+class ProcessReward(Offline):
+    """Process reward modelling: is each step of a solution right? (2305.20050, 2312.08935)
+
+    The language model answers with `+` or `-` after every step, where its answer is read but never part of the text.
+
+    Solutions with judged steps in, a language model that judges steps out.
+    """
+
+    source = "steps"
+    defaults = {
+        "loss": {"fn": "process_reward", "aggregation": "token_mean"},
+        "models": {"trainer": {"module": "fsdp", "optimizer": {"lr": 1e-5, "schedule": "cosine", "min_lr_ratio": 0.1}}},
     }

@@ -41,13 +41,22 @@ of a batch could be scored the run stops with the function's own traceback.
 
 from coalign.rewards.choice import multiple_choice
 from coalign.rewards.code import code
-from coalign.rewards.episodes import episode
 from coalign.rewards.groups import Pairwise, Tournament
-from coalign.rewards.length import CosineLength, length_penalty, length_range, length_target
 from coalign.rewards.math_answer import math
 from coalign.rewards.remote import Remote
-from coalign.rewards.repetition import repetition_penalty, script
-from coalign.rewards.rules import contains, exact_match, regex, tags
+from coalign.rewards.rules import (
+    CosineLength,
+    contains,
+    episode,
+    exact_match,
+    length_penalty,
+    length_range,
+    length_target,
+    regex,
+    repetition_penalty,
+    script,
+    tags,
+)
 
 __all__ = [
     "CosineLength",

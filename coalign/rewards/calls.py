@@ -16,7 +16,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from coalign.rewards.threads import OutOfTime, Settled, Threads, TooManyHung
+from coalign.rewards.threads import OutOfTime, Settled, ThreadPool, TooManyHung
 from coalign.types import Sample
 
 _TASKS = 256  # calls at once of the async functions that do not say how many
@@ -105,7 +105,7 @@ class Caller:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._threads, self._tasks = Threads(), asyncio.Semaphore(_TASKS)
+        self._threads, self._tasks = ThreadPool(), asyncio.Semaphore(_TASKS)
         self._random = random.Random()  # its own: the person's `random.seed` stays as it is
         threading.Thread(target=self._run, name="rewards", daemon=True).start()
 

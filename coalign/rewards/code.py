@@ -1,4 +1,4 @@
-"""Does the code in a response pass the tests of its row? It runs in a sandbox (see coalign.rewards.sandbox).
+"""Does the code in a response pass the tests of its row? It runs in a sandbox (see coalign.rewards.sandbox.sandbox).
 
 Tests that compare a result with a known value are judged out here: the code computes the result and is never told the
 value, so no printing, exiting or overloaded `==` can make it pass. Other tests (statements of any kind) run beside the
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coalign.rewards.sandbox import REQUIREMENTS, Limits, Sandbox, SandboxResult, demand
+from coalign.rewards.sandbox.sandbox import REQUIREMENTS, Limits, Sandbox, SandboxResult, demand
 from coalign.types import Sample
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
@@ -51,7 +51,7 @@ async def code(
     `fn_name` in the latter, argument lists and results of that function (or method of `Solution`). JSON text, too.
 
     Each test is a process of its own with ``seconds`` of wall-clock time; tests not begun within ``total_seconds`` have
-    failed (keep it below the reward's `timeout`). The other limits: coalign.rewards.sandbox.Limits. ``packages``:
+    failed (keep it below the reward's `timeout`). The other limits: coalign.rewards.sandbox.sandbox.Limits. ``packages``:
     installed packages can be imported. ``require``: what this machine must be able to limit; less of it is a risk that
     you take knowingly.
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator
 
 from coalign.config.functions import bind, columns_of, resolve
 from coalign.config.schema import Function
-from coalign.rewards.threads import Threads
+from coalign.rewards.threads import ThreadPool
 from coalign.types import Sample
 
 _SECONDS = 86400.0  # the deadline is that of the reward that asks; it ends the wait for its functions too
@@ -52,7 +52,7 @@ class Nested:
         self._fn = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)
         self.arity = _arity(*columns_of(self._fn))
         self._waits = any(map(inspect.iscoroutinefunction, (fn, type(self._fn).__call__)))
-        self._threads = Threads()
+        self._threads = ThreadPool()
 
     async def __call__(self, calls: Sequence[tuple[Sample, ...]]) -> list[float]:
         """The value of each call, made concurrently. Raises what the first one that failed raised, and ValueError for

@@ -1,25 +1,145 @@
-"""Rewards from a service over HTTP, in the format of OpenRLHF's `/get_reward`; `coalign serve-reward` is one."""
+"""Rewards from a service over HTTP, in the format of OpenRLHF's `/get_reward`; `coalign serve-reward` is one.
+
+A circuit breaker: stops calling what does not answer, and tries again after a pause.
+
+Single calls gathered into batches: what arrives while others are under way goes out together.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from coalign.config.schema.base import Several
-from coalign.rewards.batches import Batches
-from coalign.rewards.breaker import Breaker
 from coalign.rewards.calls import GiveUp, TryLater
 from coalign.types import Sample
+
+
+class Breaker:
+    """Closed, it admits every call. ``failures`` in a row open it: it admits none for ``pause`` seconds, then a single
+    trial (half-open), whose outcome closes it or opens it again. ``clock`` in seconds."""
+
+    def __init__(self, failures: int, pause: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._pause, self._clock = failures, pause, clock
+        self._until: float | None = None  # open until then; None: closed
+        self._trying = False
+        self.streak = 0
+        self.last = ""
+
+    @property
+    def left(self) -> float:
+        """Seconds until a call is let through; 0.0 if one is now."""
+        return 0.0 if self._until is None else max(0.0, self._until - self._clock())
+
+    def admits(self) -> bool:
+        """Whether a call may be made now. Each call that was admitted must end in ``succeeded`` or ``failed``."""
+        if self._until is None:
+            return True
+        if self._trying or self.left:
+            return False
+        self._trying = True
+        return True
+
+    def succeeded(self) -> None:
+        self.streak, self._until, self._trying = 0, None, False
+
+    def failed(self, why: str) -> bool:
+        """Count a failure; whether the breaker is open now."""
+        self.streak, self.last = self.streak + 1, why
+        if self._trying or self.streak >= self._limit:
+            self._until = self._clock() + self._pause
+        self._trying = False
+        return self._until is not None
+
+
+Item = TypeVar("Item")
+
+
+class Batches(Generic[Item]):
+    """``await batches(item)`` is the item's part of what ``run([items])`` returns, one result for each, in order
+    (ValueError for another number).
+
+    Nothing waits for a batch to fill: items that come in the same turn of the event loop, or while ``at_once`` batches
+    run, share one of at most ``size``. A result that is an exception is raised to its caller only; what ``run`` raises,
+    to all of the batch. A batch is cancelled once nobody waits for any of it. Belongs to one event loop.
+    """
+
+    def __init__(self, run: Callable[[list[Item]], Awaitable[Sequence[Any]]], *, size: int, at_once: int) -> None:
+        self._run, self._size, self._at_once = run, size, at_once
+        self._waiting: deque[tuple[Item, asyncio.Future[Any]]] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Items that are in no batch yet."""
+        return len(self._waiting)
+
+    async def __call__(self, item: Item) -> Any:
+        loop = asyncio.get_running_loop()
+        result = loop.create_future()
+        self._waiting.append((item, result))
+        loop.call_soon(self._start)  # behind all that comes in this turn of the loop
+        return await result
+
+    def _start(self) -> None:
+        while len(self._running) < self._at_once and (batch := self._next()):
+            task = asyncio.get_running_loop().create_task(self._settle(batch))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+            _cancel_with_all([result for _, result in batch], task)
+
+    def _next(self) -> list[tuple[Item, asyncio.Future[Any]]]:
+        batch = []
+        while self._waiting and len(batch) < self._size:
+            item, result = self._waiting.popleft()
+            if not result.done():  # its caller may have given up meanwhile
+                batch.append((item, result))
+        return batch
+
+    async def _settle(self, batch: list[tuple[Item, asyncio.Future[Any]]]) -> None:
+        try:
+            results = await self._run([item for item, _ in batch])
+            if len(results) != len(batch):
+                raise ValueError(f"{len(results)} results for {len(batch)} items")
+        except Exception as error:
+            results = [error] * len(batch)
+        for (_, waiting), result in zip(batch, results, strict=True):
+            if waiting.done():
+                continue
+            if isinstance(result, Exception):
+                waiting.set_exception(result)
+            else:
+                waiting.set_result(result)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._start()
+
+
+def _cancel_with_all(results: list[asyncio.Future[Any]], task: asyncio.Task[None]) -> None:
+    left = len(results)
+
+    def gone(result: asyncio.Future[Any]) -> None:
+        nonlocal left
+        left -= result.cancelled()
+        if not left:
+            task.cancel()
+
+    for result in results:
+        result.add_done_callback(gone)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,12 +1,22 @@
-"""Rewards that need nothing but the text."""
+"""Rewards that need nothing but the text.
+
+Does a response repeat itself, and does it keep to its script?
+
+Rewards for how long a response is, in tokens that the model chose.
+
+The reward that an environment gave.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Annotated
+import unicodedata
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
+from coalign.rewards.nested import Nested, Valuing
 from coalign.types import Sample
 
 
@@ -61,3 +71,113 @@ def tags(
             return 0.0
         place = last + len(stop)
     return float(text_outside or not text[place:].strip())
+
+
+def repetition_penalty(sample: Sample, *, n: PositiveInt = 4, unit: Literal["words", "characters"] = "words") -> float:
+    """Minus the share of the response's n-grams that stood in it before: 0.0 where all differ, towards -1.0 for one
+    that is repeated on and on; 0.0 for fewer than n units.
+
+    Words are runs of letters, digits and underscores, their case aside; `characters`, spaces aside, are for scripts
+    that do not part words.
+    """
+    text = sample.response.lower()
+    units = re.findall(r"\w+" if unit == "words" else r"\S", text)
+    grams = list(zip(*(units[i:] for i in range(n)), strict=False))
+    return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
+
+
+def script(sample: Sample, *, scripts: Annotated[list[str], Field(min_length=1)]) -> float:
+    """The share of the response's letters whose Unicode name begins with one of ``scripts`` (`LATIN`, `CYRILLIC`,
+    `CJK`, `HIRAGANA`, …); 1.0 for a response without letters, which breaks no rule.
+
+    What it says of a language is only that, so it tells Chinese from English, and not French from English.
+    """
+    known = tuple(name.upper() for name in scripts)
+    letters = [character for character in sample.response if character.isalpha()]
+    inside = sum(unicodedata.name(letter, "").startswith(known) for letter in letters)
+    return inside / len(letters) if letters else 1.0
+
+
+Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+def length_penalty(sample: Sample, *, max_tokens: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_tokens - buffer response tokens, falling
+    linearly to -1 at max_tokens, -1 beyond."""
+    _check_penalty(max_tokens=max_tokens, buffer=buffer)
+    over = tokens(sample) - (max_tokens - buffer)
+    return -min(max(over / buffer, 0.0), 1.0)
+
+
+def length_range(sample: Sample, *, min_tokens: NonNegativeInt = 0, max_tokens: PositiveInt) -> float:
+    """1.0 for a response of ``min_tokens`` to ``max_tokens`` (both included), else 0.0."""
+    _check_range(min_tokens=min_tokens, max_tokens=max_tokens)
+    return float(min_tokens <= tokens(sample) <= max_tokens)
+
+
+def length_target(sample: Sample, *, target: PositiveInt, tolerance: PositiveInt) -> float:
+    """1.0 for a response of ``target`` tokens, falling linearly to 0.0 at ``tolerance`` tokens more or fewer."""
+    return max(0.0, 1.0 - abs(tokens(sample) - target) / tolerance)
+
+
+class CosineLength:
+    """The cosine reward of Yeo et al. (arXiv:2502.03373, sec. 4.2):
+    a right response earns more the shorter it is, a wrong one loses less the longer it tried.
+
+    With t tokens of ``max_tokens`` L, from r_0 at no token to r_L: r_L + (r_0 - r_L) (1 + cos(π t / L)) / 2, where
+    (r_0, r_L) is ``right`` if the reward function ``by`` (a name, or a mapping with ``fn`` and its arguments) returns
+    ``threshold`` or more, else ``wrong``; and ``exceeded`` for L tokens or more. Also logs `right`, 1 or 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        by: Valuing,
+        max_tokens: PositiveInt,
+        right: Ends = (2.0, 1.0),
+        wrong: Ends = (-10.0, 0.0),
+        exceeded: float = -10.0,
+        threshold: float = 0.5,
+    ) -> None:
+        self._by = Nested(by)
+        self._limit, self._right, self._wrong = max_tokens, right, wrong
+        self._exceeded, self._threshold = exceeded, threshold
+
+    async def __call__(self, sample: Sample) -> dict[str, float]:
+        (value,) = await self._by([(sample,)])
+        right, count = value >= self._threshold, tokens(sample)
+        if count >= self._limit:
+            return {"reward": self._exceeded, "right": right}
+        first, last = self._right if right else self._wrong
+        return {"reward": last + (first - last) * (1 + math.cos(math.pi * count / self._limit)) / 2, "right": right}
+
+
+def tokens(sample: Sample) -> int:
+    """How many tokens of the sample the model chose. ValueError where nobody has counted them (a file of texts)."""
+    count = int(sample.loss_mask.sum())
+    if not count and sample.response:
+        raise ValueError("the response's tokens are not known here, so its length cannot be rewarded")
+    return count
+
+
+def _check_penalty(*, max_tokens: int, buffer: int) -> None:
+    if not 0 < buffer <= max_tokens:
+        raise ValueError(f"length_penalty: buffer={buffer} must lie in 1..max_tokens={max_tokens}")
+
+
+def _check_range(*, min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise ValueError(f"length_range: min_tokens={min_tokens} is more than max_tokens={max_tokens}")
+
+
+length_penalty.check, length_range.check = _check_penalty, _check_range
+
+
+def episode(sample: Sample) -> float:
+    """The sum of what the environment gave for the turns (`Episode.reward`).
+
+    Raises ValueError for a sample that no environment played.
+    """
+    if sample.turn_rewards is None:
+        raise ValueError("no environment gave this sample a reward: `rollout.fn` names one (docs/environments.md)")
+    return float(sample.turn_rewards.double().sum())

@@ -81,7 +81,7 @@ class _Worker:
             return argument
 
 
-class Threads:
+class ThreadPool:
     """Threads for plain functions; belongs to one event loop."""
 
     def __init__(self) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from coalign.vocab.alphabet import alphabet_of
-from coalign.vocab.merges import merge
+from coalign.vocab.merges import alphabet_of, merge
 from coalign.vocab.sources import TokenSource
 
 VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")

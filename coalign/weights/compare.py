@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from coalign.weights.checksum import checksum, tensor_bytes
+from coalign.weights.sync.buckets import checksum, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)

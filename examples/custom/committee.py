@@ -8,9 +8,8 @@ response that is not safe is worth what the safety model says of it, however hel
 
 import torch
 
+from coalign.engine.engine import Engine, score
 from coalign.roles import Rollout, Scorer, Trainable
-from coalign.runtime.engine import Engine
-from coalign.runtime.evaluator import score
 from coalign.types import Stat
 
 

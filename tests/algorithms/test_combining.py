@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from coalign.algorithms.combining import Term, combine, moments_of
-from coalign.algorithms.scaling import Moments
+from coalign.algorithms.advantages import Moments
+from coalign.algorithms.combine import Term, combine, moments_of
 
 VALUES = torch.tensor([[1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 1.0, 0.0]])
 GROUP = torch.tensor([4, 4, 9, 9])

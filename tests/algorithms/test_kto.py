@@ -7,8 +7,8 @@ import torch
 from coalign.algorithms.aggregate import Totals
 from coalign.algorithms.losses import apo_zero_unpaired, kto
 from coalign.algorithms.traits import needs, per
+from coalign.backends.objective import Objective
 from coalign.data.batch import Batch
-from coalign.modules.objective import Objective
 from tests.algorithms.responses import responses
 
 T = torch.tensor

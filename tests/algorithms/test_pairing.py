@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from coalign.algorithms.pairing import all_pairs, best_worst
+from coalign.algorithms.comparisons import all_pairs, best_worst
 
 T = torch.tensor
 NAN = math.nan

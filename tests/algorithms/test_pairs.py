@@ -1,6 +1,6 @@
 import torch
 
-from coalign.algorithms.pairs import preferred
+from coalign.algorithms.comparisons import preferred
 
 T = torch.tensor
 

@@ -9,8 +9,8 @@ from coalign.algorithms import losses
 from coalign.algorithms.aggregate import Totals
 from coalign.algorithms.losses import aot, aot_unpaired, cpo, dpo, exo_pair, ipo, orpo, simpo
 from coalign.algorithms.traits import needs, per
+from coalign.backends.objective import Objective
 from coalign.data.batch import Batch
-from coalign.modules.objective import Objective
 from tests.algorithms.responses import responses
 
 T = torch.tensor

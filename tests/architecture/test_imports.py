@@ -60,16 +60,16 @@ HEAVY = {
     "ray": "cluster/ray.py",
     "vllm": "vllm/",
     "megatron": "modules/megatron_core/",
-    "deepspeed": "modules/deepspeed.py",
+    "deepspeed": "backends/deepspeed.py",
     "math_verify": "rewards/symbolic.py",
     "httpx2": "rewards/remote.py",
-    "uvicorn": "runtime/serving.py",
-    "starlette": "runtime/serving.py",
+    "uvicorn": "commands/serve.py",
+    "starlette": "commands/serve.py",
     "datasets": "data/sources.py",
-    "bitsandbytes": "modules/bnb.py",
-    "torchao": "modules/float8.py",
-    "peft": "modules/lora.py",
-    "sentencepiece": "vocab/sentencepiece_model.py",
+    "bitsandbytes": "backends/optim.py",
+    "torchao": "backends/hf/float8.py",
+    "peft": "backends/lora.py",
+    "sentencepiece": "vocab/sources.py",
 }
 
 
@@ -120,7 +120,7 @@ def test_importing_the_package_and_the_configuration_loads_no_torch():
 
 def test_nothing_heavy_is_imported_until_it_is_used():
     code = (
-        "import sys, coalign.runtime.engine, coalign.recipes.grpo, coalign.recipes.ppo, coalign.recipes.sft;"
+        "import sys, coalign.engine.engine, coalign.recipes.grpo, coalign.recipes.ppo, coalign.recipes.sft;"
         "print([m for m in ('ray', 'vllm', 'datasets', 'matplotlib', 'transformers') if m in sys.modules])"
     )
     assert run(code).strip() == "[]"

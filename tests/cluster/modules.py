@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from coalign.backends.base import Module
 from coalign.data.batch import Batch
-from coalign.modules.base import Module
 from coalign.types import Max, Stat, Total
 
 

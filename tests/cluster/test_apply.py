@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.cluster.apply import apply_columns, merge_columns
+from coalign.cluster.functions import apply_columns, merge_columns
 from coalign.cluster.future import BatchRef, PayloadJoin, WorkerRows
 from coalign.cluster.worker import Worker
 from coalign.data.batch import Batch

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.cluster.dealing import deal, deal_updates, in_order
+from coalign.backends.layout import pack
+from coalign.cluster.balance import in_order, shard_rows, shard_updates
 from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
 from coalign.cluster.stored import StoredBatch
 from coalign.data.balance import cost
 from coalign.data.batch import Batch
-from coalign.modules.layout import pack
 
 STORE = LocalStore()
 
@@ -34,13 +34,13 @@ def batch(lengths, group=None, work=None) -> BatchRef:
 
 
 def rows(ref, parts, by, **options):
-    return [part.tolist() for part in deal(ref, parts, by, **options).rows]
+    return [part.tolist() for part in shard_rows(ref, parts, by, **options).rows]
 
 
 def test_by_cost_groups_stay_whole():
     # Groups of 4, 4, 6, 2 and 6 tokens.
     ref = batch([3, 1, 4, 1, 5, 2, 6], group=[0, 0, 1, 2, 2, 3, 4])
-    assert sorted(sum(ref.lengths[part].tolist()) for part in deal(ref, 2, "cost").rows) == [10, 12]
+    assert sorted(sum(ref.lengths[part].tolist()) for part in shard_rows(ref, 2, "cost").rows) == [10, 12]
     for part in rows(ref, 2, "cost"):
         assert part == sorted(part) and (0 in part) == (1 in part) and (3 in part) == (4 in part)
 
@@ -48,7 +48,7 @@ def test_by_cost_groups_stay_whole():
 def test_a_long_sequence_costs_more_than_its_tokens():
     long = 24576  # twice the cost of as many tokens in short ones
     lengths = [long, *[64] * (long // 64), *[64] * (long // 64)]
-    [first, second] = deal(batch(lengths), 2, "cost").rows
+    [first, second] = shard_rows(batch(lengths), 2, "cost").rows
     assert first.tolist() == [0] or len(first) < 10
     assert len(second) > 2 * long // 64 - 10
 
@@ -109,13 +109,13 @@ def test_results_have_the_order_of_the_batch(groups, parts, data):
     work = data.draw(st.none() | st.lists(st.integers(0, 50), min_size=len(lengths), max_size=len(lengths)))
     ref = batch(lengths, group, work)
     by = data.draw(st.sampled_from(["work", "cost", "order"]))
-    dealt = deal(ref, parts, by)
+    dealt = shard_rows(ref, parts, by)
     assert sorted(torch.cat(dealt.rows).tolist()) == list(range(len(lengths)))
     used = [part for part in dealt.parts if len(part)]
     scores = restored(dealt, [scored(part) for part in used])
     assert scores.fetch()["score"] == [10 * i for i in range(len(lengths))]
     prompts = batch([1] * len(groups), range(100, 100 - len(groups), -1), [length for length, _ in groups])
-    dealt = deal(prompts, parts, "work")
+    dealt = shard_rows(prompts, parts, "work")
     out = restored(dealt, [generated(part, 2) for part in dealt.parts if len(part)]).fetch()
     assert out["rows"] == [i for i in range(len(groups)) for _ in range(2)]
     assert out["index"].tolist() == [0, 1] * len(groups)
@@ -125,15 +125,15 @@ def test_results_have_the_order_of_the_batch(groups, parts, data):
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(1, 6))
 def test_no_part_costs_much_more_than_another(lengths, parts):
     costs = cost(torch.tensor(lengths))
-    sums = [float(costs[part].sum()) for part in deal(batch(lengths), parts, "cost").rows]
+    sums = [float(costs[part].sum()) for part in shard_rows(batch(lengths), parts, "cost").rows]
     assert max(sums) - min(sums) <= float(costs.max()) + 1e-9
 
 
 def test_a_share_keeps_the_order_of_the_batch():
     """So on one rank the updates of a batch are those of the batch, whatever its rows cost."""
     lengths = [9, 1, 1, 1, 8, 2, 2, 6]
-    assert deal(batch(lengths), 1, "cost").rows[0].tolist() == list(range(8))
-    for share in deal(batch(lengths), 2, "cost").rows:
+    assert shard_rows(batch(lengths), 1, "cost").rows[0].tolist() == list(range(8))
+    for share in shard_rows(batch(lengths), 2, "cost").rows:
         assert share.tolist() == sorted(share.tolist()) and sum(lengths[row] for row in share.tolist()) == 15
 
 
@@ -146,7 +146,7 @@ def test_ranks_take_equally_long_and_micro_batches_are_full(parts):
         lengths = (8 + 400 * torch.rand(48, generator=draw) ** 3).long()  # few are long
         ref = batch(lengths.tolist())
         for name, by in (("before", "order"), ("after", "cost")):
-            shares = [part.fetch() for part in deal(ref, parts, by).parts]
+            shares = [part.fetch() for part in shard_rows(ref, parts, by).parts]
             tokens = [share.tokens_total for share in shares]
             attention = [float(share.lengths.double().square().sum()) for share in shares]
             waste[name, "tokens"] += parts * max(tokens) / sum(tokens) - 1
@@ -207,7 +207,7 @@ def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, p
     group = [100 - i for i, (_, count) in enumerate(groups) for _ in range(count)]
     ref = batch([length for length, count in groups for _ in range(count)], group)
     expected = [part["rows"] for part in ref.fetch().split(updates, keep="group")]
-    shares = [share.gather(STORE) for share in deal_updates(ref, parts, updates, whole_groups=whole).shares]
+    shares = [share.gather(STORE) for share in shard_updates(ref, parts, updates, whole_groups=whole).shares]
     assert all(share["rows"] == sorted(share["rows"]) for share in shares)
     for number, rows_of_update in enumerate(expected):
         mine = [share.select(share["update"] == number) for share in shares]
@@ -220,6 +220,6 @@ def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, p
 def test_every_update_is_dealt_out_by_cost():
     """Ranks meet at every one of them, so it is not enough that their shares of the batch are equal."""
     ref = batch([8, 2, 6, 8, 2, 6])
-    one, other = deal_updates(ref, 2, 2).shares
+    one, other = shard_updates(ref, 2, 2).shares
     assert [share.update.tolist() for share in (one, other)] == [[0, 1], [0, 0, 1, 1]]
     assert [share.rows.tolist() for share in (one, other)] == [[0, 3], [1, 2, 4, 5]]

@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 
-from coalign.cluster.dry import DryCluster
-from coalign.cluster.graph import draw
+from coalign.cluster import standins
+from coalign.cluster.dry import DryCluster, draw_graph
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.data import standins
 from coalign.roles import Context
 from coalign.types import Stat
 
@@ -86,7 +85,7 @@ def test_the_graph_knows_who_made_what(cluster):
 
 def test_the_drawing(cluster):
     flow(cluster)
-    assert draw(cluster.graph).splitlines()[-7:] == [
+    assert draw_graph(cluster.graph).splitlines()[-7:] == [
         "reward.forward_step",
         "  ├─◀ policy.generate      tokens",
         "  └─▶ reward",
@@ -143,7 +142,7 @@ def test_no_backend_is_imported():
         "import sys; from coalign.cluster.dry import DryCluster; from coalign.config.schema import *;"
         "from coalign.types import Context;"
         "DryCluster(RunConfig(algorithm='none')).spawn('m', ModelConfig(), Context());"
-        "assert not {'transformers', 'ray', 'coalign.modules.fsdp'} & set(sys.modules)"
+        "assert not {'transformers', 'ray', 'coalign.backends.hf.fsdp'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coalign.cluster.future import WorkerError
-from coalign.cluster.memory_report import largest_tensors, memory_report
+from coalign.cluster.worker import largest_tensors, memory_report
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from tests.cluster.threads import thread_cluster

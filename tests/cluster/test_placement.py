@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.cluster.placement import Node, assign, seats
-from coalign.cluster.slot import Footprint, distinct, plan
+from coalign.cluster.placement.nodes import Node, assign, seats
+from coalign.cluster.placement.slots import Footprint, distinct, plan
 
 
 def nodes(*free: int, cores: float = 8.0) -> list[Node]:

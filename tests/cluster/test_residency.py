@@ -9,8 +9,8 @@ import pytest
 
 from coalign.cluster.answers import Running
 from coalign.cluster.future import DeviceMemoryUse, Future, Meta, WorkerError, WorkerFailure
+from coalign.cluster.placement.slots import Footprint, plan
 from coalign.cluster.residency import PARTS, Residency, movable
-from coalign.cluster.slot import Footprint, plan
 from coalign.config.schema import ModelConfig
 
 MIB = 2**20

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.cluster.slot import Footprint, plan
+from coalign.cluster.placement.slots import Footprint, plan
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig
 

@@ -6,8 +6,7 @@ import subprocess
 
 import pytest
 
-from coalign.cluster.accelerators import accelerator
-from coalign.cluster.topology import domains, nvidia_buses
+from coalign.cluster.placement.devices import accelerator, device_domains, nvidia_buses
 
 # (PCI address, NUMA node, way through the PCI tree)
 MACHINE = {
@@ -34,14 +33,14 @@ def pci(tmp_path):
 
 def test_devices_of_a_numa_node_stand_together_in_the_order_of_their_buses(pci):
     buses = {name: address for name, (address, _, _) in MACHINE.items()}
-    assert domains(["0", "1", "2", "3", "4"], buses, pci) == [["1", "3", "2"], ["0", "4"]]
-    assert domains(["4", "2"], buses, pci) == [["2"], ["4"]]
+    assert device_domains(["0", "1", "2", "3", "4"], buses, pci) == [["1", "3", "2"], ["0", "4"]]
+    assert device_domains(["4", "2"], buses, pci) == [["2"], ["4"]]
 
 
 def test_unknown_devices_keep_their_order(pci):
-    assert domains(["3", "1", "7"], {}, pci) == [["3", "1", "7"]]
-    assert domains(["7", "0"], {"0": MACHINE["0"][0]}, pci) == [["0"], ["7"]]
-    assert domains([], {}) == []
+    assert device_domains(["3", "1", "7"], {}, pci) == [["3", "1", "7"]]
+    assert device_domains(["7", "0"], {"0": MACHINE["0"][0]}, pci) == [["0"], ["7"]]
+    assert device_domains([], {}) == []
 
 
 def test_what_the_driver_says():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from coalign.cluster.dist import DistActor
 from coalign.cluster.local import LocalCluster, LocalWorker
-from coalign.cluster.slot import Slot
+from coalign.cluster.placement.slots import Slot
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coalign.config import dump, load
 from coalign.config.export import json_schema, to_commented_yaml
-from coalign.config.reading import parse
+from coalign.config.yaml_reader import parse
 from tests.config.conftest import DEFAULTS, recipe_defaults
 
 TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8) | st.sampled_from(
@@ -102,7 +102,7 @@ def test_dump_reads_back_to_an_equal_configuration(here, data):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.dictionaries(TEXT, OPEN, max_size=3))
 def test_emitted_yaml_means_the_same_here_and_to_others(data):
-    from coalign.config.reading import emit
+    from coalign.config.yaml_reader import emit
 
     assert parse(emit(data), "")[0] == data
     assert parse(emit(data, flow=True), "")[0] == data

@@ -85,7 +85,7 @@ def test_the_projects_own_names():
     assert resolve("policy_gradient", "coalign.algorithms.losses").__name__ == "policy_gradient"
     assert resolve("gae", "coalign.algorithms.advantages").__name__ == "gae"
     assert resolve("math", "coalign.rewards").__name__ == "math"
-    assert {"fsdp", "native", "reward"} <= set(class_names("coalign.modules", "Module"))
+    assert {"fsdp", "native", "reward"} <= set(class_names("coalign.backends", "Module"))
     assert {"grpo", "ppo", "sft"} <= set(class_names("coalign.recipes"))
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from coalign.backends.base import TrainableModule
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.base import TrainableModule
 from coalign.roles import Context
 from coalign.types import merge_stats
 from tests.conformance.reference import CLIP, HIGH, LOW, LR, Report
@@ -71,7 +71,7 @@ def build(backend: Backend, path: str, *, rank: int = 0, port: int = 0, **config
         loss={"fn": "policy_gradient", "clip_low": LOW, "clip_high": HIGH},
         rendezvous=f"127.0.0.1:{port}",
     )
-    module = resolve_class(backend.module, "coalign.modules", "Module")(model, context)
+    module = resolve_class(backend.module, "coalign.backends", "Module")(model, context)
     module.setup()
     return module
 

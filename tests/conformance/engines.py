@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from coalign.backends.engines.module import RolloutModule
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.generating import RolloutModule
 from coalign.roles import Context
 from tests.tiny import tiny_model_dir
 
@@ -39,7 +39,7 @@ def load(path: Path) -> PreTrainedModel:
 
 def build(engine: str, path: Path, context: Context | None = None, **config: Any) -> RolloutModule:
     settings = {"module": engine, "load": str(path), "sampling": SAMPLING, "vllm": SMALL} | config
-    module = resolve_class(engine, "coalign.modules", "Module")(
+    module = resolve_class(engine, "coalign.backends", "Module")(
         ModelConfig(**settings), context or Context(model="policy", samples_per_prompt=3, seed=5)
     )
     module.setup()

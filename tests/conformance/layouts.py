@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM
 
+from coalign.backends.base import TrainableModule
 from coalign.data.batch import Batch
-from coalign.modules.base import TrainableModule
 from coalign.types import Stats, merge_stats
 from tests.conformance import reference
 from tests.conformance.backends import Backend, build, exported, on_ranks

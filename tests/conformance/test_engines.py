@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coalign.backends.engines.episodes import EpisodeRunner
+from coalign.backends.engines.request import Request
+from coalign.backends.engines.samples import begin
+from coalign.backends.engines.sampling import Sampling
 from coalign.config.schema import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.generation.request import Request
-from coalign.generation.sampling import Sampling
-from coalign.modules.episodes import EpisodeRunner
-from coalign.modules.rollout import begin
-from coalign.rollout.episode import Episode
-from coalign.rollout.naming import environment
+from coalign.environments.conversation import find_environment
+from coalign.environments.episode import Episode
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
 from tests.conformance.engines import ENGINES, build, load, mismatch, model_dir, prompts
 
@@ -317,7 +317,7 @@ async def _three_turns(episode: Episode) -> None:
 def test_episodes_take_turns_with_token_ids_in_and_out(policy, directory):
     rollout = {"fn": "tests.conformance.test_engines:_three_turns", "timeout": 120.0}
     context = replace(policy.context, rollout=rollout, tokenizer=str(directory))
-    policy.runner = EpisodeRunner(environment(RolloutConfig(**rollout)), policy.tokenizer, context)
+    policy.runner = EpisodeRunner(find_environment(RolloutConfig(**rollout)), policy.tokenizer, context)
     try:
         out, stats = policy.generate(prompts(2))
         again, _ = policy.generate(prompts(2))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from coalign.backends.hf import expert_parallel, tensor_parallel
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
-from coalign.modules.fsdp import FSDPModule
-from coalign.modules.parallel import blocks, experts
 from coalign.roles import Context
 from tests.weights.families.checkpoints import MOE, NATIVE, native
 
@@ -53,9 +53,9 @@ def test_a_step_and_what_can_be_cut(case, tmp_path):
 
     model = module.model.model
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    reason = blocks.unfit(model, list(layers))
+    reason = tensor_parallel.find_unfit_layers(model, list(layers))
     assert NO_PLAN[case] in reason if case in NO_PLAN else reason is None
-    reason = experts.unfit(model, 2)
+    reason = expert_parallel.unfit(model, 2)
     assert reason is None if case in MOE else "no experts" in reason
 
 

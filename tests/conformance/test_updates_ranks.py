@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from coalign.cluster.dealing import deal_updates
+from coalign.cluster.balance import shard_updates
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
@@ -34,7 +34,7 @@ def share(batch: Batch | None, ranks: int, rank: int) -> Batch | None:
         return batch
     store = LocalStore()
     ref = BatchRef.of(Meta.of(batch), store.put(batch), store)
-    return deal_updates(ref, ranks, UPDATES).shares[rank].gather(store)
+    return shard_updates(ref, ranks, UPDATES).shares[rank].gather(store)
 
 
 def _train(rank: int, port: int, ranks: int, path: str) -> dict[str, tuple[dict, dict]]:

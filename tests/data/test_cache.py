@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data import kinds, stored
+from coalign.data import cache as stored
+from coalign.data import kinds
 from coalign.data.loader import build_loader
 from tests.tiny import CHATML, tiny_tokenizer
 

@@ -14,7 +14,7 @@ from coalign.config.schema import DataConfig
 from coalign.data.indexed import Indexed, IndexedDocuments, Writer, dtype_for
 from coalign.data.indexed.build import Plan, _each, _tokenise, build, join
 from coalign.data.loader import build_loader
-from coalign.data.phases import Phase
+from coalign.data.shuffle import Phase
 from tests.data.reading import texts
 from tests.tiny import tiny_tokenizer
 

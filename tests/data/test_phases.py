@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.loader import build_loader
-from coalign.data.phases import Phase
+from coalign.data.shuffle import Phase
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -2,8 +2,8 @@
 
 import pytest
 
+from coalign.cluster.standins import STANDINS
 from coalign.data.kinds import KINDS
-from coalign.data.standins import STANDINS
 from tests.data.reading import batch
 
 ROW = {

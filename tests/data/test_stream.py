@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.formats import JsonLines, Parquet
 from coalign.data.loader import build_loader
+from coalign.data.sources import JsonLines, Parquet
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from coalign.generation.engine import InferenceEngine, Run
-from coalign.generation.request import Answer, Prompt, Request
-from coalign.generation.sampling import Sampling
+from coalign.backends.engines.contract import InferenceEngine, Run
+from coalign.backends.engines.request import Answer, Prompt, Request
+from coalign.backends.engines.sampling import Sampling
 from coalign.types import Status
 
 SAMPLING = Sampling(max_new_tokens=4, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=())

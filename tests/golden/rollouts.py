@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from coalign.backends.engines.module import RolloutModule
+from coalign.backends.engines.native.attention import NAME
+from coalign.backends.engines.sampling import Sampling, stream_key, truncate, uniforms
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
-from coalign.generation.sampling import Sampling, stream_key, truncate, uniforms
-from coalign.modules.generating import RolloutModule
-from coalign.native.attention import NAME
 
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "group", "index", "prompt_length", "status")
 MARGIN = 1e-4  # of probability: a draw that is nearer to another token may fall to that one on another processor

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
-from coalign.modules.fsdp import FSDPModule
-from coalign.modules.native import NativeModule
 from coalign.roles import Context
 from tests.conformance import reference
 from tests.modules.batches import rollout

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from coalign.backends.megatron.module import MegatronModule
 from coalign.config.schema import ModelConfig
-from coalign.modules.megatron import MegatronModule
 from coalign.roles import Context
 from tests.conformance import reference
 from tests.modules.batches import rollout

@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS, Arena
-from coalign.modules.fsdp import FSDPModule
-from coalign.modules.native import NativeModule
 from coalign.roles import Context
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from coalign.config.schema import SyncConfig
-from coalign.weights.cuda_ipc import CudaIpc
-from coalign.weights.sync import WeightSync
+from coalign.weights.sync.cuda_ipc import CudaIpc
+from coalign.weights.sync.sync import WeightSync
 from tests.weights import modules
 from tests.weights.processes import Processes
 from tests.weights.test_transports import expected, same

@@ -11,9 +11,9 @@ from coalign.roles import Context
 def alone() -> Iterator[None]:
     """This process as the only rank, on the CPU."""
     pytest.importorskip("megatron.core")
-    from coalign.modules.megatron_core import ranks
-    from coalign.modules.megatron_core.cpu import on_cpu
-    from coalign.modules.megatron_core.cut import Sizes
+    from coalign.backends.megatron import ranks
+    from coalign.backends.megatron.cpu import on_cpu
+    from coalign.backends.megatron.partition import Sizes
 
     with on_cpu():
         ranks.join(Sizes(), Context())

@@ -1,4 +1,4 @@
-"""Megatron models of tiny checkpoints, on the ranks that have met (coalign.modules.megatron_core.ranks.join), and what
+"""Megatron models of tiny checkpoints, on the ranks that have met (coalign.backends.megatron.ranks.join), and what
 they must agree with."""
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from coalign.backends.hf.heads import Readings
+from coalign.backends.hf.rows import RankAxis, RowSharding
+from coalign.backends.layout import pack
+from coalign.backends.megatron import ranks
+from coalign.backends.megatron.config import transformer_config
+from coalign.backends.megatron.model import PackedGPT
+from coalign.backends.megatron.partition import Sizes
+from coalign.backends.megatron.weights import Export, Weights, divisor
 from coalign.data.batch import Batch
-from coalign.modules.heads import Readings
-from coalign.modules.layout import pack
-from coalign.modules.megatron_core import ranks
-from coalign.modules.megatron_core.config import transformer_config
-from coalign.modules.megatron_core.cut import Sizes
-from coalign.modules.megatron_core.model import PackedGPT
-from coalign.modules.megatron_core.weights import Export, Weights, divisor
-from coalign.modules.parallel.rows import RankAxis, RowSharding
 from coalign.weights import families
-from coalign.weights.families.layout import MegatronLayout, stages
+from coalign.weights.layouts.megatron import MegatronLayout, stages
 from tests.modules.batches import rollout
 from tests.weights.families import remote
 from tests.weights.families.checkpoints import (
@@ -115,7 +115,7 @@ def _outputs(logits: Any) -> dict[str, Tensor]:
 
 
 class Megatron:
-    """The same as a Megatron model of this rank. To be used within coalign.modules.megatron_core.cpu.on_cpu."""
+    """The same as a Megatron model of this rank. To be used within coalign.backends.megatron.cpu.on_cpu."""
 
     def __init__(self, reference: Reference, sizes: Sizes, **settings: Any) -> None:
         self.rank, self.reference = dist.get_rank(), reference

@@ -9,9 +9,9 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as of_
 
 pytest.importorskip("megatron.core")
 
-from coalign.modules.attention import _biased, attend
-from coalign.modules.layout import Block
-from coalign.modules.megatron_core.alibi import Alibi, slopes
+from coalign.backends.attention import _biased, attend
+from coalign.backends.layout import Block
+from coalign.backends.megatron.attention import Alibi, slopes
 from coalign.weights import families
 
 KEYS = torch.arange(600)  # bf16 has no numbers for all of them

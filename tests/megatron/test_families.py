@@ -15,9 +15,9 @@ from tests.weights.families.checkpoints import MOE
 
 pytest.importorskip("megatron.core")
 
-from coalign.modules.megatron_core import ranks
-from coalign.modules.megatron_core.cpu import on_cpu
-from coalign.modules.megatron_core.cut import Sizes
+from coalign.backends.megatron import ranks
+from coalign.backends.megatron.cpu import on_cpu
+from coalign.backends.megatron.partition import Sizes
 from coalign.roles import Context
 from tests.megatron.models import EVERY, Megatron, Reference, reference
 

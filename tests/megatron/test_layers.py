@@ -20,14 +20,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from coalign.modules.megatron_core import layers
-from coalign.modules.megatron_core.attention import PackedAttention
-from coalign.modules.megatron_core.config import transformer_config
-from coalign.modules.megatron_core.cut import Sizes
-from coalign.modules.megatron_core.latent import LatentAttention
-from coalign.modules.megatron_core.norm import Norm
-from coalign.modules.megatron_core.residual import ParallelLayer
-from coalign.modules.megatron_core.router import ExpertGroupChoice
+from coalign.backends.megatron import layers
+from coalign.backends.megatron.attention import LatentAttention, PackedAttention
+from coalign.backends.megatron.config import transformer_config
+from coalign.backends.megatron.layers import ExpertGroupChoice, Norm, ParallelLayer
+from coalign.backends.megatron.partition import Sizes
 from coalign.weights import families
 from tests.weights.families.checkpoints import checkpoint
 

@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 pytest.importorskip("megatron.core")
 
-from coalign.modules.layout import Block
-from coalign.modules.megatron_core.rotary import angles, attention_factor, speeds
+from coalign.backends.layout import Block
+from coalign.backends.megatron.attention import angles, attention_factor, speeds
 from coalign.weights import families
 
 LLAMA = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 4096, "vocab_size": 8}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coalign.backends import attention
+from coalign.backends.attention import attend, packed_attention
+from coalign.backends.layout import Block, pack
 from coalign.data.batch import Batch
-from coalign.modules import attention
-from coalign.modules.attention import attend, packed_attention
-from coalign.modules.layout import Block, pack
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 

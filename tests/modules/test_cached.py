@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.scorers.cached import CachedModule, identity
 from coalign.config.schema import ModelConfig
-from coalign.modules.cached import CachedModule, identity
-from coalign.modules.fsdp import FSDPModule
 from coalign.roles import Context
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir

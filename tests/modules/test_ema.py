@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from coalign.modules.ema import Average
+from coalign.backends.optim import Average
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import module, same, weights
 from tests.tiny import tiny_model_dir

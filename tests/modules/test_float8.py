@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from coalign.backends.hf import float8
+from coalign.backends.hf.fsdp import decoder_layers
 from coalign.config.schema import ModelConfig
-from coalign.modules import float8
-from coalign.modules.fsdp import decoder_layers
 from tests.conformance.layouts import MODELS
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import Watched, module

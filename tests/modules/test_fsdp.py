@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.fsdp import FSDPModule
 from coalign.roles import Context
 from coalign.types import LossInput, LossOutput, Stat
 from tests.modules.batches import rollout

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coalign.backends.scorers.judge import JudgeModule
+from coalign.backends.scorers.preference import PreferenceModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.judge import JudgeModule
-from coalign.modules.preference import PreferenceModule
 from coalign.roles import Context
 from coalign.types import Status
 from examples.arithmetic import make_model

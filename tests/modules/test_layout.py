@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coalign.backends.layout import Block, pack, trained
 from coalign.data.batch import Batch
-from coalign.modules.layout import Block, pack, trained
 from tests.modules.batches import rollout
 
 

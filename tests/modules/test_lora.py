@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from coalign.backends import lora, pretrained
+from coalign.backends.engines.native.module import NativeModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules import lora, pretrained
-from coalign.modules.native import NativeModule
 from coalign.roles import Context
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import Watched, module, same, weights

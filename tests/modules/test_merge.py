@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import CliRunner
 
 from coalign.cli import app
-from coalign.modules.merge import merge
+from coalign.commands.merge import merge
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import module, same, weights
 from tests.tiny import tiny_model_dir

@@ -5,12 +5,12 @@ import gc
 import pytest
 import torch
 
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.scorers.cached import CachedModule
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS, Arena, OutOfDeviceMemory
-from coalign.modules.cached import CachedModule
-from coalign.modules.fsdp import FSDPModule
-from coalign.modules.native import NativeModule
 from coalign.roles import Context
 from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from coalign.backends import optim
+from coalign.backends.optim import build, clip
 from coalign.config.schema import ModelConfig, OptimizerConfig
-from coalign.modules import bnb
-from coalign.modules.optim import build, clip
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import module, same, weights
 from tests.tiny import tiny_model_dir
@@ -144,7 +144,7 @@ def test_muon_without_matrices_or_with_nothing_else():
 
 
 def test_eight_bits_without_bitsandbytes(monkeypatch):
-    monkeypatch.setattr(bnb, "find_spec", lambda name: None)
+    monkeypatch.setattr(optim, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"`adamw_8bit` needs bitsandbytes \(pip install"):
         build_for(pair()[0], name="adamw_8bit")
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from coalign.backends import pretrained
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.cluster.base import footprint
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig
-from coalign.modules import pretrained
-from coalign.modules.fsdp import FSDPModule
 from tests.tiny import tiny_model_dir
 from tests.weights.families.checkpoints import native
 

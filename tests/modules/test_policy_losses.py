@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from coalign.algorithms.shaping import mask_truncated
+from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.fsdp import FSDPModule
-from coalign.modules.objective import Objective
 from coalign.roles import Context
 from coalign.types import Status
 from tests.modules.batches import rollout

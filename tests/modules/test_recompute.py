@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from coalign.modules.fsdp import FSDPModule, decoder_layers
+from coalign.backends.hf.fsdp import FSDPModule, decoder_layers
 from tests.modules.batches import rollout
 from tests.modules.test_fsdp import Watched, module
 from tests.tiny import tiny_model_dir

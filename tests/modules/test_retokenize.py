@@ -7,13 +7,13 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
+from coalign.backends.scorers.retokenize import RetokenizeModule
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.sources import BadRow
-from coalign.modules.retokenize import RetokenizeModule
+from coalign.launch.validate import reads_alike
 from coalign.roles import Context
-from coalign.runtime.vocabulary import reads_alike
 from coalign.types import Status, Total
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
 

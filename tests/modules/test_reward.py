@@ -5,12 +5,12 @@ import logging
 import pytest
 import torch
 
-from coalign.algorithms.combining import Term
+from coalign.algorithms.combine import Term
+from coalign.backends.scorers.reward import RewardModule
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
-from coalign.modules.reward import RewardModule
+from coalign.engine.reward import combine_rewards
 from coalign.roles import Context
-from coalign.runtime.rewarding import combine_rewards
 from coalign.types import Stat, Status, Total
 from tests.tiny import tiny_tokenizer
 

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from coalign.backends.optim import learning_rate
 from coalign.config.schema import OptimizerConfig
-from coalign.modules.schedule import learning_rate
 
 
 def rates(total: int, **config) -> list[float]:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from coalign.backends import lora
+from coalign.backends.engines.vllm import engine
+from coalign.backends.engines.vllm import module as vllm
+from coalign.backends.engines.vllm.worker import WeightOutlet
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
-from coalign.modules import lora, vllm
-from coalign.modules.fsdp import FSDPModule
 from coalign.roles import Context
-from coalign.vllm import options
-from coalign.vllm.parcels import Outlet
 from tests.conformance.engines import SMALL, VLLM, build, load, mismatch, model_dir, prompts
 from tests.tiny import tiny_model_dir
 
@@ -93,14 +94,16 @@ def test_what_devices_cannot_share_is_refused(directory, tmp_path):
 )
 def test_options_that_are_unknown_or_taken_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        options.check_owned({"block_size": 16, name: 1}, "policy")
-        options.check_known({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
+        engine.check_owned({"block_size": 16, name: 1}, "policy")
+        engine.check_known({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
 
 
 def test_parcels_hold_every_tensor_and_one_that_is_larger_than_a_parcel():
     weights = [(str(n), torch.randn(n, 3).to(dtype)) for n, dtype in ((4, torch.float32), (7, torch.bfloat16))] * 3
     weights += [("large", torch.randn(200)), ("none", torch.zeros(0, 3)), ("last", torch.tensor(3.0))]
-    arrived = [(name, tensor.clone()) for parcel in Outlet(256).parcels(weights) for name, tensor in parcel.open()]
+    arrived = [
+        (name, tensor.clone()) for parcel in WeightOutlet(256).parcels(weights) for name, tensor in parcel.open()
+    ]
     assert [name for name, _ in arrived] == [name for name, _ in weights]
     for (_, sent), (_, met) in zip(weights, arrived, strict=True):
         assert torch.equal(sent, met) and sent.dtype == met.dtype
@@ -193,11 +196,11 @@ def test_what_vllm_cannot_run_is_named_before_weights_are_read(directory, tmp_pa
 
 @VLLM
 def test_ranks_beyond_what_vllm_has_room_for_are_refused():
-    from coalign.vllm import adapters
+    from coalign.backends.engines.vllm import adapters
 
-    assert [adapters.room(rank, "policy") for rank in (1, 4, 9, 512)] == [1, 8, 16, 512]
+    assert [adapters.adapter_capacity(rank, "policy") for rank in (1, 4, 9, 512)] == [1, 8, 16, 512]
     with pytest.raises(ValueError, match=r"rank up to 512; the trainer's `lora\.rank` is 513: use `merged`"):
-        adapters.room(513, "policy")
+        adapters.adapter_capacity(513, "policy")
 
 
 @VLLM

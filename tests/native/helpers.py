@@ -8,10 +8,10 @@ from dataclasses import replace  # noqa: F401  (for the tests)
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
-from coalign.generation.request import Request, Response
-from coalign.generation.sampling import Sampling
-from coalign.native.engine import NativeEngine
-from coalign.native.model import Model
+from coalign.backends.engines.native.engine import NativeEngine
+from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.request import Request, Response
+from coalign.backends.engines.sampling import Sampling
 
 VOCABULARY = 160
 SAMPLING = Sampling(max_new_tokens=12, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=())

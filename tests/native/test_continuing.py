@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.generation.request import Request
+from coalign.backends.engines.request import Request
 from coalign.types import Status
 from tests.native import helpers
 from tests.native.test_invariance import MODELS

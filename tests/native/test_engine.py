@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from coalign.generation.request import Request
-from coalign.native.model import Model
+from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.request import Request
 from coalign.types import Status
 from tests.native import helpers
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coalign.native import kernels
+from coalign.backends.engines.native import kernels
 from tests.native import helpers
 
 SHAPES = [(48, 48), (56, 104), (384, 1000)]
@@ -85,7 +85,7 @@ def test_a_little_faster_is_not_enough(clock, monkeypatch):
 def test_where_all_kernels_depend_on_the_batch_the_engine_says_so(clock, monkeypatch, caplog):
     made = by_hand(only=clock(1.0, depends=True))
     monkeypatch.setitem(kernels.KERNELS, torch.float32, made)
-    monkeypatch.setattr("coalign.native.probe.check", lambda model: None)
+    monkeypatch.setattr("coalign.backends.engines.native.model.check_against_transformers", lambda model: None)
     with caplog.at_level(logging.WARNING):
         engine = helpers.engine(helpers.reference(helpers.qwen2()))
     assert not engine.is_invariant

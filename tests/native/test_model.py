@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.native.model import Model
+from coalign.backends.engines.native.model import Model
 from tests.native import helpers
 
 

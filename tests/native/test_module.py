@@ -9,11 +9,11 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.request import StopFinder
+from coalign.backends.engines.samples import begin
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.generation.stops import StopFinder
-from coalign.modules.native import NativeModule
-from coalign.modules.rollout import begin
 from coalign.roles import Context
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
 from tests.native.helpers import reference_logprobs

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from coalign.native.model import Model
+from coalign.backends.engines.native.model import Model
 from tests.native import helpers
 
 _SHAPE = dict(

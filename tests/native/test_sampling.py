@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coalign.generation.sampling import draw, penalise, sample, stream_key, truncate, uniforms
+from coalign.backends.engines.sampling import draw, penalise, sample, stream_key, truncate, uniforms
 from tests.native.helpers import SAMPLING, replace
 
 PROBS = torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coalign.generation.stops import StopFinder
+from coalign.backends.engines.request import StopFinder
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

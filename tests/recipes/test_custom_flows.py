@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from coalign.backends.base import Module
 from coalign.config import load
 from coalign.data.batch import Batch
-from coalign.modules.base import Module
+from coalign.launch.build import recipe
+from coalign.launch.check import check as examine
 from coalign.recipes.sft import SFT
+from coalign.report.display import Display
 from coalign.roles import Trainable
-from coalign.runtime.build import recipe
-from coalign.runtime.checking import check as examine
-from coalign.runtime.display import Display
 from coalign.types import Stat
 from examples.arithmetic import make_data, make_model
 from examples.custom import committee, second_try
@@ -59,7 +59,7 @@ def example(tmp_path, monkeypatch):
 
 
 def train(config):
-    from coalign.runtime.run import train
+    from coalign.launch.run import train
 
     assert train(config, Display(quiet=True)) == 0
     return metrics({"output": config.output})

@@ -115,9 +115,9 @@ def test_kto_needs_two_rows(tmp_path):
 @pytest.mark.parametrize("algorithm", RECIPES)
 def test_check_draws_the_flow(tmp_path, algorithm, capsys):
     from coalign.config import load
-    from coalign.runtime.build import recipe
-    from coalign.runtime.checking import check
-    from coalign.runtime.display import Display
+    from coalign.launch.build import recipe
+    from coalign.launch.check import check
+    from coalign.report.display import Display
 
     config = load(configuration(tmp_path, algorithm), [], defaults=lambda name: recipe(name).defaults)
     check(config, Display())
@@ -127,9 +127,9 @@ def test_check_draws_the_flow(tmp_path, algorithm, capsys):
 
 @pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
 def test_a_trained_model_is_evaluated_against_the_reference_of_its_run(tmp_path, algorithm):
+    from coalign.commands.evaluate import evaluate
     from coalign.config import load
-    from coalign.runtime.build import recipe
-    from coalign.runtime.inference import evaluate
+    from coalign.launch.build import recipe
 
     config = configuration(tmp_path, algorithm, eval_every=8)
     run(config)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from coalign.config import ConfigError, load
 from coalign.config.export import to_commented_yaml
 from coalign.data.batch import Batch
-from coalign.recipes.remax import prompts_of, with_baseline
-from coalign.runtime.build import prepare, recipe
-from coalign.runtime.checking import check
-from coalign.runtime.display import Display
+from coalign.launch.build import prepare, recipe
+from coalign.launch.check import check
+from coalign.recipes.reinforce import prompts_of, with_baseline
+from coalign.report.display import Display
 from coalign.types import Stat, Status, Total
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 

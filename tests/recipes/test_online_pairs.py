@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from coalign.backends.base import TrainableModule
 from coalign.config import load
-from coalign.modules.base import TrainableModule
-from coalign.runtime.build import prepare, recipe
-from coalign.runtime.checking import trace
-from coalign.runtime.guards import UNHEALTHY
+from coalign.engine.hooks.guards import UNHEALTHY
+from coalign.launch.build import prepare, recipe
+from coalign.launch.check import trace
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 
@@ -49,7 +49,7 @@ def test_how_far_the_sampler_is_from_the_trainer(tmp_path, updates):
 
 
 def test_a_bad_sampler_is_seen(tmp_path, monkeypatch):
-    from coalign.modules.native import NativeModule
+    from coalign.backends.engines.native.module import NativeModule
 
     generate = NativeModule.generate
 

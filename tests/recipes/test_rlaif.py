@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coalign.config import load
-from coalign.runtime.build import prepare, recipe
-from coalign.runtime.checking import trace
+from coalign.launch.build import prepare, recipe
+from coalign.launch.check import trace
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 
 DIGITS = {"fn": "tests.runs:digits", "weight": 0.0}

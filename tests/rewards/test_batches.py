@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coalign.rewards.batches import Batches
+from coalign.rewards.remote import Batches
 
 
 def collect(items, *, size=4, at_once=1, run=None):

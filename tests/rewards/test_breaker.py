@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.rewards.breaker import Breaker
+from coalign.rewards.remote import Breaker
 
 
 class Clock:

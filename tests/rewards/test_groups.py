@@ -6,12 +6,12 @@ from itertools import combinations
 
 import pytest
 
+from coalign.backends.scorers.reward import reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
-from coalign.modules.reward import reward_function
 from coalign.rewards import Pairwise, Tournament
 from coalign.rewards.calls import Caller, RewardFailure, RewardFunction
-from coalign.rewards.ranking import Comparison, bradley_terry, swiss_round, win_rates
+from coalign.rewards.groups import Comparison, bradley_terry, swiss_round, win_rates
 from tests.rewards.samples import sample
 
 HERE = "tests.rewards.test_groups:"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from coalign.rewards.judging import Pairwise, Pointwise
+from coalign.rewards.judge_questions import Pairwise, Pointwise
 from coalign.types import Sample
 
 NONE = torch.zeros(0)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from coalign.backends.scorers.reward import reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
-from coalign.modules.reward import reward_function
 from coalign.rewards import CosineLength, length_penalty, length_range, length_target
 from coalign.rewards.calls import Caller, RewardFailure, RewardFunction
 from tests.rewards.samples import sample

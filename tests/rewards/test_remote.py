@@ -8,9 +8,9 @@ from email.utils import formatdate
 
 import pytest
 
+from coalign.backends.scorers.reward import reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
-from coalign.modules.reward import reward_function
 from coalign.rewards import Remote
 from coalign.rewards.calls import Caller, RewardFailure
 from tests.rewards.samples import sample

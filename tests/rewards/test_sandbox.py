@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coalign.rewards import sandbox
-from coalign.rewards.sandbox import Limits, Sandbox, SandboxError, Unenforceable, demand, shortfalls
+from coalign.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError, Unenforceable, demand, sandbox, shortfalls
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 SECRET = "coalign-test-secret"
@@ -309,7 +308,7 @@ def is_of_ours(pid):
 
 def test_it_dies_with_whoever_started_it(tmp_path):
     script = (
-        "import asyncio, sys\nfrom coalign.rewards.sandbox import *\nasync def main():\n"
+        "import asyncio, sys\nfrom coalign.rewards.sandbox.sandbox import *\nasync def main():\n"
         "    async with Sandbox(Limits(seconds=600)) as box:\n        print('begun', flush=True)\n"
         "        await box.run('while True: pass')\nasyncio.run(main())"
     )

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from coalign.rewards.threads import MAX_HUNG, OutOfTime, Threads, TooManyHung
+from coalign.rewards.threads import MAX_HUNG, OutOfTime, ThreadPool, TooManyHung
 
 
 def run(call, arguments, seconds=5.0):
     async def main():
-        return await Threads().run(call, arguments, seconds)
+        return await ThreadPool().run(call, arguments, seconds)
 
     return asyncio.run(main())
 

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from coalign.rollout.agent import agent
+from coalign.environments.agent import agent
 from coalign.types import Status
 from tests.rollout.helpers import TOKENIZER, episode, play
 

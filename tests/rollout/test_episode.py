@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coalign import rewards
-from coalign.rollout.rendering import RenderingError
+from coalign.environments.rendering import RenderingError
 from coalign.types import Sample, Status
 from tests.rollout.helpers import END, TOKENIZER, Script, encode, episode, play
 from tests.tiny import CHATML

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from coalign.algorithms.advantages import rloo
-from coalign.cluster.apply import apply_columns
+from coalign.cluster.functions import apply_columns
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.rollout.games import GuessTheNumber, IllegalMove, Nim
-from coalign.rollout.playing import game, self_play
-from coalign.rollout.simple import simulated_user
+from coalign.environments.conversation import simulated_user
+from coalign.environments.games import GuessTheNumber, IllegalMove, Nim, game, self_play
 from coalign.types import Status
 from examples.custom_environment import higher_or_lower
 from tests.rollout.helpers import TOKENIZER, episode, play

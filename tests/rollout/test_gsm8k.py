@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coalign.backends.engines.native.module import NativeModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.templates import load_template
-from coalign.data.texts import read_samples
-from coalign.modules.native import NativeModule
+from coalign.data.templates import load_template, read_samples
+from coalign.environments.parsers import ToolRequest
 from coalign.rewards import math
 from coalign.roles import Context
-from coalign.rollout.parsers import ToolRequest
 from coalign.types import Sample, Status
 from tests.gsm8k import TEST
 from tests.rollout.helpers import TOOLS_CHATML

@@ -11,17 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coalign.backends.engines.episodes import EpisodesFailed
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.samples import begin
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.templates import load_template
-from coalign.data.texts import read_samples
-from coalign.modules.episodes import EpisodesFailed
-from coalign.modules.native import NativeModule
-from coalign.modules.rollout import begin
+from coalign.data.templates import load_template, read_samples
+from coalign.environments.parsers import ToolRequest
+from coalign.environments.tools import Toolbox
 from coalign.rewards import episode as episode_reward
 from coalign.roles import Context
-from coalign.rollout.parsers import ToolRequest
-from coalign.rollout.tools import Toolbox
 from coalign.types import Status, Total
 from tests.rollout.helpers import TOOLS_CHATML
 from tests.tiny import tiny_model_dir, tiny_tokenizer
@@ -156,13 +155,13 @@ async def one_turn(episode):
 
 def test_an_episode_of_one_turn_is_a_response(directory):
     episodes, _ = module(directory, "one_turn").generate(prompts(directory))
-    plain = module(directory, "coalign.rollout:single_turn").generate(prompts(directory))
+    plain = module(directory, "coalign.environments:single_turn").generate(prompts(directory))
     for name in ("tokens", "loss_mask", "rollout_logprobs", "versions", "status", "prompt_length", "index"):
         assert torch.equal(episodes[name], plain[name]), name
 
 
 def test_plain_generation_takes_no_part_in_this(directory):
-    plain = module(directory, "coalign.rollout:single_turn")
+    plain = module(directory, "coalign.environments:single_turn")
     assert plain.runner is None and isinstance(plain.generate(prompts(directory)), Batch)
 
 

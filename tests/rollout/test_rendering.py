@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coalign.data.templates import load_template
-from coalign.rollout.rendering import Rendering, RenderingError
+from coalign.environments.rendering import Rendering, RenderingError
 from tests.rollout.helpers import END, TOKENIZER, encode
 from tests.tiny import CHATML, tiny_tokenizer
 

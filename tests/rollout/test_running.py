@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from coalign.rollout.running import EnvironmentBlocked, EnvironmentFunction
-from coalign.rollout.threads import in_thread
+from coalign.environments.episode import call_in_thread
+from coalign.environments.loop import EnvironmentBlocked, EnvironmentFunction
 from coalign.types import Status
 from tests.rollout.helpers import Script, episode, play
 
@@ -96,7 +96,7 @@ def test_environments_run_side_by_side():
 def test_a_function_in_a_thread_may_take_its_time():
     async def waits(one):
         await one.generate()
-        await in_thread(time.sleep, 100 if one.group == 0 else 0)
+        await call_in_thread(time.sleep, 100 if one.group == 0 else 0)
 
     assert statuses(play(waits, *several(3), timeout=1.0)) == [Status.ERROR, Status.OK, Status.OK]
 
@@ -104,7 +104,7 @@ def test_a_function_in_a_thread_may_take_its_time():
 def test_what_a_thread_raises_rises():
     async def divides(one):
         with pytest.raises(ZeroDivisionError):
-            await in_thread(lambda: 1 // 0)
+            await call_in_thread(lambda: 1 // 0)
         await one.generate()
 
     assert statuses(play(divides, *several(1))) == [Status.OK]
@@ -132,7 +132,7 @@ def test_an_environment_of_a_group_gets_all_its_samples():
 
 
 def test_who_blocks_the_loop_is_named(monkeypatch):
-    monkeypatch.setattr("coalign.rollout.running._GRACE", 0.1)
+    monkeypatch.setattr("coalign.environments.loop._GRACE", 0.1)
 
     async def blocks(one):
         time.sleep(5)  # instead of asyncio.sleep

@@ -11,11 +11,11 @@ from typing import Literal
 import pytest
 
 from coalign.config.errors import ConfigError
-from coalign.rollout.calculator import calculator, evaluate
-from coalign.rollout.episode import Turn
-from coalign.rollout.parsers import hermes, llama
-from coalign.rollout.tool_use import tool_use
-from coalign.rollout.tools import tool
+from coalign.environments.calculator import calculator, evaluate
+from coalign.environments.episode import Turn
+from coalign.environments.parsers import hermes, llama
+from coalign.environments.tool_use import tool_use
+from coalign.environments.tools import tool
 from coalign.types import Status
 from tests.rollout.helpers import TOKENIZER, episode, play
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from coalign.config import load
-from coalign.rollout.episode import Turn
-from coalign.rollout.parsers import ToolRequest
-from coalign.runtime.build import prepare, recipe
+from coalign.environments.episode import Turn
+from coalign.environments.parsers import ToolRequest
+from coalign.launch.build import prepare, recipe
 from tests.rollout.helpers import TOOLS_CHATML
 from tests.runs import command, metrics, run, run_in_two_parts, settings, stopping_after, weights_hash
 from tests.runtime.test_processes import finish, wait_for_step

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from coalign.rollout.users import scripted
+from coalign.environments.conversation import scripted
 
 
 def test_a_row_without_the_script_is_named():

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from coalign.backends.engines.samples import begin
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.modules.rollout import begin
-from coalign.runtime.budgets import with_budgets
+from coalign.engine.filters import with_budgets
 from tests.runs import metrics, run, settings
 from tests.runtime.test_partial_rollout import Watched, partial
 

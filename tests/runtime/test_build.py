@@ -6,17 +6,17 @@ import pytest
 
 from coalign.config import load
 from coalign.config.schema import RunConfig
+from coalign.engine.engine import Engine
+from coalign.launch.build import prepare, recipe
+from coalign.launch.check import check
 from coalign.recipes.grpo import GRPO
-from coalign.runtime.build import prepare, recipe
-from coalign.runtime.checking import check
-from coalign.runtime.display import Display
-from coalign.runtime.engine import Engine
+from coalign.report.display import Display
 from tests.runs import run, settings
 
 
 def test_a_recipe_of_ones_own_with_an_unknown_kind_of_data(tmp_path, monkeypatch):
     (tmp_path / "with_unknown_source.py").write_text(
-        "from coalign.runtime.engine import Engine\nclass Mine(Engine):\n    source = 'preference'\n"
+        "from coalign.engine.engine import Engine\nclass Mine(Engine):\n    source = 'preference'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"Mine\.source: 'preference' is no kind of data.*preferences"):

@@ -11,9 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from coalign.cli import app
+from coalign.commands.chat import ChatSettings, Conversation, TextStream, chat
 from coalign.config.schema import SamplingConfig
-from coalign.runtime.chatting import ChatSettings, Conversation, TextStream, chat
-from coalign.runtime.display import Display
+from coalign.report.display import Display
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 

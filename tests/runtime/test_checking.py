@@ -10,11 +10,11 @@ import pytest
 from coalign import cli
 from coalign.config import load
 from coalign.config.functions import resolve_class
+from coalign.launch import validate
+from coalign.launch.build import recipe
+from coalign.launch.check import check
+from coalign.report.display import Display
 from coalign.roles import Context
-from coalign.runtime import refusing
-from coalign.runtime.build import recipe
-from coalign.runtime.checking import check
-from coalign.runtime.display import Display
 from tests.runs import settings
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 from tests.weights.families.checkpoints import native
@@ -34,7 +34,7 @@ def configured(directory, model, changes):
 def refusals(config, model):
     """What setup says, and what `coalign check` does."""
     own = config.models[model]
-    module = resolve_class(own.module, "coalign.modules", "Module")(own, Context(model=model))
+    module = resolve_class(own.module, "coalign.backends", "Module")(own, Context(model=model))
     said = []
     for refuse in (module.setup, lambda: check(config, Display())):
         with pytest.raises((ValueError, NotImplementedError)) as refused:
@@ -141,7 +141,7 @@ def test_check_finds_no_problem_where_there_is_none(tmp_path, capsys, family):
 def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):
     config = configured(tmp_path, "trainer", {})
     config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"wandb": "sums"})})
-    monkeypatch.setattr(refusing, "find_spec", lambda name: None)
+    monkeypatch.setattr(validate, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"runtime\.wandb is 'sums', .*pip install 'coalign\[wandb\]'"):
         check(config, Display())
 
@@ -158,7 +158,7 @@ def test_the_command_line_shows_one_message(monkeypatch, capsys, error):
 
 
 def test_the_command_line_shows_one_message_of_a_worker_that_refuses(tmp_path, monkeypatch, capsys):
-    from coalign.runtime.run import train
+    from coalign.launch.run import train
 
     config = configured(tmp_path, "trainer", {"fp8": True, "compute_dtype": "bfloat16"})
     monkeypatch.setattr(cli, "app", lambda: train(config, Display()))

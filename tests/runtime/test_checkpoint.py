@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from coalign.runtime.checkpoint import MANIFEST, Checkpoints, CorruptCheckpoint, verify
+from coalign.engine.hooks.checkpoint import MANIFEST, Checkpoints, CorruptCheckpoint, verify
 
 
 def fill(directory):

@@ -5,7 +5,7 @@ import torch
 
 from coalign.config.schema.rollout import CurriculumConfig
 from coalign.data.batch import Batch
-from coalign.runtime.curriculum import Curriculum, pass_rates, row_key
+from coalign.engine.curriculum import Curriculum, pass_rates, row_key
 
 
 class Numbers:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from coalign.runtime.display import Display
-from coalign.runtime.stepline import RunTotals, number, phase_seconds, step_fields, step_idle, step_seconds
+from coalign.report.display import Display
+from coalign.report.step_line import RunTotals, number, phase_seconds, step_fields, step_idle, step_seconds
 from coalign.types import Sample, Status
 
 METRICS = {
@@ -237,5 +237,5 @@ def test_consoles_default_to_the_standard_streams(capsys):
 
 
 def test_importing_it_does_not_load_torch():
-    code = "import sys, coalign.runtime.display; assert 'torch' not in sys.modules"
+    code = "import sys, coalign.report.display; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

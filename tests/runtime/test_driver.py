@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.driver import SAMPLES, StandIn, engine_of, step
 from coalign.cluster.future import BatchRef, Future
-from coalign.runtime.timeline import Timeline
+from coalign.engine.hooks.timeline import Timeline
 
 
 @pytest.fixture

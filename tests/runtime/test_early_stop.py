@@ -8,9 +8,8 @@ import pytest
 
 from coalign.config import ConfigError
 from coalign.config.schema.runtime import EarlyStopConfig
-from coalign.runtime.checkpoint import Checkpoints
-from coalign.runtime.hooks import EarlyStop
-from coalign.runtime.saving import Save
+from coalign.engine.hooks.checkpoint import Checkpoints, Save
+from coalign.engine.hooks.evaluation import EarlyStop
 from coalign.types import Stat
 from tests.runs import metrics, run, settings
 

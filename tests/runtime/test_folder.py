@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from coalign.runtime.folder import FolderInUse, RunFolder, StepLog, flatten
+from coalign.engine.hooks.run_folder import FolderInUse, RunFolder, StepLog, flatten
 from coalign.types import Max, Stat, Total, merge_stats
 
 
@@ -68,7 +68,7 @@ def test_two_runs_cannot_share_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(FolderInUse, match="still going"):
         RunFolder(tmp_path / "run")
-    code = f"from coalign.runtime.folder import RunFolder; RunFolder({str(tmp_path / 'run')!r})"
+    code = f"from coalign.engine.hooks.run_folder import RunFolder; RunFolder({str(tmp_path / 'run')!r})"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "FolderInUse" in other.stderr
     folder.close()

@@ -15,14 +15,14 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
+from coalign.backends.engines.native.module import NativeModule
 from coalign.cli import app
+from coalign.commands.generate import generate
+from coalign.commands.resumable import Partial
 from coalign.config.schema import DataConfig, GenerateConfig, NativeConfig, SamplingConfig, SourceConfig
-from coalign.modules.native import NativeModule
+from coalign.engine.hooks.run_folder import FolderInUse
+from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
-from coalign.runtime.display import Display
-from coalign.runtime.folder import FolderInUse
-from coalign.runtime.generating import generate
-from coalign.runtime.partial import Partial
 from tests.runs import ROOT, digits
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 

@@ -12,11 +12,11 @@ from coalign.algorithms.losses import policy_gradient
 from coalign.config import load
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
-from coalign.runtime.build import prepare, recipe
-from coalign.runtime.checking import trace
-from coalign.runtime.display import Display
-from coalign.runtime.guards import METRICS, UNHEALTHY, beyond_thresholds, not_finite, read_dump
-from coalign.runtime.run import train
+from coalign.engine.hooks.guards import METRICS, UNHEALTHY, beyond_thresholds, not_finite, read_dump
+from coalign.launch.build import prepare, recipe
+from coalign.launch.check import trace
+from coalign.launch.run import train
+from coalign.report.display import Display
 from coalign.types import LossInput, LossOutput, Stat, Total
 from tests.runs import metrics, run, settings, weights_hash
 

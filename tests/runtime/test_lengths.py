@@ -2,12 +2,12 @@
 
 import torch
 
-from coalign.cluster.dealing import deal
+from coalign.cluster.balance import shard_rows
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.runtime.ledger import go_on
-from coalign.runtime.lengths import Lengths, response_lengths
+from coalign.engine.filters import Lengths, response_lengths
+from coalign.engine.ledger import go_on
 from coalign.types import Status
 
 STORE = LocalStore()
@@ -44,7 +44,7 @@ def test_expectations_are_means_and_those_of_the_unknown_the_average():
 
 def dealt(ref):
     """Rows of each of two replicas."""
-    return [rows.tolist() for rows in deal(ref, 2, "work").rows]
+    return [rows.tolist() for rows in shard_rows(ref, 2, "work").rows]
 
 
 def test_replicas_get_equal_work_the_longest_first():

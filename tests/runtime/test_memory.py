@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.modules.fsdp import FSDPModule
+from coalign.launch.memory_estimate import Estimate, estimate, largest_phase
 from coalign.roles import Context, Trainable
-from coalign.runtime.memory import Estimate, estimate, largest_phase
 from tests.tiny import tiny_model_dir
 
 

@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
+from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.pretrained import skeleton
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig
 from coalign.memory import arena
-from coalign.modules.fsdp import FSDPModule
-from coalign.modules.pretrained import skeleton
 from tests import runs
 
 PARTS = ["weights", "gradients", "optimizer", "kv"]

@@ -2,13 +2,13 @@
 
 import pytest
 
+from coalign.backends.engines.native.module import NativeModule
 from coalign.config import load
-from coalign.modules.native import NativeModule
+from coalign.engine.engine import Trainer
+from coalign.launch.build import recipe
+from coalign.launch.check import check
 from coalign.recipes.grpo import GRPO
-from coalign.runtime.build import recipe
-from coalign.runtime.checking import check
-from coalign.runtime.display import Display
-from coalign.runtime.trainer import Trainer
+from coalign.report.display import Display
 from tests.runs import metrics, run, weights_hash
 from tests.runtime.test_sampling_control import assert_resumes_bit_for_bit, online
 

@@ -14,13 +14,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from coalign.cli import app
+from coalign.commands import pipeline
+from coalign.commands.resumable import Partial
+from coalign.commands.stages import KINDS
 from coalign.config import ConfigError
 from coalign.config.pipelines import is_pipeline, load_pipeline
-from coalign.runtime import pipeline
-from coalign.runtime.display import Display
-from coalign.runtime.partial import Partial
-from coalign.runtime.recording import Record
-from coalign.runtime.stages import KINDS
+from coalign.engine.hooks.recorder import Record
+from coalign.report.display import Display
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from matplotlib.image import imread
 
-from coalign.runtime.plots import _PLOTS, _choose, plot_run, smooth
+from coalign.report.plots import _PLOTS, _choose, plot_run, smooth
 
 
 def write(folder, rows, tail=""):
@@ -80,5 +80,5 @@ def test_smoothing_keeps_a_straight_line_inside_and_constants_everywhere():
 
 
 def test_matplotlib_is_imported_only_to_draw():
-    code = "import sys, coalign.runtime.plots; assert not any(m.startswith('matplotlib') for m in sys.modules)"
+    code = "import sys, coalign.report.plots; assert not any(m.startswith('matplotlib') for m in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

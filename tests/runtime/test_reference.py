@@ -1,6 +1,6 @@
 from coalign.config.schema import LoraConfig, ModelConfig
+from coalign.engine.reference import shared_bases
 from coalign.roles import Scorer, Trainable
-from coalign.runtime.reference import shared_bases
 
 ROLES = {"trainer": Trainable, "reference": Scorer}
 

@@ -4,7 +4,7 @@ import pytest
 
 from coalign.config import load
 from coalign.config.errors import ConfigError
-from coalign.runtime.build import prepare, recipe
+from coalign.launch.build import prepare, recipe
 from coalign.types import LossInput, LossOutput
 from tests.runs import run, settings
 
@@ -119,9 +119,9 @@ def test_self_play_with_pairs(tmp_path):
 def test_the_rules_of_a_game(tmp_path):
     with pytest.raises(ConfigError, match=r"rollout.settings.stick: unknown argument of Nim; did you mean 'sticks'"):
         prepare(configured(tmp_path, "grpo", "rollout={fn: game, settings: {stick: 5}}"))
-    with pytest.raises(ValueError, match=r"'Nym' is not in coalign.rollout.games; did you mean 'Nim'"):
+    with pytest.raises(ValueError, match=r"'Nym' is not in coalign.environments.games; did you mean 'Nim'"):
         prepare(configured(tmp_path, "grpo", "rollout={fn: self_play, rules: Nym}"))
-    with pytest.raises(ValueError, match=r"'random' is not in coalign.rollout.playing"):
+    with pytest.raises(ValueError, match=r"'random' is not in coalign.environments.games"):
         prepare(configured(tmp_path, "grpo", "rollout={fn: game, opponent: random}"))
 
 

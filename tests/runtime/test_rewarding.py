@@ -6,20 +6,20 @@ import math
 import pytest
 import torch
 
-from coalign.algorithms.combining import Term
+from coalign.algorithms.combine import Term
+from coalign.backends.base import Module
 from coalign.cluster.local import LocalCluster
+from coalign.commands.evaluate import evaluate
 from coalign.config import load
 from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.modules.base import Module
+from coalign.engine.reward import Reward, combine_rewards, reward_models, turn_weight
+from coalign.launch.build import prepare, recipe
+from coalign.launch.check import check
+from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.roles import Context
-from coalign.runtime.build import prepare, recipe
-from coalign.runtime.checking import check
-from coalign.runtime.display import Display
-from coalign.runtime.inference import evaluate
-from coalign.runtime.rewarding import Reward, combine_rewards, reward_models, turn_weight
 from coalign.types import Stat, Status, Total
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
@@ -228,7 +228,7 @@ def loaded(config, *overrides):
     [
         ([{"fn": "math"}], 0.0),
         ([{"fn": "episode"}, {"fn": "math", "weight": 3.0}], 1.0),
-        ([{"fn": "coalign.rewards.episodes:episode", "weight": 0.5, "name": "game"}, {"model": "kind"}], 0.5),
+        ([{"fn": "coalign.rewards.rules:episode", "weight": 0.5, "name": "game"}, {"model": "kind"}], 0.5),
         ([{"fn": "episode", "normalise": "batch"}], 0.0),
         ([{"fn": "episode", "clip": 1.0}], 0.0),
     ],

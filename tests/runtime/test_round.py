@@ -7,7 +7,7 @@ import torch
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import RunConfig
 from coalign.data.batch import Batch
-from coalign.runtime.round import Round
+from coalign.engine.environment import Round
 from coalign.types import EffectiveSize, Max, Stat, Total, merge_stats
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from coalign.config import load
+from coalign.engine.hooks import checkpoint
+from coalign.engine.hooks.checkpoint import CorruptCheckpoint
+from coalign.launch.build import recipe
+from coalign.launch.check import check as examine
 from coalign.recipes.grpo import GRPO
-from coalign.runtime import saving
-from coalign.runtime.build import recipe
-from coalign.runtime.checking import check as examine
-from coalign.runtime.checkpoint import CorruptCheckpoint
-from coalign.runtime.display import Display
+from coalign.report.display import Display
 from coalign.types import Stat
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    real, calls = saving.fill, []
+    real, calls = checkpoint.fill, []
 
     def full(engine, directory):
         calls.append(engine.step)
@@ -129,7 +129,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
         if engine.step == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving, "fill", full)
+    monkeypatch.setattr(checkpoint, "fill", full)
     config = settings(tmp_path, "grpo", save_every=1, steps=3, eval_at_start=False)
     with caplog.at_level(logging.WARNING):
         assert run(config) == 0

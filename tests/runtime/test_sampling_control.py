@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coalign.runtime.recording import Record
+from coalign.engine.hooks.recorder import Record
 from tests.runs import metrics, run, settings, weights_hash
 
 

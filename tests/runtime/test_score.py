@@ -8,14 +8,14 @@ from rich.console import Console
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.cli import app
+from coalign.commands import score as scoring
+from coalign.commands.resumable import Partial
+from coalign.commands.score import score
 from coalign.config.schema import DataConfig, ScoreConfig, SourceConfig
-from coalign.modules.fsdp import FSDPModule
+from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
-from coalign.runtime import scoring
-from coalign.runtime.display import Display
-from coalign.runtime.partial import Partial
-from coalign.runtime.scoring import score
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 ASKED = {"role": "user", "content": "1+1="}

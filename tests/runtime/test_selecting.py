@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from coalign.commands.select import select
 from coalign.config.schema import SelectConfig
-from coalign.runtime.selecting import select
 
 
 def write(path, *rows):

@@ -17,10 +17,10 @@ import torch
 import uvicorn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from coalign.commands.judges import Verdict, open_judge
+from coalign.commands.serve import application, serve
 from coalign.config import ConfigError, load_section
 from coalign.config.schema import ServeConfig
-from coalign.runtime.judges import Verdict, open_judge
-from coalign.runtime.serving import application, serve
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir
 
@@ -283,7 +283,7 @@ def test_a_run_rewarded_over_http_learns_the_same(served, tmp_path, monkeypatch)
 
 
 def test_what_cannot_be_served(tmp_path, monkeypatch):
-    from coalign.runtime.display import Display
+    from coalign.report.display import Display
 
     with pytest.raises(ConfigError, match="nothing to serve: give `reward`"):
         load_section(ServeConfig, {})

@@ -6,9 +6,9 @@ import pytest
 
 from coalign.config import load
 from coalign.config.errors import ConfigError
-from coalign.runtime.build import recipe
-from coalign.runtime.checking import check
-from coalign.runtime.display import Display
+from coalign.launch.build import recipe
+from coalign.launch.check import check
+from coalign.report.display import Display
 from tests.runs import metrics, run, weights_hash
 from tests.runtime.test_partial_rollout import partial
 

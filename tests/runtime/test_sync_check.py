@@ -8,8 +8,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from coalign.backends.engines.native.model import Model
 from coalign.cli import app
-from coalign.native.model import Model
 from tests.runs import settings
 from tests.tiny import tiny_model_dir
 

@@ -9,8 +9,8 @@ import pytest
 
 from coalign.cluster.answers import Running
 from coalign.cluster.future import Future, Outcome, Span
-from coalign.runtime.timeline import Event, Timeline, chrome_trace, idle, phases, under_way
-from coalign.runtime.timeline_plot import plot_timeline
+from coalign.engine.hooks.timeline import Event, Timeline, chrome_trace, idle, phases, under_way
+from coalign.report.plots import plot_timeline
 from coalign.types import Stat
 from tests.cluster.test_stream import sleepy
 from tests.cluster.threads import thread_cluster

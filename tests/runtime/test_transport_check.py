@@ -3,7 +3,7 @@
 import pytest
 
 from coalign.config import load
-from coalign.runtime.build import prepare, recipe
+from coalign.launch.build import prepare, recipe
 from tests.runs import settings
 
 TOGETHER = "runtime.colocation=[[policy, trainer]]"

@@ -10,7 +10,7 @@ import time
 
 from coalign.cluster.answers import Running
 from coalign.cluster.future import Future, Outcome
-from coalign.runtime.watchdog import Watchdog, watching
+from coalign.engine.hooks.watchdog import Watchdog, watching
 from tests.cluster.threads import thread_cluster
 
 
@@ -66,7 +66,7 @@ def test_a_report_names_phase_calls_places_and_files(tmp_path, caplog):
     waiting, busy = call("reference.forward_step"), call("policy.generate", time.time() - 100)
     watchdog = Watchdog(Calls(busy, waiting), tmp_path / "stalls", 60.0)
     watchdog.phase("rollout")
-    with caplog.at_level(logging.WARNING, "coalign.runtime.watchdog"):
+    with caplog.at_level(logging.WARNING, "coalign.engine.hooks.watchdog"):
         place = watchdog.report("policy.generate without an answer for 100 s")
     text = caplog.text
     assert "phase `rollout` since" in text and str(place) in text

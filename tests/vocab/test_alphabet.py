@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from coalign.vocab.alphabet import SENTENCEPIECE, ByteLevel, Characters, alphabet_of
+from coalign.vocab.merges import SENTENCEPIECE, ByteLevel, Characters, alphabet_of
 
 
 def test_the_byte_alphabet_is_that_of_the_tokenizers_library():

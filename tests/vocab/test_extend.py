@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.cli import app
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.modules.fsdp import FSDPModule
-from coalign.modules.native import NativeModule
 from coalign.roles import Context
 from coalign.vocab import extend
 from tests.tiny import tiny_model_dir

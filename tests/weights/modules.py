@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from coalign.modules.base import Module
+from coalign.backends.base import Module
 
 
 class Sender(Module):

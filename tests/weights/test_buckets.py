@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.weights.buckets import pack
-from coalign.weights.checksum import (
+from coalign.weights.sync.buckets import (
     BLOCK,
     block_checksum,
     blocks,
     checksum,
     combine,
     device_checksum,
+    pack,
     tensor_bytes,
 )
-from coalign.weights.copying import copied
-from coalign.weights.transport import WeightError
+from coalign.weights.sync.copying import copied
+from coalign.weights.sync.transport import WeightError
 
 
 def weights():

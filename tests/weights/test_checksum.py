@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.weights.checksum import BLOCK, PIECE, SHARES, block_checksum, checksum, pieces
-from coalign.weights.copying import checked, copied
+from coalign.weights.sync.buckets import BLOCK, PIECE, SHARES, block_checksum, checksum, pieces
+from coalign.weights.sync.copying import checked, copied
 
 
 @pytest.mark.parametrize("size", [1, PIECE, PIECE + 1, 3 * PIECE - 7, SHARES * PIECE, BLOCK - 1, BLOCK])

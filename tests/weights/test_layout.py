@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from coalign.weights.layout import Attention, Mesh, ParallelLayout, Rule, Split, UncutTensor, contiguous
-from coalign.weights.shards import Spec, cut, join, overlap, plan, reshard, without
-from coalign.weights.transport import WeightError
+from coalign.weights.layouts.parallel import Attention, Mesh, ParallelLayout, Rule, Split, UncutTensor, contiguous
+from coalign.weights.layouts.shards import Spec, cut, join, overlap, plan, reshard, without
+from coalign.weights.sync.transport import WeightError
 
 
 def lay(rules, full, stages=(), experts=((),), **mesh):

@@ -8,9 +8,9 @@ import pytest
 
 from coalign.config.schema import SyncConfig
 from coalign.roles import Context
-from coalign.weights.cuda_ipc import CudaIpc
-from coalign.weights.places import WeightEndpoint, place
-from coalign.weights.sync import fitting
+from coalign.weights.sync.cuda_ipc import CudaIpc
+from coalign.weights.sync.sync import fitting
+from coalign.weights.sync.transport import WeightEndpoint, place
 from tests.weights.modules import Adopter, Sender
 
 

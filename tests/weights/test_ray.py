@@ -8,7 +8,7 @@ import torch
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SyncConfig
 from coalign.roles import Context
-from coalign.weights.sync import WeightSync
+from coalign.weights.sync.sync import WeightSync
 from tests.cluster.conftest import ray_here  # noqa: F401
 from tests.tiny import tiny_model_dir
 

@@ -10,11 +10,9 @@ import signal
 import pytest
 import torch
 
-from coalign.weights import segment
-from coalign.weights.entry import Entry, aligned
-from coalign.weights.journal import State, SyncJournal
-from coalign.weights.segment import NoRoom, SharedMemorySegment
-from coalign.weights.transport import WeightError
+from coalign.weights.sync.segment import NoRoom, SharedMemorySegment, State, SyncJournal, TensorEntry, aligned
+from coalign.weights.sync.sync import segment
+from coalign.weights.sync.transport import WeightError
 
 FORK = multiprocessing.get_context("fork")
 
@@ -26,7 +24,7 @@ def in_another_process(function, *arguments):
     return process.exitcode
 
 
-MATRIX = Entry("matrix", torch.float32, (2, 2), aligned(24))
+MATRIX = TensorEntry("matrix", torch.float32, (2, 2), aligned(24))
 
 
 def read(address):

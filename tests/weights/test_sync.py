@@ -10,8 +10,8 @@ from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context
 from coalign.types import Total
-from coalign.weights.in_process import Adopt, Copy
-from coalign.weights.sync import WeightSync
+from coalign.weights.sync.in_process import Adopt, Copy
+from coalign.weights.sync.sync import WeightSync
 from tests.weights.test_transports import EMBED, LAYER
 
 IN_TURNS = [["trainer", "policy"]]

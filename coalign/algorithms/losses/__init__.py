@@ -4,12 +4,11 @@ Keyword-only arguments are configuration. A loss says by attributes what its val
 it needs that are not there unasked (``needs``); see coalign.algorithms.traits.
 """
 
-from coalign.algorithms.losses.cispo import cispo
-from coalign.algorithms.losses.distillation import distillation
-from coalign.algorithms.losses.gspo import gspo
 from coalign.algorithms.losses.kto import apo_zero_unpaired, kto
-from coalign.algorithms.losses.policy import policy_gradient
+from coalign.algorithms.losses.policy import cispo, gspo, policy_gradient, value
 from coalign.algorithms.losses.preference import (
+    aot,
+    aot_unpaired,
     apo_down,
     apo_zero,
     bco_pair,
@@ -21,12 +20,9 @@ from coalign.algorithms.losses.preference import (
     nca_pair,
     sppo_hard,
 )
-from coalign.algorithms.losses.ranking import bradley_terry
 from coalign.algorithms.losses.reference_free import cpo, orpo, simpo
-from coalign.algorithms.losses.sft import sft
-from coalign.algorithms.losses.steps import process_reward
-from coalign.algorithms.losses.transport import aot, aot_unpaired
-from coalign.algorithms.losses.value import value
+from coalign.algorithms.losses.reward_model import bradley_terry, process_reward
+from coalign.algorithms.losses.supervised import distillation, sft
 
 __all__ = [
     "aot",

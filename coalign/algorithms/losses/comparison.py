@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coalign.algorithms.pairs import Pairs
+from coalign.algorithms.comparisons import Pairs
 from coalign.algorithms.segments import segment_count, segment_sum
 from coalign.algorithms.traits import read
 from coalign.types import LossInput, LossOutput, Stat, Stats

@@ -1,12 +1,29 @@
-"""The clipped policy gradient and its settings."""
+"""The clipped policy gradient and its settings.
+
+Group sequence policy optimisation: one ratio per sequence.
+
+Clipped importance-sampling policy optimisation: the ratio is clipped, the gradient is not.
+
+Regression of a value model on returns.
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
-from coalign.algorithms.losses.terms import Surrogate, bounded_exp, clip_range, clipped_surrogate, policy_loss
+from coalign.algorithms.importance import Level
+from coalign.algorithms.losses.terms import (
+    Surrogate,
+    bounded_exp,
+    clip_range,
+    clipped_surrogate,
+    policy_loss,
+    sequence_mean,
+)
 from coalign.algorithms.traits import read
-from coalign.types import LossInput, Stat
+from coalign.types import LossInput, LossOutput, Stat
 
 
 @policy_loss
@@ -40,3 +57,80 @@ def policy_gradient(
         surrogate = torch.where(too_far, bound, surrogate)
         stats["dual_clip_fraction"] = Stat.of(too_far)
     return surrogate, ratio, stats
+
+
+@policy_loss
+def gspo(
+    x: LossInput,
+    *,
+    form: Literal["sequence", "token"] = "sequence",
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    is_level: Level,
+) -> Surrogate:
+    """max(-sA, -clip(s, 1 - clip_low, 1 + clip_high) A) with s = exp(mean over the sequence of log π/π_old), at every
+    token of the sequence (2507.18071). The mean evens ratios out, so the clip range is a thousandth of PPO's.
+
+    - ``form`` `sequence`: A is the mean of the sequence's advantages.
+    - `token` (GSPO-token): each token has its own advantage and, as a gradient, only its own log-prob's: s in value,
+      sg(s) π/sg(π) in gradient. Where the advantages of a sequence are equal, value and gradient are those of
+      `sequence`.
+
+    The paper's mean over sequences is the aggregation `sequence_mean_token_mean`; `sequence_mean_token_sum` weighs by
+    length (LUSPO, 2602.05261), `constant` is the same over another constant. `token_mean` is refused. In the form
+    `sequence` so are weights per token (``is_level: token``): all of its tokens are one event.
+
+    Reads and raises as policy_gradient does; the other settings are those of terms.surrounded.
+    """
+    if form not in ("sequence", "token"):
+        raise ValueError(f"loss.form is '{form}': expected sequence or token")
+    if form == "sequence" and is_level == "token":
+        raise ValueError("loss.is_level is 'token': `gspo` in the form `sequence` takes `sequence` or `product`")
+    logprobs, old, advantages = (read(x, name) for name in ("logprobs", "old", "advantages"))
+    log_ratio = sequence_mean(x, logprobs - old)
+    if form == "sequence":
+        advantages = sequence_mean(x, advantages)
+    else:
+        log_ratio = log_ratio.detach() + (logprobs - logprobs.detach())
+    ratio = bounded_exp(log_ratio)
+    surrogate, stats = clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
+    return surrogate, ratio, stats
+
+
+gspo.aggregations = ("sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
+
+
+@policy_loss
+def cispo(
+    x: LossInput,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> Surrogate:
+    """-sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π per token, ρ = π/π_old (2506.13585).
+
+    REINFORCE with a bounded weight: every token keeps a gradient, also the rare ones on which much depends and that
+    PPO's clip silences first. The default has no lower bound, as in the paper, and 5 as the upper one (2510.13786).
+
+    Reads and raises as policy_gradient does; the other settings are those of terms.surrounded.
+    """
+    logprobs, old, advantages = (read(x, name) for name in ("logprobs", "old", "advantages"))
+    ratio = bounded_exp(logprobs.detach() - old)
+    weight = ratio.clamp(*clip_range(clip_low, clip_high))
+    return -weight * advantages * logprobs, ratio, {"clip_fraction": Stat.of(weight != ratio)}
+
+
+def value(x: LossInput, *, clip: float | None = None) -> LossOutput:
+    """½ (V - R)² per token; with ``clip`` c, ½ max((V - R)², (V_old + clip(V - V_old, -c, c) - R)²).
+
+    The clipped form is that of OpenAI's PPO. Reads values, returns; old_values if ``clip``.
+    """
+    values, returns = read(x, "values"), read(x, "returns")
+    error = (values - returns).square()
+    stats = {"values": Stat.of(values), "returns": Stat.of(returns), "squared_error": Stat.of(error)}
+    if clip is not None:
+        old = read(x, "old_values", "clip")
+        clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+        stats["clip_fraction"] = Stat.of(clipped > error)
+        error = torch.maximum(error, clipped)
+    return LossOutput(error / 2, stats)

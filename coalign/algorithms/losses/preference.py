@@ -4,6 +4,12 @@ Each reads logprobs, ref and the column `preference`, and gives one value per gr
 and a worse response. r is the log-ratio log π - log π_ref of a response, summed over its tokens; w is the better
 response, l the worse one, z = β (r_w - r_l). ``beta`` is β, ``nll_coef`` adds that much of the better response's
 negative log-likelihood per token (2404.19733). Names are those of TRL's ``loss_type``.
+
+Alignment by optimal transport: not pairs but the distributions of rewards over a whole batch are compared.
+
+The better responses' rewards, sorted, shall lie above the worse ones', sorted (stochastic dominance; AOT, 2406.05882).
+Sorting needs every pair at once, so an update is one micro-batch; the value is one number, the mean over all pairs of
+the batch. Reads logprobs, ref and the column `preference`.
 """
 
 from __future__ import annotations
@@ -15,15 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coalign.algorithms.comparisons import Pairs, pairs_of
 from coalign.algorithms.losses.comparison import (
     check_smoothing,
     compared,
     lengths,
     log_ratios,
     logistic,
+    response_logprobs,
     token_log_ratios,
 )
-from coalign.algorithms.pairs import Pairs, pairs_of
 from coalign.algorithms.segments import segment_sum
 from coalign.algorithms.traits import column, read
 from coalign.types import LossInput, LossOutput
@@ -186,3 +193,33 @@ def _desensitised(x: LossInput, pairs: Pairs, ld_alpha: float) -> tuple[Tensor, 
         return head + ld_alpha * (whole - head)
 
     return weighted(pairs.winner), weighted(pairs.loser)
+
+
+def aot(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
+    """Sorted log π_w - log π_l against sorted log π_ref,w - log π_ref,l, by -log σ(β difference)."""
+    pairs, ratios, logprobs = pairs_of(x), log_ratios(x), response_logprobs(x)
+    policy, reference = (
+        pairs.difference(values).sort().values for values in (logprobs, logprobs.detach() - ratios.detach())
+    )
+    return _transported(x, pairs, policy - reference, ratios, beta, label_smoothing)
+
+
+def aot_unpaired(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
+    """Sorted log-ratios of the winners against sorted log-ratios of the losers."""
+    pairs, ratios = pairs_of(x), log_ratios(x)
+    winner, loser = (values.sort().values for values in pairs.split(ratios))
+    return _transported(x, pairs, winner - loser, ratios, beta, label_smoothing)
+
+
+for _transport_loss in (aot, aot_unpaired):
+    _transport_loss.per = "batch"
+    _transport_loss.needs = lambda **_: ("ref",)
+
+
+def _transported(
+    x: LossInput, pairs: Pairs, delta: Tensor, ratios: Tensor, beta: float, label_smoothing: float
+) -> LossOutput:
+    check_smoothing(label_smoothing)
+    losses = logistic(beta * delta, label_smoothing)
+    stats = compared(x, pairs, losses, beta * ratios).stats
+    return LossOutput((losses.sum() / max(1, len(losses)))[None], stats)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coalign.algorithms.comparisons import pairs_of
 from coalign.algorithms.losses.comparison import check_smoothing, compared, lengths, logistic, response_logprobs
-from coalign.algorithms.pairs import pairs_of
 from coalign.types import LossInput, LossOutput, Stat
 
 LEAST_DOUBT = 1e-6  # of a response's probability: nearer to 1 its odds are rounding, and would overflow

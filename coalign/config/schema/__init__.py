@@ -4,11 +4,9 @@ Unknown keys are refused (``extra="forbid"``) except where a section configures 
 function's keyword-only arguments are the schema, checked by coalign.config.functions. Imports no torch.
 """
 
-from coalign.config.schema.base import Function, Input, NoEffect, Section
+from coalign.config.schema.base import FUNCTIONS, Function, Input, LossConfig, NoEffect, RewardConfig, Section
 from coalign.config.schema.data import DataConfig, SourceConfig
-from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig
 from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
-from coalign.config.schema.observing import ProfileConfig
 from coalign.config.schema.pipeline import (
     STAGES,
     GenerateConfig,
@@ -16,14 +14,20 @@ from coalign.config.schema.pipeline import (
     PipelineConfig,
     ScoreConfig,
     SelectConfig,
+    ServeConfig,
     StageConfig,
 )
-from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, GuardsConfig, ReplayConfig, RolloutConfig
+from coalign.config.schema.rollout import (
+    CurriculumConfig,
+    FilterConfig,
+    GuardsConfig,
+    NativeConfig,
+    ReplayConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from coalign.config.schema.run import PtxConfig, RunConfig
-from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, RuntimeConfig
-from coalign.config.schema.sampling import NativeConfig, SamplingConfig
-from coalign.config.schema.serving import ServeConfig
-from coalign.config.schema.sync import SyncConfig
+from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, ProfileConfig, RuntimeConfig, SyncConfig
 
 __all__ = [
     "FUNCTIONS",

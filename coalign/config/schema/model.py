@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Function, Input, Probability, ResultNeutral, Section, Several
-from coalign.config.schema.functions import LossConfig
-from coalign.config.schema.sampling import NativeConfig, SamplingConfig
+from coalign.config.schema.base import Function, Input, LossConfig, Probability, ResultNeutral, Section, Several
+from coalign.config.schema.rollout import NativeConfig, SamplingConfig
 
 # The ways in which a model is cut over devices. Which of them there are is up to its module.
 PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "dp_replicate")
@@ -142,7 +141,7 @@ class ModelConfig(Section):
     is another one, else it reads the policy's tokens."""
     judge: Annotated[Function | None, Field(examples=[{"fn": "pairwise"}])] = None
     """Of a language model that scores responses (module `judge` or `preference`): what it is asked about them, and what
-    its answers are worth: a class of coalign.rewards.judging."""
+    its answers are worth: a class of coalign.rewards.judge_questions."""
     head: Literal["lm", "value", "reward"] = "lm"
     """Language-model head; a scalar per token; a scalar per sequence (at its last token)."""
     head_init: Literal["load", "zero"] = "load"

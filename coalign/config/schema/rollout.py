@@ -1,4 +1,7 @@
-"""How samples come about, and which of them are trained on."""
+"""How samples come about, and which of them are trained on.
+
+How a policy chooses tokens, and the engine that it does so with.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,35 @@ from coalign.config.errors import Conflict
 from coalign.config.schema.base import Function, Probability, Section
 
 
+class SamplingConfig(Section):
+    """How a policy chooses tokens. Log-probs are those of the distribution that was sampled from (after temperature,
+    before top-k / top-p / min-p truncation)."""
+
+    max_new_tokens: PositiveInt = 256
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_k: NonNegativeInt = 0
+    """0 keeps the whole vocabulary."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    min_p: Probability = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    stop: list[str] = []
+    """Strings that end a response; the string stays part of it."""
+
+
+class NativeConfig(Section):
+    """The embedded generation engine."""
+
+    max_sequences: PositiveInt = 256
+    """Sequences decoded at once."""
+    kv_tokens: PositiveInt | None = None
+    """Tokens the KV cache holds over all sequences; None: as many as max_sequences of the longest need."""
+    prefill_tokens: PositiveInt = 4096
+    """Prompt tokens computed in one forward."""
+
+
 class RolloutConfig(Function):
-    """How a sample comes about: an environment (a function of coalign.rollout, or a dotted path) and its limits."""
+    """How a sample comes about: an environment (a function of coalign.environments, or a dotted path) and its limits."""
 
     fn: str = "single_turn"
     timeout: PositiveFloat = 300.0

@@ -6,15 +6,21 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
-from coalign.config.errors import Conflict, Key, near
-from coalign.config.places import Places
-from coalign.config.schema.base import Function, ResultNeutral, Section, Several
+from coalign.config.errors import Conflict, Key, Places, near
+from coalign.config.schema.base import (
+    FUNCTIONS,
+    Function,
+    LossConfig,
+    ResultNeutral,
+    RewardConfig,
+    Section,
+    Several,
+    check_rewards,
+)
 from coalign.config.schema.data import DataConfig, SourceConfig
-from coalign.config.schema.functions import FUNCTIONS, LossConfig, RewardConfig, check_rewards
 from coalign.config.schema.model import ModelConfig
 from coalign.config.schema.rollout import CurriculumConfig, FilterConfig, ReplayConfig, RolloutConfig
-from coalign.config.schema.runtime import RuntimeConfig
-from coalign.config.schema.sync import SyncConfig
+from coalign.config.schema.runtime import RuntimeConfig, SyncConfig
 
 
 class PtxConfig(Section):

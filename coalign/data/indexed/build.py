@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.cache import identify, sizes
-from coalign.data.documents import DocumentSource
 from coalign.data.indexed.format import Indexed, Writer, dtype_for, files
+from coalign.data.kinds import DocumentSource
 from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template
 from coalign.files import move_aside

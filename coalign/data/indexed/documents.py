@@ -11,7 +11,7 @@ import xxhash
 
 from coalign.data.examples import MARKS, Example
 from coalign.data.indexed.format import Indexed, files
-from coalign.data.phases import Phase
+from coalign.data.shuffle import Phase
 
 SAMPLED = 1 << 20  # tokens at each end of a file that its fingerprint is made of, beside its index
 

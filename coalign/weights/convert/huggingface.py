@@ -1,4 +1,7 @@
-"""Hugging Face directories: safetensors (on request also `.bin` pickles), read lazily, written streamed."""
+"""Hugging Face directories: safetensors (on request also `.bin` pickles), read lazily, written streamed.
+
+Weights of 8 bits in blocks, each block with a scale (DeepSeek V3, arXiv 2412.19437): read, never written.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,34 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from coalign.weights.checksum import tensor_bytes
-from coalign.weights.convert import fp8, pickles
+from coalign.weights.convert import legacy
 from coalign.weights.convert.files import Hashed
 from coalign.weights.families.sources import HuggingFaceTensor
-from coalign.weights.shards import Shape, Shard, ShardBox
+from coalign.weights.layouts.shards import Shape, Shard, ShardBox
+from coalign.weights.sync.buckets import tensor_bytes
+
+SCALES = "_scale_inv"  # what the name of the scales has behind that of the weight
+BLOCK = 128  # rows and columns of a block
+DTYPE = torch.bfloat16  # what they are read as
+
+
+def read_fp8(name: str, weight: Tensor, scales: Tensor) -> Tensor:
+    """``weight`` [R, C] float8 times ``scales`` f32[⌈R / 128⌉, ⌈C / 128⌉], multiplied in float32, as bfloat16.
+
+    ValueError for scales of another shape.
+    """
+    blocks = tuple(-(-size // BLOCK) for size in weight.shape)
+    if tuple(scales.shape) != blocks:
+        raise ValueError(
+            f"'{name}{SCALES}' has the shape {list(scales.shape)}; '{name}' {list(weight.shape)} in blocks of "
+            f"{BLOCK} × {BLOCK} has {list(blocks)}"
+        )
+    found = torch.empty(weight.shape, dtype=DTYPE)
+    for block, row in enumerate(scales.float()):
+        some = slice(block * BLOCK, (block + 1) * BLOCK)
+        found[some] = weight[some].float() * row.repeat_interleave(BLOCK)[: weight.shape[1]]
+    return found
+
 
 SAFETENSORS, BIN = "model.safetensors", "pytorch_model.bin"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".distcp")
@@ -61,7 +87,7 @@ class DirectoryReader:
     """The tensors of a directory, mapped into memory. ValueError naming a file that is missing, cut off, or a pickle
     without ``pickled`` (allowed).
 
-    Weights in blocks of 8 bits are read as bfloat16: those that have a tensor of scales (coalign.weights.convert.fp8).
+    Weights in blocks of 8 bits are read as bfloat16: those that have a tensor of scales (coalign.weights.convert.huggingface).
     """
 
     def __init__(self, folder: Path, *, pickled: bool) -> None:
@@ -69,7 +95,7 @@ class DirectoryReader:
         self.files = self._files(pickled)
         self._open: dict[Path, Any] = {}
         self._where = {name: file for file in self.files for name in self._names(file)}
-        scales = {name + fp8.SCALES for name in self._where}
+        scales = {name + SCALES for name in self._where}
         self.names = [name for name in self._where if name not in scales]
 
     def _files(self, pickled: bool) -> list[Path]:
@@ -90,7 +116,7 @@ class DirectoryReader:
         if file not in self._open:
             try:
                 self._open[file] = (
-                    pickles.load(file, mmap=True) if file.suffix == ".bin" else safe_open(file, "pt").__enter__()
+                    legacy.load_pickle(file, mmap=True) if file.suffix == ".bin" else safe_open(file, "pt").__enter__()
                 )
             except SafetensorError as problem:
                 raise ValueError(f"{file} cannot be read, is it cut off? ({problem})") from problem
@@ -101,11 +127,11 @@ class DirectoryReader:
 
     def scaled(self, name: str) -> bool:
         """Whether a tensor is in blocks of 8 bits."""
-        return name in self._where and name + fp8.SCALES in self._where
+        return name in self._where and name + SCALES in self._where
 
     def tensor(self, name: str) -> Tensor:
         if self.scaled(name):
-            return fp8.read(name, self._stored(name), self._stored(name + fp8.SCALES))
+            return read_fp8(name, self._stored(name), self._stored(name + SCALES))
         return self._stored(name)
 
     def like(self, name: str) -> tuple[Shape, torch.dtype]:
@@ -113,9 +139,9 @@ class DirectoryReader:
         found = self._stored(name)
         if not self.scaled(name):
             if found.dtype.itemsize == 1 and found.is_floating_point():
-                raise ValueError(f"{self.folder}: '{name}' is {found.dtype}, and there is no '{name}{fp8.SCALES}'")
+                raise ValueError(f"{self.folder}: '{name}' is {found.dtype}, and there is no '{name}{SCALES}'")
             return tuple(found.shape), found.dtype
-        return tuple(found.shape), fp8.DTYPE
+        return tuple(found.shape), DTYPE
 
     def _stored(self, name: str) -> Tensor:
         file = self._where[name]

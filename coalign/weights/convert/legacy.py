@@ -1,25 +1,85 @@
 """Megatron's older checkpoints, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`: one pickle a rank. They are only read.
 
 Layers (and experts) count from 0 in each stage (and rank); with virtual stages a rank has `model0`, `model1` …
+
+Pickles of others, read without running anything that they name: unknown classes become empty stand-ins.
 """
 
 from __future__ import annotations
 
+import pickle
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from coalign.weights.convert import pickles
 from coalign.weights.families import MegatronConfig, Parameter
-from coalign.weights.families.layout import MegatronLayout, Stages
-from coalign.weights.families.names import TIED_HEAD, Spec
-from coalign.weights.layout import Coordinates, Mesh
-from coalign.weights.shards import Shard
+from coalign.weights.layouts.megatron import MegatronLayout, Stages
+from coalign.weights.layouts.megatron_names import TIED_HEAD, Spec
+from coalign.weights.layouts.parallel import Coordinates, Mesh
+from coalign.weights.layouts.shards import Shard
+
+KNOWN = {  # beside the records of torch.distributed.checkpoint.metadata
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+}
+
+
+class Unread:
+    """An object of a class that is not loaded."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Unread:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {})
+
+
+def load_pickle(path: Path, *, mmap: bool = False) -> Any:
+    """A file of torch.save (1.6 or later), with `weights_only`. ValueError for one that is damaged."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} cannot be read, is it cut off? (it is no archive of torch.save)")
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals([(_stand_in(name), name) for name in unknown]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as problem:
+        raise ValueError(f"{path} cannot be read, is it cut off? ({str(problem).splitlines()[0]})") from problem
+
+
+def _stand_in(name: str) -> type:
+    module, _, own = name.rpartition(".")
+    return type(own, (Unread,), {"__module__": module})
+
+
+class Restricted(pickle.Unpickler):
+    """Of `.metadata`: knows the records of torch.distributed.checkpoint, and dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        inert = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
+        record = module == "torch.distributed.checkpoint.metadata" and "." not in name
+        if inert or record or (module, name) in KNOWN:
+            return super().find_class(module, name)
+        return _stand_in(f"{module}.{name}")
+
+
+def pickle_metadata(file: IO[bytes], path: Path) -> Any:
+    """The Metadata record of a torch.distributed.checkpoint directory. ValueError for what is none."""
+    try:
+        return Restricted(file).load()
+    except Exception as problem:  # a damaged pickle raises almost anything
+        raise ValueError(f"{path} cannot be read, is it cut off? ({problem})") from problem
+
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
@@ -141,7 +201,7 @@ def read(folder: Path) -> list[Rank]:
             raise ValueError(f"{each} has none of the files {', '.join(FILES)}")
         match = RANK.match(each.name)
         assert match is not None
-        state = pickles.load(path, mmap=True)
+        state = load_pickle(path, mmap=True)
         if (version := state.get("checkpoint_version", 0)) < 2:
             raise ValueError(f"{path} has checkpoint_version {version}; 2.0 and later can be read")
         keys = [key for key in state if re.fullmatch(r"model\d*", key)]

@@ -13,13 +13,12 @@ from torch import Tensor
 from coalign.weights.convert import huggingface, torch_dist
 from coalign.weights.convert.files import writing
 from coalign.weights.convert.huggingface import FileTensor
-from coalign.weights.convert.opening import HF, ITERATION, Opened, dtype_keys
 from coalign.weights.convert.request import ConversionRequest
-from coalign.weights.convert.side import Scratch, bare, blocks, made, rows
+from coalign.weights.convert.sources import HF, ITERATION, Opened, Scratch, bare, blocks, dtype_keys, made, rows
 from coalign.weights.convert.torch_dist import Chunk
-from coalign.weights.families.layout import MegatronLayout, stages
-from coalign.weights.layout import Mesh
-from coalign.weights.shards import Shard, ShardBox, Spec, plan
+from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.shards import Shard, ShardBox, Spec, plan
 
 RELEASE = "release"
 FILES, SMALL = 16, 512 * 2**20  # at least so many files, unless they would be smaller: processes share them

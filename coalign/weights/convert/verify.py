@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from coalign.weights.convert.opening import Opened, open_source
 from coalign.weights.convert.plan import OPEN, Advance, Output
-from coalign.weights.convert.side import blocks
-from coalign.weights.shards import Box, Shard, ShardBox, Spec, overlap, plan, reshard
-from coalign.weights.transport import WeightError
+from coalign.weights.convert.sources import Opened, blocks, open_source
+from coalign.weights.layouts.shards import Box, Shard, ShardBox, Spec, overlap, plan, reshard
+from coalign.weights.sync.transport import WeightError
 
 
 def back(output: Output, source: Opened, folder: Path, advance: Advance) -> int:

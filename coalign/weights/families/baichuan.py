@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
 from coalign.weights.families.settings import FFN, Activation, ConvertedFields, Field, Hf, epsilon, tied
 from coalign.weights.families.sources import QueryKeyValueBlocks
+from coalign.weights.layouts.megatron_config import MegatronConfig
 
 
 def _positions(hf: Hf) -> dict[str, Any]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from coalign.weights.families.config import MegatronConfig
-from coalign.weights.families.experts import DENSE_FIRST, EXPERT_FFN, EXPERTS, ROUTER, STACKED, TOP_K, shared
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
 from coalign.weights.families.settings import (
+    DENSE_FIRST,
+    EXPERT_FFN,
+    EXPERTS,
     FFN,
+    ROUTER,
     SIZES,
+    STACKED,
+    TOP_K,
     Activation,
     ConvertedFields,
     Field,
@@ -19,9 +23,11 @@ from coalign.weights.families.settings import (
     RequiredValue,
     Rope,
     epsilon,
+    shared,
     tied,
 )
 from coalign.weights.families.sources import SingleTensor
+from coalign.weights.layouts.megatron_config import MegatronConfig
 
 LATENT = {
     "self_attention.linear_q_proj": SingleTensor("self_attn.q_proj"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
 from coalign.weights.families.settings import (
     CLASSIC,
@@ -19,6 +18,7 @@ from coalign.weights.families.settings import (
     tied,
 )
 from coalign.weights.families.sources import SingleTensor
+from coalign.weights.layouts.megatron_config import MegatronConfig
 
 
 def _grouped(hf: Hf) -> bool:

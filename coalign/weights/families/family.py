@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalign.weights.families.config import MegatronConfig
-from coalign.weights.families.cuts import cut_of
-from coalign.weights.families.model import LAYER, MegatronParameter, TensorParallelCut, holds
 from coalign.weights.families.settings import Setting
 from coalign.weights.families.sources import HuggingFaceTensor, TensorRule, pieces
-from coalign.weights.shards import Box, Shape, Shard, ShardBox, cut, overlap
+from coalign.weights.layouts.megatron_config import MegatronConfig
+from coalign.weights.layouts.megatron_model import LAYER, MegatronParameter, TensorParallelCut, cut_of, holds
+from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, cut, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Parameter:
     """A parameter of the whole Megatron model (no padding but the vocabulary's, no parallelism).
 
     ``pieces``: boxes of the views of ``sources`` (HuggingFaceTensor), so ``whole`` can be cut, joined and planned by
-    coalign.weights.shards. ``kind``: how tensor parallelism cuts it (experts: expert-tensor).
+    coalign.weights.layouts.shards. ``kind``: how tensor parallelism cuts it (experts: expert-tensor).
     """
 
     template: str
@@ -63,7 +62,7 @@ class Parameter:
 
     def to_hf(self, full: Tensor) -> dict[str, Tensor]:
         """The file's tensors, from the full parameter: the inverse of ``from_hf``. ValueError for an expert of stacked
-        ones: those are joined over all of them (coalign.weights.shards.join)."""
+        ones: those are joined over all of them (coalign.weights.layouts.shards.join)."""
         self._check(full, self.shape)
         if any(source.experts for source in self.sources.values()):
             raise ValueError(f"'{self.name}' is only a part of {list(self.sources)}")

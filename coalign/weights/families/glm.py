@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, PREFIX, TENSORS
 from coalign.weights.families.settings import (
@@ -22,6 +21,7 @@ from coalign.weights.families.settings import (
     tied,
 )
 from coalign.weights.families.sources import QueryKeyValueBlocks, SingleTensor
+from coalign.weights.layouts.megatron_config import MegatronConfig
 
 HALF_INTERLEAVED = FixedFields(rotary_interleaved=True)
 

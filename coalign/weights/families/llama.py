@@ -1,4 +1,7 @@
-"""Llama 1, 2, 3 (Code Llama, Yi, DeepSeek-LLM …), and what differs from it by settings: Mistral, Gemma."""
+"""Llama 1, 2, 3 (Code Llama, Yi, DeepSeek-LLM …), and what differs from it by settings: Mistral, Gemma.
+
+Mixtral: Mistral with experts in every layer.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ from typing import Any
 
 from coalign.weights.families.family import Family
 from coalign.weights.families.settings import (
+    ALL_LAYERS,
     FFN,
     GROUPS,
     HEAD,
+    ROUTER,
     SIZES,
+    STACKED,
+    TOP_K,
     Activation,
     ConvertedFields,
+    Field,
     FixedFields,
     Hf,
     RequiredValue,
@@ -21,6 +29,7 @@ from coalign.weights.families.settings import (
     window,
 )
 from coalign.weights.families.sources import ConcatenatedTensors, QueryKeyValueTensors, SingleTensor
+from coalign.weights.layouts.megatron_model import EXPERT
 
 TENSORS = {
     "embedding.word_embeddings": SingleTensor("model.embed_tokens"),
@@ -109,4 +118,37 @@ GEMMA = Family(
     tensors=TENSORS,
     layer=ATTENTION | MLP,
     prefix=PREFIX,
+)
+
+
+W = "block_sparse_moe.experts.{expert}."
+
+MIXTRAL = Family(
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    model_types=("mixtral",),
+    settings=(
+        *SIZES,
+        GROUPS,
+        HEAD,
+        FFN,
+        Field("moe_ffn_hidden_size", "intermediate_size"),
+        Activation(),
+        Rope(default_base=1000000.0),
+        epsilon("rms_norm_eps", 1e-5),
+        tied(False),
+        window(None),
+        Field("num_moe_experts", "num_local_experts", older=("num_experts",)),
+        TOP_K,
+        ALL_LAYERS,
+    ),
+    tensors=TENSORS,
+    layer=ATTENTION
+    | {
+        "mlp.router": SingleTensor("block_sparse_moe.gate"),
+        EXPERT + "linear_fc1": ConcatenatedTensors((W + "w1", W + "w3")),
+        EXPERT + "linear_fc2": SingleTensor(W + "w2"),
+    },
+    prefix=PREFIX,
+    memory=ROUTER | STACKED,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from coalign.weights.families.config import MegatronConfig
 from coalign.weights.families.family import Family
 from coalign.weights.families.settings import (
     CLASSIC,
@@ -18,6 +17,7 @@ from coalign.weights.families.settings import (
     tied,
 )
 from coalign.weights.families.sources import QueryKeyValueTensors, SingleTensor
+from coalign.weights.layouts.megatron_config import MegatronConfig
 
 
 def _embedded(hf: Hf) -> dict[str, Any]:

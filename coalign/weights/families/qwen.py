@@ -3,23 +3,20 @@ without; and the first Qwen, which only its own code loads."""
 
 from __future__ import annotations
 
-from coalign.weights.families.experts import (
-    EXPERT_FFN,
-    EXPERTS,
-    NORMALISED,
-    QWEN_LAYERS,
-    ROUTER,
-    STACKED,
-    TOP_K,
-    shared,
-)
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
 from coalign.weights.families.settings import (
+    EXPERT_FFN,
+    EXPERTS,
     FFN,
     GROUPS,
     HEAD,
+    NORMALISED,
+    QWEN_LAYERS,
+    ROUTER,
     SIZES,
+    STACKED,
+    TOP_K,
     Activation,
     ConvertedFields,
     Field,
@@ -27,6 +24,7 @@ from coalign.weights.families.settings import (
     RequiredValue,
     Rope,
     epsilon,
+    shared,
     tied,
 )
 from coalign.weights.families.sources import ConcatenatedTensors, QueryKeyValueBlocks, SingleTensor

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from coalign.weights.families.config import MegatronConfig
-from coalign.weights.shards import Box, Shape, ShardBox
+from coalign.weights.layouts.megatron_config import MegatronConfig
+from coalign.weights.layouts.shards import Box, Shape, ShardBox
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coalign.weights import families
-from coalign.weights.families.layout import MegatronLayout, stages
-from coalign.weights.layout import Mesh
-from coalign.weights.shards import cut
+from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.shards import cut
 
 SIZES = {
     "vocab_size": 300,

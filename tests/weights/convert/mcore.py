@@ -16,9 +16,9 @@ import torch
 
 from coalign.weights import families
 from coalign.weights.convert.huggingface import DirectoryReader, read_config
-from coalign.weights.families.layout import MegatronLayout, stages
-from coalign.weights.layout import Mesh
-from coalign.weights.shards import cut
+from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.shards import cut
 
 RANKS = 4
 SAME = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"]

@@ -14,7 +14,7 @@ from coalign.weights.convert import ConversionRequest, convert, torch_dist
 from coalign.weights.convert.convert import MANIFEST
 from coalign.weights.convert.files import digest
 from coalign.weights.convert.plan import ToMegatron
-from coalign.weights.transport import WeightError
+from coalign.weights.sync.transport import WeightError
 from tests.tiny import tiny_model_dir
 from tests.weights.convert import made
 

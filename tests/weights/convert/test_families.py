@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from coalign.weights import families
 from coalign.weights.convert import ConversionRequest, convert
-from coalign.weights.layout import Mesh
+from coalign.weights.layouts.parallel import Mesh
 from tests.weights.convert import made
 from tests.weights.families import checkpoints
 

@@ -3,8 +3,8 @@ import torch
 from safetensors.torch import load_file
 
 from coalign.weights.convert import ConversionRequest, convert
-from coalign.weights.layout import Mesh
-from coalign.weights.transport import WeightError
+from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.sync.transport import WeightError
 from tests.weights.convert import made
 
 

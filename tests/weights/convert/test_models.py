@@ -6,11 +6,12 @@ from importlib.util import find_spec
 import pytest
 from typer.testing import CliRunner
 
-from coalign.cli import app, converting
+from coalign.cli import app
+from coalign.cli import models as converting
 from coalign.weights.convert import ConversionRequest, convert
 from coalign.weights.families.llama import LLAMA
 from coalign.weights.families.sources import ConcatenatedTensors
-from coalign.weights.transport import WeightError
+from coalign.weights.sync.transport import WeightError
 from tests.weights.convert import made
 from tests.weights.families import checkpoints
 
@@ -43,7 +44,7 @@ class TestWithMegatron:
 
     def test_tensors_that_come_back_to_the_bit_but_mean_something_else(self, tmp_path, monkeypatch):
         """Gate and up swapped both ways: every tensor is the same, and the model is another."""
-        from coalign.modules.megatron_core.verify import models
+        from coalign.backends.megatron.verify import models
 
         monkeypatch.setitem(LLAMA.layer, "mlp.linear_fc1", ConcatenatedTensors(("mlp.up_proj", "mlp.gate_proj")))
         request = ConversionRequest(

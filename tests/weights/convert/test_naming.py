@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.weights.convert.naming import Naming, stacks
+from coalign.weights.convert.torch_dist import Naming, stacks
 from tests.weights.families.test_placements import LLAMA, MIXTRAL, V3
 from tests.weights.families.test_placements import made as rules
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coalign.weights.convert import ConversionRequest, convert, fp8
+from coalign.weights.convert import ConversionRequest, convert, huggingface
 from tests.weights.convert import made
 from tests.weights.families.test_placements import V3
 
@@ -22,11 +22,11 @@ GATE = "model.layers.0.mlp.gate_proj.weight"  # [160, 144]: four blocks, three o
 def test_each_block_has_its_scale():
     weight = torch.ones(130, 129)
     weight[0, 0] = 3.0
-    found = fp8.read("x", weight.to(torch.float8_e4m3fn), torch.tensor([[2.0, 5.0], [7.0, 11.0]]))
+    found = huggingface.read_fp8("x", weight.to(torch.float8_e4m3fn), torch.tensor([[2.0, 5.0], [7.0, 11.0]]))
     assert found.dtype == torch.bfloat16
     assert [found[i, j].item() for i, j in ((0, 0), (127, 127), (127, 128), (128, 127), (129, 128))] == [6, 2, 5, 7, 11]
     with pytest.raises(ValueError, match=r"'x_scale_inv' has the shape \[1, 2\]; 'x' \[130, 129\] .* has \[2, 2\]"):
-        fp8.read("x", weight.to(torch.float8_e4m3fn), torch.ones(1, 2))
+        huggingface.read_fp8("x", weight.to(torch.float8_e4m3fn), torch.ones(1, 2))
 
 
 @pytest.fixture

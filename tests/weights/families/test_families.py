@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from coalign.weights import families
-from coalign.weights.families.layout import MegatronLayout, stages
-from coalign.weights.layout import Mesh
-from coalign.weights.shards import Spec, cut, join
+from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.shards import Spec, cut, join
 from tests.weights.families.checkpoints import CASES, FAMILY, MOE, NATIVE, checkpoint, native
 
 PADDING = 8 * 4  # divides by every tensor-parallel size here, and not by the 131 tokens

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from coalign.weights import families
-from coalign.weights.families.layout import MegatronLayout, stages
-from coalign.weights.layout import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.parallel import Mesh
 from tests.weights.families.checkpoints import CASES, MOE, checkpoint
 
 pytestmark = pytest.mark.backends
@@ -106,12 +106,12 @@ MESHES += [
 
 def ours(config, mesh, rank, vocabulary):
     """Our model on this rank."""
-    from coalign.modules.heads import Readings
-    from coalign.modules.megatron_core.config import transformer_config
-    from coalign.modules.megatron_core.cpu import on_cpu
-    from coalign.modules.megatron_core.cut import Sizes
-    from coalign.modules.megatron_core.model import PackedGPT
-    from coalign.modules.megatron_core.ranks import seed_all
+    from coalign.backends.hf.heads import Readings
+    from coalign.backends.megatron.config import transformer_config
+    from coalign.backends.megatron.cpu import on_cpu
+    from coalign.backends.megatron.model import PackedGPT
+    from coalign.backends.megatron.partition import Sizes
+    from coalign.backends.megatron.ranks import seed_all
 
     sizes = Sizes(mesh.tensor, mesh.pipeline, expert=mesh.expert, expert_tensor=mesh.expert_tensor)
     stage = mesh.at(rank).pipeline[0]

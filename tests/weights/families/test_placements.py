@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from coalign.weights import families
-from coalign.weights.families.layout import MegatronLayout, stages
-from coalign.weights.layout import Mesh
-from coalign.weights.shards import cut
+from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.shards import cut
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,117 @@
+"""From rewards to comparisons: which responses of a group are held against which others.
+
+Positional arguments are columns with one entry per sequence, [N]; the responses of a group stand side by side. Every
+function gives the columns that the pairwise losses read, and that a response which is compared with none has not:
+``preference`` f32[N], higher is better within a group, NaN for a response left out; ``margin`` f32[N], how much better
+it is than the worst of its group. Equal rewards make no pair, and a group of equal rewards none at all.
+
+A function's attribute ``compares``, where there is one, is how many responses of a group it compares at most; otherwise
+these may be all.
+
+Metrics: ``pairs/count``, ``pairs/tied`` (groups without a pair), ``pairs/margin`` (the mean difference of rewards in a
+pair).
+
+All pairs of a better and a worse response in each group of a micro-batch.
+
+A group of n responses with different preferences has n(n - 1)/2 pairs, so chosen / rejected data and rankings of k
+responses (2203.02155, section 3.5) are one case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.algorithms.segments import segment_count, segment_sum
+from coalign.algorithms.traits import column, read
+from coalign.types import LossInput, Stat, Total
+
+
+def best_worst(reward: Tensor, group: Tensor) -> dict[str, Any]:
+    """The best response of each group against its worst, of equals the first (2402.04792 with n = 2)."""
+    number, worst, best = _ranges(reward, group)
+    ends = _first(reward == best, number) | _first(reward == worst, number)
+    return _comparisons(reward, number, worst, ends & (worst < best))
+
+
+best_worst.compares = 2
+
+
+def all_pairs(reward: Tensor, group: Tensor) -> dict[str, Any]:
+    """Every response of a group against every other one with a lower reward."""
+    number, worst, best = _ranges(reward, group)
+    return _comparisons(reward, number, worst, worst < best)
+
+
+def _ranges(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The number of each response's group, i64[N] from 0, and the worst and the best reward in it, [N]."""
+    number = torch.unique_consecutive(group, return_inverse=True)[1]
+    groups = torch.zeros(int(number.max()) + 1 if len(number) else 0)
+    worst, best = (groups.scatter_reduce(0, number, reward, way, include_self=False) for way in ("amin", "amax"))
+    return number, worst[number], best[number]
+
+
+def _first(chosen: Tensor, number: Tensor) -> Tensor:
+    """bool[N]: of the ``chosen`` responses the first in each group."""
+    where = chosen.nonzero().flatten()
+    fresh = torch.ones(len(where), dtype=torch.bool)
+    fresh[1:] = number[where][1:] != number[where][:-1]
+    return torch.zeros_like(chosen).index_fill(0, where[fresh], True)
+
+
+def _comparisons(reward: Tensor, number: Tensor, worst: Tensor, compared: Tensor) -> dict[str, Any]:
+    preference = torch.where(compared, reward, float("nan"))
+    groups = len(number.unique())
+    pairs = preferred(preference, number, groups)
+    return {
+        "preference": preference,
+        "margin": reward - worst,
+        "pairs/count": Total(float(len(pairs.winner))),
+        "pairs/tied": Total(float(groups - len(number[compared].unique()))),
+        "pairs/margin": Stat.of(pairs.difference(reward)),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """P pairs: sequence ``winner[p]`` is preferred to ``loser[p]`` of the same group ``group[p]``, 0..groups-1."""
+
+    winner: Tensor  # i64[P]
+    loser: Tensor  # i64[P]
+    group: Tensor  # i64[P], never decreasing
+    groups: int
+
+    def split(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """``values`` [N] of the winners and of the losers, [P] each."""
+        return values[self.winner], values[self.loser]
+
+    def difference(self, values: Tensor) -> Tensor:
+        """[P]: how much more the winner has of ``values`` [N]."""
+        return values[self.winner] - values[self.loser]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[G]: the mean of ``values`` [P] over the pairs of each group; 0 for a group without pairs."""
+        return segment_sum(values, self.group, self.groups) / segment_count(self.group, self.groups).clamp(min=1)
+
+
+def preferred(preference: Tensor, group: Tensor, groups: int) -> Pairs:
+    """Every pair (i, j) of one group with ``preference[i] > preference[j]``; both [N], ``group`` never decreasing.
+
+    Equal preferences make no pair. Work and memory grow with the sum of the squared group sizes.
+    """
+    sizes = segment_count(group, groups)
+    partners = sizes[group]
+    first = torch.arange(len(group), device=group.device).repeat_interleave(partners)
+    position = torch.arange(len(first), device=group.device) - (partners.cumsum(0) - partners)[first]
+    second = (sizes.cumsum(0) - sizes)[group[first]] + position
+    better = preference[first] > preference[second]
+    winner = first[better]
+    return Pairs(winner, second[better], group[winner], groups)
+
+
+def pairs_of(x: LossInput) -> Pairs:
+    """The pairs of a micro-batch, by its column `preference`; ValueError if it is missing."""
+    return preferred(column(x, "preference"), read(x, "group"), x.groups)

@@ -1,0 +1,100 @@
+"""A packed row cut over the ranks that compute it together.
+
+Between two layers each rank has an equal part of the row. Attention needs all of it: with context_parallel ranks change
+over, for its time, to all of the row and a part of the heads (Ulysses, 2309.14509), so blocks, shared prompts and
+windows are what they are on one rank. Log-probs are computed where the hidden states are, then put together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from coalign.backends.hf.collectives import Exchange, Group, ScatterRows
+from coalign.backends.layout import Block, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class RankAxis:
+    """One of the ways in which a row is cut: this rank's place among the ``size`` ranks of ``group``."""
+
+    rank: int = 0
+    size: int = 1
+    group: Group | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Self:
+        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+
+@dataclass(frozen=True, slots=True)
+class RowShard:
+    """A rank's part of a row as a ``layout`` of its own: tokens, predictors and last tokens that lie in the part, but
+    the blocks of all of the row. ``where``: the places i64[n] of its values among those of all of the row, by kind, and
+    how many these are."""
+
+    layout: Layout
+    where: dict[str, tuple[Tensor, int]]
+
+
+class HeadExchange:
+    """Attention's change from a part of the row with all heads to all of the row with a part of the heads, and back."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def taken(self, x: Tensor) -> Tensor:
+        """[1, heads, P / k, D] -> [1, heads / k, P, D]. Heads of keys and values fewer than ranks are repeated."""
+        ranks, heads = self.group.size(), x.shape[1]
+        if heads < ranks:
+            x = x.repeat_interleave(ranks // heads, 1)
+        return Exchange.apply(x, self.group, 1, 2)
+
+    def given_back(self, x: Tensor) -> Tensor:
+        """[1, P, heads / k, D] -> [1, P / k, heads, D]."""
+        return Exchange.apply(x, self.group, 1, 2)
+
+
+class RowSharding:
+    """How rows are cut over the ranks that have the same ones: first over ``context``, each part over ``tensor``; into
+    lengths that are a multiple of ``multiple``."""
+
+    def __init__(self, context: RankAxis, tensor: RankAxis, *, multiple: int = 1) -> None:
+        self.context, self.tensor, self.multiple = context, tensor, multiple
+        self.parts = context.size * tensor.size
+        self.heads = HeadExchange(context.group) if context.size > 1 else None
+
+    def part(self, layout: Layout) -> RowShard:
+        """This rank's part. The row is filled up, by a block that nobody reads, to a length that divides."""
+        size = -(-len(layout.tokens) // (self.parts * self.multiple)) * self.multiple
+        more = size * self.parts - len(layout.tokens)
+        before = self.context.rank * self.tensor.size
+        start = (before + self.tensor.rank) * size
+        own, rows = ((at >= start) & (at < start + size) for at in (layout.predictors, layout.last))
+        part = replace(
+            layout,
+            tokens=F.pad(layout.tokens, (0, more))[start : start + size],
+            # Attention gathers the parts of the tensor-parallel ranks, and turns all of them.
+            positions=F.pad(layout.positions, (0, more))[before * size : (before + self.tensor.size) * size],
+            blocks=layout.blocks + ((Block(len(layout.tokens), (more,)),) if more else ()),
+            predictors=layout.predictors[own] - start,
+            targets=layout.targets[own],
+            segment=layout.segment[own],
+            last=layout.last[rows] - start,
+            candidates=None if layout.candidates is None else layout.candidates[own],
+        )
+        where = {"token": (own.nonzero().flatten(), len(own)), "sequence": (rows.nonzero().flatten(), len(rows))}
+        return RowShard(part, where)
+
+    def whole(self, outputs: dict[str, Tensor], part: RowShard) -> dict[str, Tensor]:
+        """The outputs for all of the row, on every rank, from those that each rank computed of its part."""
+        groups = [way.group for way in (self.context, self.tensor) if way.size > 1]
+        result = {}
+        for name, own in outputs.items():
+            at, size = part.where["sequence" if name == "scores" else "token"]
+            result[name] = ScatterRows.apply(own, at.to(own.device), size, *groups)
+        return result

@@ -1,0 +1,172 @@
+"""Tensor parallelism with sequence parallelism (1909.08053, 2205.05198), from the plan that a model brings along.
+
+Between two blocks (the attention and the feed-forward part of a layer) each rank has a part of the row. A block gathers
+the row, computes with some heads or columns, and its output is the sum over the ranks. As all that a rank computes in a
+block ends in its share of that sum, each gradient there is a share of a sum, too: of cut weights as it is, of weights
+that all ranks have after adding up. Experts are not cut but dealt out (coalign.backends.hf.expert_parallel).
+
+What a model's architecture has to say to the ways in which it is to be cut, before anything is loaded or started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from coalign.backends.hf import expert_parallel
+from coalign.backends.hf.collectives import Gather, Group, Sum
+from coalign.backends.hf.expert_parallel import experts_of, style_of
+from coalign.config.schema import ModelConfig
+
+# How a plan of transformers cuts a linear layer: its outputs, its inputs, or not at all. Styles that only repair a
+# gradient for transformers' way of computing have nothing to repair in ours.
+OUTPUTS, INPUTS = "colwise", "rowwise"
+WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
+
+
+def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
+    """Why the plan of a model cannot be followed."""
+    blocks = [block for layer in layers for block in _cut_blocks(model, layer)]
+    names = {module: name for name, module in model.named_modules()}
+    styles = {names[module]: style_of(names[module], model.tp_plan) for block in blocks for module in block.modules()}
+    for name, style in styles.items():
+        if style not in {OUTPUTS, INPUTS, None} | WHOLE:
+            return f"the model's plan cuts '{name}' as `{style}`, which Coalign does not know"
+    return None if {OUTPUTS, INPUTS} <= set(styles.values()) else f"{type(model).__name__} brings no plan for it"
+
+
+def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Cut the weights of ``layers`` (without storage yet) over ``mesh``, of one dimension, and have them compute so.
+
+    Raises ValueError for weights that do not divide.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for layer in layers:
+        for block in _cut_blocks(model, layer):
+            for module in block.modules():
+                if (style := style_of(names[module], model.tp_plan)) in (OUTPUTS, INPUTS):
+                    _cut(module, style, mesh)
+            _around(block, mesh.get_group())
+        for module in layer.modules():
+            _keep_whole(module, mesh)
+
+
+def _cut_blocks(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
+    """The parts of a layer that the plan cuts. Beside experts each rank keeps to its own part of the row."""
+    names = {module: name for name, module in model.named_modules()}
+    experts = set(experts_of(model))
+    planned = {m for m in layer.modules() if style_of(names[m], model.tp_plan)}
+    return [b for b in layer.children() if experts.isdisjoint(b.modules()) and not planned.isdisjoint(b.modules())]
+
+
+def _cut(linear: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    """A linear layer, or one with an adapter."""
+    for path, module in linear.named_modules():
+        for name in dict(module.named_parameters(recurse=False)):
+            _distribute(module, name, mesh, _placement(style, path.split("."), name))
+
+
+def _placement(style: str, path: list[str], name: str) -> Shard | Replicate:
+    """Of a parameter of a linear layer or, by its ``path`` within the layer, of one with an adapter: A has the inputs
+    of the layer and B its outputs."""
+    outputs, inputs = "lora_A" not in path, "lora_B" not in path
+    if style == OUTPUTS:
+        return Shard(0) if outputs else Replicate()
+    return Shard(1) if inputs and name == "weight" else Replicate()
+
+
+def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters that are not cut lie on every rank; then ``module`` computes with tensors. (Experts that are dealt out
+    do so already.)"""
+    own = dict(module.named_parameters(recurse=False))
+    for name in [name for name, p in own.items() if not isinstance(p, DTensor)]:
+        _distribute(module, name, mesh, Replicate())
+    if any(p.device_mesh == mesh for p in module.parameters(recurse=False)):
+        first = mesh.get_local_rank() == 0
+        module.forward = partial(_compute_locally, module, module.forward, first)
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
+    p = module._parameters[name]
+    if isinstance(placement, Shard) and p.shape[placement.dim] % mesh.size():
+        raise ValueError(f"tensor_parallel is {mesh.size()}, which does not divide {tuple(p.shape)} of {module}")
+    placed = distribute_tensor(p.data, mesh, [placement], src_data_rank=None)
+    module._parameters[name] = nn.Parameter(placed, requires_grad=p.requires_grad)
+
+
+def _compute_locally(module: nn.Module, forward: Any, first: bool, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` with the rank's own parts of the parameters. What all ranks have gets a share of its gradient on
+    each; a bias of an output that is summed over ranks is added by the ``first`` of them alone."""
+    own = module._parameters
+    shards = {name: p for name, p in own.items() if isinstance(p, DTensor)}
+    summed = any(p.placements[0].is_shard(1) for p in shards.values())
+    for name, p in shards.items():
+        local = p.to_local(grad_placements=[Partial() if p.placements[0].is_replicate() else p.placements[0]])
+        own[name] = local * 0 if name == "bias" and summed and not first else local
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        own.update(shards)
+
+
+def _around(block: nn.Module, group: Group) -> None:
+    """Gather the row [1, P / k, H] that goes in, and sum up what comes out, of which each rank keeps its part."""
+    forward = block.forward
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (_turned(Gather, args[0], group), *args[1:])
+        else:
+            kwargs["hidden_states"] = _turned(Gather, kwargs["hidden_states"], group)
+        out = forward(*args, **kwargs)
+        return (_turned(Sum, out[0], group), *out[1:]) if isinstance(out, tuple) else _turned(Sum, out, group)
+
+    block.forward = gathered
+
+
+def _turned(function: type[Gather] | type[Sum], x: Tensor, group: Group) -> Tensor:
+    """Of a row [1, P, H]."""
+    return function.apply(x[0], group)[None]
+
+
+def check_architecture(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig, name: str) -> None:
+    """Raises ValueError, naming the key of ``models.<name>``, for what does not divide or is not known how to cut.
+
+    ``model`` needs no storage, ``layers`` are its decoder layers.
+    """
+    for key, reason in _problems(model, layers, config):
+        raise ValueError(f"models.{name}.{key} is {getattr(config, key)}: {reason}")
+
+
+def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig) -> Iterator[tuple[str, str]]:
+    text = model.config.get_text_config()
+    queries = text.num_attention_heads
+    values = getattr(text, "num_key_value_heads", None) or queries
+    ways, turns = config.tensor_parallel, config.context_parallel
+    if ways > 1:
+        if reason := find_unfit_layers(model, layers):
+            yield "tensor_parallel", reason
+        if values % ways:
+            yield "tensor_parallel", f"it does not divide the {values} heads of keys and values"
+        if config.lora is not None and config.lora.dora:
+            yield "tensor_parallel", "DoRA (lora.dora) needs the norms of whole rows of the weights"
+        if config.optimizer.name == "muon" and not config.frozen:
+            yield "tensor_parallel", "Muon (optimizer.name) orthogonalises matrices, not parts of them"
+        if config.fp8:
+            yield "tensor_parallel", "8-bit products (fp8) scale weights by their largest entry, and a rank has a part"
+    if turns > 1:
+        own = values // ways
+        if queries // ways % turns:
+            yield "context_parallel", f"it does not divide the {queries // ways} heads of queries of a process"
+        if own % turns and turns % own:
+            yield "context_parallel", f"the {own} heads of keys and values of a process do not divide over it"
+    if config.compile and (ways > 1 or config.expert_parallel > 1):
+        yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
+    if config.expert_parallel > 1 and (reason := expert_parallel.unfit(model, config.expert_parallel)):
+        yield "expert_parallel", reason

@@ -1,0 +1,159 @@
+"""How a micro-batch lies in one packed row of tokens, the prompt of a group laid down once for all of its responses.
+
+    batch     [p p p a a] [p p p b b b] [q q c]          three sequences, the first two of one group
+    row       p p p a a b b b q q c                      position_ids 0 1 2 3 4 3 4 5 0 1 2
+
+Pure index arithmetic on the host. It knows neither models nor losses; coalign.backends.attention reads the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from coalign.data.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring spans that attention takes in one call: each causally to itself, all of them to ``prefix``.
+
+    The spans lie end to end from ``start``; ``prefix`` is the (start, stop) of an earlier block, of one span, that each
+    of them continues, or None.
+    """
+
+    start: int
+    lengths: tuple[int, ...]
+    prefix: tuple[int, int] | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One packed row of P tokens that holds N sequences with T trained tokens.
+
+    ``blocks`` cover the row in order, every token once. ``predictors[t]`` is the place in the row whose hidden state
+    predicts trained token t; trained tokens are in the order of the batch.
+    """
+
+    tokens: Tensor  # i64[P]
+    positions: Tensor  # i64[P], the token's index within its sequence
+    blocks: tuple[Block, ...]
+    predictors: Tensor  # i64[T]
+    targets: Tensor  # i64[T], the trained tokens
+    segment: Tensor  # i64[T], the sequence of each trained token
+    last: Tensor  # i64[N], place in the row of each sequence's last token
+    candidates: Tensor | None = None  # i64[T, K], the batch's column at the trained tokens
+
+    def to(self, device: torch.device | str) -> Layout:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
+
+
+def trained(batch: Batch) -> Tensor:
+    """bool[sum T]: the loss mask, or every token that has a predecessor where the batch has none.
+
+    Raises ValueError for an empty sequence, and for a mask that trains the first token of one: nothing predicts it.
+    """
+    if len(batch) and int(batch.lengths.min()) == 0:
+        raise ValueError(f"sequence {int(batch.lengths.argmin())} of the batch has no tokens")
+    first = batch.offsets[:-1]
+    mask = batch.get("loss_mask")
+    if mask is None:
+        mask = torch.ones(batch.tokens_total, dtype=torch.bool)
+        mask[first] = False
+    elif bool(mask[first].any()):
+        row = int(mask[first].nonzero()[0])
+        raise ValueError(f"loss_mask trains the first token of sequence {row}, which no token predicts")
+    return mask
+
+
+def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
+    """The layout of ``batch``.
+
+    With ``share_prefix``, neighbouring sequences of one ``group`` with the same ``prompt_length`` and the same prompt
+    tokens share the prompt's place; a batch without these columns shares nothing. Exact for models that mix tokens by
+    attention alone. Raises ValueError as `trained` does.
+    """
+    where = trained(batch).nonzero().flatten()
+    runs = list(_runs(batch, share_prefix))
+    # The row is the batch without the prompts that repeat the one in the first row of their run.
+    repeated, first = torch.zeros(len(batch), dtype=torch.int64), torch.arange(len(batch))
+    for start, stop, shared in runs:
+        repeated[start + 1 : stop], first[start:stop] = shared, start
+    segment, tokens = batch.segment, batch["tokens"].to(torch.int64)
+    position = torch.arange(batch.tokens_total) - batch.offsets[segment]
+    kept = position >= repeated[segment]
+    place = kept.cumsum(0) - 1
+    place = torch.where(kept, place, place[batch.offsets[first][segment] + position])
+    blocks: list[Block] = []
+    for start, stop, shared in runs:
+        at = int(place[batch.offsets[start]])
+        if shared:
+            blocks.append(Block(at, (shared,)))
+        own = [n - shared for n in batch.lengths[start:stop].tolist() if n > shared]
+        blocks += _blocks(at + shared, own, (at, at + shared) if shared else None)
+    return Layout(
+        tokens=tokens[kept],
+        positions=position[kept],
+        blocks=tuple(blocks),
+        predictors=place[where - 1],
+        targets=tokens[where],
+        segment=segment[where],
+        last=place[batch.offsets[1:] - 1],
+        candidates=batch["candidates"][where].to(torch.int64) if "candidates" in batch else None,
+    )
+
+
+def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> Iterator[Block]:
+    """Spans that lie end to end from ``start``, cut where padding them to one length would waste over a third."""
+    before = prefix[1] - prefix[0] if prefix else 0
+    taken: list[int] = []
+    for n in lengths:
+        longest = max([n, *taken])
+        needed = sum(m * (before + m) for m in [n, *taken])
+        if taken and (len(taken) + 1) * longest * (before + longest) > 1.5 * needed:
+            yield Block(start, tuple(taken), prefix)
+            start += sum(taken)
+            taken = []
+        taken.append(n)
+    if taken:
+        yield Block(start, tuple(taken), prefix)
+
+
+def _runs(batch: Batch, share_prefix: bool) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, shared): neighbouring rows and how many leading tokens they share (0: they only lie side by side).
+
+    Rows that share nothing form one run, so that attention can still take them together.
+    """
+    if not (share_prefix and "group" in batch and "prompt_length" in batch):
+        yield from [(0, len(batch), 0)] if len(batch) else []
+        return
+    groups, prompts = batch["group"].tolist(), batch["prompt_length"].tolist()
+    start = alone = 0
+    while start < len(batch):
+        stop = start + 1
+        while stop < len(batch) and groups[stop] == groups[start] and _same_prompt(batch, start, stop, prompts):
+            stop += 1
+        if stop - start > 1:
+            if alone < start:
+                yield alone, start, 0
+            yield start, stop, prompts[start]
+            alone = stop
+        start = stop
+    if alone < len(batch):
+        yield alone, len(batch), 0
+
+
+def _same_prompt(batch: Batch, a: int, b: int, prompts: list[int]) -> bool:
+    n = prompts[a]
+    if n < 1 or n != prompts[b]:
+        return False
+    i, j = int(batch.offsets[a]), int(batch.offsets[b])
+    return torch.equal(batch["tokens"][i : i + n], batch["tokens"][j : j + n])

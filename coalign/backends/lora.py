@@ -1,0 +1,273 @@
+"""Low-rank adapters (2106.09685) inside of Hugging Face models, by peft.
+
+The model keeps its class and the names of its modules; an adapted linear layer is peft's layer of the same name, with
+the frozen one inside as ``base_layer``. Nobody outside of this file sees that: weights go out merged, under the names
+that the model had before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coalign.backends.checkpoint import weights
+from coalign.config.schema import ModelConfig
+
+ADAPTER = "default"  # peft's name of an adapter that nobody named
+PART = ".lora_"  # in the name of every parameter of an adapter
+BASE = ".base_layer"
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in an adapter's file
+# key of LoraConfig -> field of peft's
+FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+GatherTensor = Callable[[Tensor], Tensor]
+
+
+# ---- putting adapters in
+
+
+def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str) -> None:
+    """Give ``model`` the adapters of ``config.lora``, drawn from ``seed``. Nothing else of it is trained any more but
+    the head of a value or reward model; what is trained is kept in float32.
+
+    Raises ValueError, naming ``models.<name>.lora.target``, for a pattern that matches no linear layer, or the head.
+    """
+    peft, lora = _peft(), config.lora
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets(model, lora.target, f"models.{name}.lora.target"),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        task_type="CAUSAL_LM" if config.head == "lm" else "SEQ_CLS",
+        base_model_name_or_path=config.load,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(settings, model)
+    for parameter in trained(model).values():
+        parameter.requires_grad_(True)
+        parameter.data = parameter.data.float()
+
+
+def targets(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
+    """The linear layers that ``patterns`` mean, by their full names. ``key`` is the setting that errors name."""
+    names = {module: name for name, module in model.named_modules()}
+    head, embeddings = names[_head(model)], names[model.get_input_embeddings()]
+    linears = [name for module, name in names.items() if isinstance(module, nn.Linear)]
+    inner = [name for name in linears if name != head]
+    chosen: dict[str, None] = {}
+    for pattern in patterns:
+        hits = inner if pattern == "all-linear" else [name for name in linears if fnmatchcase(name, pattern)]
+        if head in hits:
+            raise ValueError(
+                f"{key}: '{pattern}' matches the head '{head}', which takes no adapter: Coalign reads its weight "
+                "without calling it. `all-linear` is every linear layer but the head"
+            )
+        if not hits and fnmatchcase(embeddings, pattern):
+            raise ValueError(f"{key}: '{pattern}' matches the embeddings; adapters go into linear layers")
+        if not hits:
+            raise ValueError(
+                f"{key}: '{pattern}' matches none of the linear layers of {type(model).__name__} "
+                f"({_examples(inner, pattern)})"
+            )
+        chosen |= dict.fromkeys(hits)
+    return list(chosen)
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    """What makes logits or a score of hidden states."""
+    return model.get_output_embeddings() or model.score
+
+
+def _examples(names: list[str], pattern: str) -> str:
+    """The layers whose own names look most like the pattern's, or one of each kind."""
+    kinds = {name.rpartition(".")[2]: name for name in reversed(names)}
+    near = get_close_matches(pattern.rpartition(".")[2].strip("*?"), kinds, n=3, cutoff=0.5)
+    return ", ".join(kinds[kind] for kind in near or sorted(kinds)) + ", …" if kinds else "there are none"
+
+
+# ---- what is in a model with adapters
+
+
+def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The live parameters of the adapters, and of a `score` head, under their names in an adapter's file."""
+    found = {name: parameter for name, parameter in model.named_parameters() if PART in name}
+    if model.get_output_embeddings() is None:
+        found |= {f"score.{name}": parameter for name, parameter in model.score.named_parameters()}
+    # peft names the parameter of DoRA's module like the module.
+    short = {name: name.replace(f".{ADAPTER}.", ".").replace("vector.weight", "vector") for name in found}
+    return {PREFIX + short[name]: parameter for name, parameter in found.items()}
+
+
+def merged(
+    model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, value) of all weights as a model without adapters has them, in the dtype of the frozen weights.
+
+    What has no adapter is given as it is, live; what has one is a new tensor, made when its turn comes. ``whole`` makes
+    the full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights beside
+    one with an adapter (of queries, keys, values): engines compute some of them as one. Also for a model that has no
+    adapters.
+    """
+    layers = _adapted(model)
+    blocks = {name.rpartition(".")[0] for name in layers}
+    for name, tensor in weights(model).items():
+        owner, _, leaf = name.rpartition(".")
+        owner = owner.removesuffix(BASE)
+        layer = layers.get(owner) if leaf == "weight" else None
+        moves = tensor.requires_grad or (leaf == "weight" and owner.rpartition(".")[0] in blocks)
+        if PART in name or (changing and not moves):
+            continue
+        value = whole(_dense(tensor))
+        yield name.replace(f"{BASE}.", "."), value if layer is None else _merge(layer, value, whole)
+
+
+@torch.no_grad()
+def apart(
+    model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``merged``, but the weights are those beneath the adapters, and these come beside them: A and B by their names
+    in an adapter's file, B multiplied by the scaling. For adapters without magnitudes."""
+    layers = _adapted(model)
+    for name, tensor in weights(model).items():
+        owner, part, _ = name.partition(PART)
+        if part:
+            value, scaling = whole(tensor), layers[owner].scaling[ADAPTER]
+            yield PREFIX + name.replace(f".{ADAPTER}.", "."), value * scaling if f"{PART}B." in name else value
+        elif tensor.requires_grad or not changing:
+            yield name.replace(f"{BASE}.", "."), whole(_dense(tensor))
+
+
+def _adapted(model: nn.Module) -> dict[str, Any]:
+    """peft's layers by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+@torch.no_grad()
+def _merge(layer: Any, base: Tensor, whole: GatherTensor) -> Tensor:
+    """base + scaling · B A, with the rows scaled to DoRA's magnitudes (2402.09353, eq. 5) where there are any."""
+    a, b = (whole(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
+    total = base.float().addmm(b, a, alpha=layer.scaling[ADAPTER])
+    if layer.use_dora[ADAPTER]:
+        magnitude = whole(layer.lora_magnitude_vector[ADAPTER].weight).float()
+        total.mul_((magnitude / total.norm(dim=1))[:, None])
+    return total.to(base.dtype)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A weight as plain numbers, whatever it is stored in."""
+    if getattr(tensor, "quant_state", None) is None:
+        return tensor
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    return dequantize_bnb_weight(tensor)
+
+
+@contextmanager
+def off(model: nn.Module) -> Iterator[None]:
+    """Within this context ``model`` computes what it computed before it had adapters."""
+    layers = _adapted(model).values()
+    parameters = [p for layer in layers for n, p in layer.named_parameters() if "lora_" in n]
+    for layer in layers:
+        layer.enable_adapters(False)
+    for parameter in parameters:  # FSDP keeps to what it saw in its first forward
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+# ---- adapters on disk, in peft's format
+
+
+def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, write: bool) -> None:
+    """Write the adapters so that ``peft.PeftModel.from_pretrained(base, directory)`` loads them. A collective, in which
+    one rank ``write``s."""
+    tensors = {name: whole(parameter.detach()).cpu().contiguous() for name, parameter in trained(model).items()}
+    if not write:
+        return
+    settings = copy(model.peft_config[ADAPTER])
+    settings.target_modules = sorted(settings.target_modules)
+    if model.get_output_embeddings() is None:
+        settings.modules_to_save = ["score"]
+    settings.inference_mode = True
+    settings.save_pretrained(directory)
+    save_file(tensors, Path(directory) / TENSORS, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
+    """Take the values of a trained adapter. Raises ValueError, naming keys under ``models.<name>.lora``, unless it is
+    one of the same kind, rank and layers."""
+    (theirs, tensors), ours = read(directory), model.peft_config[ADAPTER]
+    for key, field in FIELDS.items():
+        if (there := getattr(theirs, field)) != (here := getattr(ours, field)):
+            raise ValueError(f"models.{name}.lora.{key} is {here}, but {there} in the adapter {directory}")
+    own = trained(model)
+    sides = [(own.keys() - tensors.keys(), "not there"), (tensors.keys() - own.keys(), "only there")]
+    if differences := [f"{key.removeprefix(PREFIX)} is {side}" for keys, side in sides for key in sorted(keys)[:3]]:
+        raise ValueError(f"models.{name}.lora.target is not that of {directory}: {', '.join(differences)}")
+    for key, parameter in own.items():
+        if tensors[key].shape != parameter.shape:
+            raise ValueError(
+                f"the adapter {directory} is of another model than models.{name}.load: {key.removeprefix(PREFIX)} is "
+                f"{tuple(tensors[key].shape)} there and {tuple(parameter.shape)} here"
+            )
+        parameter.copy_(tensors[key])
+
+
+def fold(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
+    """``model`` with an adapter merged into its weights, whatever kind of LoRA peft made it with.
+
+    Raises ValueError for an adapter of layers that the model does not have, or has in another size.
+    """
+    settings, tensors = read(directory)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    wrong = []
+    for key, tensor in tensors.items():
+        owner, _, factor = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
+        if factor not in ("lora_A", "lora_B"):
+            continue
+        shape, inputs = shapes.get(f"{owner}.weight"), factor == "lora_A"
+        if shape is None:
+            wrong.append(f"there is no {owner}")
+        elif shape[inputs != settings.fan_in_fan_out] != tensor.shape[inputs]:
+            wrong.append(f"{owner}.weight is {shape}, {factor} {tuple(tensor.shape)}")
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise ValueError(f"the adapter {directory} is of another model: {'; '.join(wrong[:3])}{more}")
+    return _peft().PeftModel.from_pretrained(model, directory).merge_and_unload(safe_merge=True)
+
+
+def read(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
+    """peft's configuration of an adapter, and its tensors. ValueError for a directory without a LoRA adapter."""
+    peft = _peft()
+    for file in (SETTINGS, TENSORS):
+        if not (Path(directory) / file).is_file():
+            raise ValueError(f"'{directory}' is not an adapter's directory (no {file} there)")
+    settings = peft.PeftConfig.from_pretrained(str(directory))
+    if settings.peft_type != peft.PeftType.LORA:
+        raise ValueError(f"'{directory}' holds an adapter of type {settings.peft_type.value}; expected LORA")
+    return settings, load_file(Path(directory) / TENSORS)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as problem:
+        raise ImportError("adapters (models.*.lora, coalign merge) need peft: pip install coalign[peft]") from problem
+    return peft

@@ -1,0 +1,146 @@
+"""From a Hugging Face directory and the configuration of a model to what this rank has of it in megatron-core."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from coalign.backends import pretrained
+from coalign.backends.base import HEADS
+from coalign.backends.hf import float8
+from coalign.backends.hf.heads import Readings
+from coalign.backends.hf.rows import RankAxis, RowSharding
+from coalign.backends.megatron import ranks
+from coalign.backends.megatron.config import transformer_config
+from coalign.backends.megatron.model import PackedGPT, ScalarGPT
+from coalign.backends.megatron.partition import OWNED, sizes_of
+from coalign.backends.megatron.training import Pipeline
+from coalign.backends.megatron.weights import SCORE, Weights
+from coalign.config.errors import near
+from coalign.config.schema import ModelConfig
+from coalign.roles import Context
+from coalign.weights import families
+from coalign.weights.convert.huggingface import DirectoryReader
+
+# Transformer Engine's hybrid recipe (2209.05433): E4M3 forward, E5M2 for gradients of outputs, factors scaled by the
+# largest entries of the last calls.
+EIGHT_BITS = {
+    "fp8": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 1024,
+    "fp8_amax_compute_algo": "max",
+}
+
+
+def with_engine(config: ModelConfig, device: torch.device) -> bool:
+    """Whether the layers are Transformer Engine's. Raises ValueError where they are asked for and it is not there."""
+    there, wanted = find_spec("transformer_engine") is not None, config.megatron.transformer_engine
+    if wanted and not there:
+        raise ValueError("megatron.transformer_engine is true: it is not installed (transformer-engine)")
+    return there and device.type != "cpu" if wanted is None else wanted
+
+
+def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: bool) -> Pipeline:
+    """The model on this rank, with its weights; ranks have met (coalign.backends.megatron.ranks).
+
+    Raises what `weights_of` raises, and ValueError for weights that are missing, or too many, or misshapen.
+    """
+    device, model = torch.device(context.device), weights.layout.config
+    dtype = getattr(torch, config.compute_dtype or config.dtype)
+    more = _more(config) | (EIGHT_BITS if config.fp8 else {})
+    settings = transformer_config(model, sizes_of(config), dtype=dtype, te=te, **more)
+    chunks = []
+    for chunk in range(len(weights.layout.stages[0])):
+        virtual = chunk if len(weights.layout.stages[0]) > 1 else None
+        place = {
+            "first": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+            "last": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+        }
+        made = _head(config, model, settings, vocabulary=weights.padded, chunk=virtual, te=te, **place).to(device)
+        for parameter in made.parameters():
+            parameter.data = parameter.data.to(settings.params_dtype)
+        chunks.append(made.requires_grad_(not config.frozen))
+    rows = RowSharding(
+        ranks.context(), RankAxis(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1)
+    )
+    return Pipeline(
+        chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
+    )
+
+
+def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """This rank's weights, one at a time, as ``config.load``, ``init``, ``head`` and ``head_init`` say."""
+    if config.init == "random":
+        state = pretrained.load(config, seed=context.seed, name=context.model, packed=False).state_dict()
+        return weights.read(context.rank, state.__getitem__, in_memory=True)
+    folder = Path(str(config.load))
+    return weights.read(context.rank, _stored(config, weights, DirectoryReader(folder, pickled=False)), in_memory=False)
+
+
+def _stored(config: ModelConfig, weights: Weights, reader: DirectoryReader) -> Callable[[str], Tensor]:
+    model, names = weights.layout.config, set(reader.names)
+    if not weights.scalar:
+        stored = weights.family.stored_names(model, names)
+        return lambda name: reader.tensor(stored[name])
+    # Without a head of its own the body is that of a tied model.
+    stored = weights.family.stored_names(replace(model, share_embeddings_and_output_weights=True), names - {SCORE})
+    if config.head_init == "load" and SCORE not in names:
+        new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
+        raise ValueError(f"{config.load} lacks ['{SCORE}'] for a model with head '{config.head}'; {new}")
+
+    def tensor(name: str) -> Tensor:
+        if name != SCORE:
+            return reader.tensor(stored[name])
+        return torch.zeros(1, model.hidden_size) if config.head_init == "zero" else reader.tensor(SCORE)
+
+    return tensor
+
+
+def _head(config: ModelConfig, model: families.MegatronConfig, settings: Any, **more: Any) -> PackedGPT:
+    if config.head != "lm":
+        return ScalarGPT(model, settings, output=HEADS[config.head][0], **more)
+    # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
+    read = Readings(temperature=config.sampling.temperature or 1.0, top=config.candidates)
+    return PackedGPT(model, settings, read=read, **more)
+
+
+def _more(config: ModelConfig) -> dict[str, Any]:
+    """Fields of megatron-core's configuration that say how it computes."""
+    own = config.megatron
+    fields: dict[str, Any] = {
+        "sequence_parallel": own.sequence_parallel and config.tensor_parallel > 1,
+        "num_layers_in_first_pipeline_stage": own.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": own.last_stage_layers,
+        "deterministic_mode": config.deterministic,
+    }
+    if config.activation_checkpointing == "full" and not config.frozen:
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform"}
+        fields |= {"recompute_num_layers": own.recompute_num_layers}
+    elif config.activation_checkpointing == "selective" and not config.frozen:
+        fields |= {"recompute_granularity": "selective", "recompute_modules": list(own.recompute_modules)}
+    return fields | own.config
+
+
+def check_machine(config: ModelConfig, device: torch.device) -> None:
+    """Raises ValueError for a Transformer Engine or a GPU that is needed and not there, and for fields that the
+    installed megatron-core does not have."""
+    te = with_engine(config, device)
+    if config.fp8:
+        float8.check_device(device, "fp8")
+        if not te:
+            raise ValueError(
+                "fp8 of Megatron's layers needs Transformer Engine (pip install 'transformer-engine[pytorch]')"
+            )
+    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    if unknown := [name for name in config.megatron.config if name not in known]:
+        close = near(unknown[0], known - set(OWNED))
+        raise ValueError(f"megatron.config.{unknown[0]} is no field of megatron-core's TransformerConfig{close}")

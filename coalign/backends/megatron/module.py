@@ -1,0 +1,275 @@
+"""megatron-core (1909.08053, 2104.04473, 2205.05198) over packed rows: tensor, pipeline, context and expert parallel.
+
+The package itself is imported by coalign.backends.megatron alone, when a model is set up. What this file adds is
+the order of events; the model's weights, cut and named as Megatron's, come from Hugging Face tensors and go back to
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coalign.backends import pretrained, process_group
+from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
+from coalign.backends.hf import float8
+from coalign.backends.megatron.partition import OWNED
+from coalign.backends.process_group import all_reduced
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.roles import Context
+
+SUPPORTED = "0.16.1"
+
+
+class MegatronModule(TrainableModule):
+    """A causal LM, value model or reward model, frozen or trained."""
+
+    parallel = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+    pipeline: Any = None
+    optimizer: Any = None
+
+    @classmethod
+    def one_group(cls, config: ModelConfig) -> bool:
+        return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
+
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        for key, reason in _problems(config, device):
+            raise ValueError(f"models.{name}.{key}{reason}")
+        if config.fp8:
+            float8.check_kind(device, f"models.{name}.fp8")
+
+    @classmethod
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        from coalign.backends.megatron.partition import weights_of
+
+        try:
+            weights_of(config, config.processes)
+        except ValueError as problem:
+            raise ValueError(f"models.{name}: {problem}") from problem
+
+    @classmethod
+    def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        require_megatron()
+        from coalign.backends.megatron import build
+
+        try:
+            build.check_machine(config, device)
+        except ValueError as problem:
+            raise ValueError(f"models.{name}: {problem}") from problem
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self.device = torch.device(context.device)
+        if config.deterministic:
+            process_group.enforce_determinism(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
+
+    def setup(self) -> None:
+        """Meet the other ranks and read this rank's part of the weights.
+
+        Raises what the checks of Module raise, and ValueError, naming the key of the model, for weights that do not
+        fit.
+        """
+        self.check_before_setup()
+        from coalign.backends.megatron import build, partition, ranks
+
+        config, context = self.config, self.context
+        with self._here():
+            try:
+                te = build.with_engine(config, self.device)
+                self.weights = partition.weights_of(config, context.world_size, te=te)
+                ranks.join(partition.sizes_of(config), context)
+                try:
+                    self._build(te=te)
+                except BaseException:
+                    ranks.leave()
+                    raise
+            except ValueError as problem:
+                raise ValueError(f"models.{context.model}: {problem}") from problem
+
+    def _build(self, *, te: bool) -> None:
+        from coalign.backends.megatron import build
+        from coalign.backends.megatron.training import Optimizer
+
+        config, own = self.config, self.config.optimizer
+        pipeline = build.pipeline(config, self.context, self.weights, te=te)
+        exact = self._fill(pipeline)
+        if not config.frozen:
+            settings = {
+                "lr": own.lr,
+                "weight_decay": own.weight_decay,
+                "adam_beta1": own.betas[0],
+                "adam_beta2": own.betas[1],
+                "adam_eps": own.eps,
+            }
+            distributed = config.megatron.distributed_optimizer
+            self.optimizer = Optimizer(pipeline, settings, clip=own.clip_grad_norm, distributed=distributed)
+            if exact:
+                self.optimizer.start_from(exact)
+        self.pipeline = pipeline
+
+    def _fill(self, pipeline: Any) -> dict[str, Tensor]:
+        """Read the weights. What rounding changes is given back, exact."""
+        from coalign.backends.megatron import build
+
+        held, exact = pipeline.held(), {}
+        rounded = not self.config.frozen and self.config.compute_dtype not in (None, self.config.dtype)
+        with torch.no_grad():
+            for name, tensor in build.read(self.config, self.context, self.weights):
+                held.pop(name).copy_(tensor)
+                if rounded:
+                    exact[name] = tensor.float()
+        if left := [name for name, _ in pipeline.named() if name in held]:
+            raise RuntimeError(f"model '{self.context.model}': no tensor of the checkpoint is made into {left}")
+        return exact
+
+    def close(self) -> None:
+        from coalign.backends.megatron import ranks
+
+        if self.pipeline is not None:
+            ranks.leave()
+
+    # ---- verbs of TrainableModule
+
+    def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
+        with self._here():
+            return self.pipeline.run(micros, loss, needs=needs, share_prefix=self.config.share_prefix, idle=IDLE)
+
+    def optimizer_step(self) -> float:
+        with self._here():
+            return self.optimizer.step(self.learning_rate)
+
+    def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        from coalign.backends.megatron import ranks
+
+        return all_reduced(values, op, self.device, ranks.data())
+
+    @property
+    def exports(self) -> bool:
+        return True  # each rank a share
+
+    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """As the model computes with them: of ``compute_dtype``. `save_hf` writes the exact ones."""
+        for name, tensor in self._export.tensors(self.pipeline.held()):
+            yield name, tensor.detach()
+
+    @cached_property
+    def _export(self) -> Any:
+        from coalign.backends.megatron.weights import Export
+
+        return Export(self.weights, self.context.rank, in_memory=True)
+
+    def save(self, dir: str | Path) -> None:
+        """As Megatron does, in the format `torch_dist`, which any layout of ranks reads."""
+        from coalign.backends.megatron import checkpoint
+
+        with self._here():
+            checkpoint.save(dir, self.pipeline, self.optimizer, self.progress)
+
+    def load(self, dir: str | Path) -> None:
+        from coalign.backends.megatron import checkpoint
+
+        with self._here():
+            self.go_on_from(checkpoint.load(dir, self.pipeline, self.optimizer))
+
+    def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
+        """Each rank writes a file of its share."""
+        from coalign.backends.megatron.weights import Export
+
+        if average:
+            raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
+        dtype = getattr(torch, self.config.dtype)
+        export = Export(self.weights, self.context.rank, in_memory=False)
+        held = self.pipeline.held()
+        if self.optimizer:
+            with self._here():
+                held |= self.optimizer.exact()
+        own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(held)}
+        shares: list[dict[str, int]] = [{}] * self.context.world_size
+        dist.all_gather_object(shares, {name: tensor.nbytes for name, tensor in own.items()})
+        filled = [rank for rank, share in enumerate(shares) if share]
+        files = {rank: f"model-{i:05d}-of-{len(filled):05d}.safetensors" for i, rank in enumerate(filled, 1)}
+        Path(dir).mkdir(parents=True, exist_ok=True)
+        if own:
+            save_file(own, Path(dir) / files[self.context.rank], {"format": "pt"})
+        if self.context.rank == 0:
+            index = {
+                "metadata": {"total_size": sum(sum(share.values()) for share in shares)},
+                "weight_map": {name: files[rank] for rank in filled for name in shares[rank]},
+            }
+            (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            pretrained.save_beside(self.config, dir)
+        dist.barrier()
+
+    # ---- memory
+
+    @property
+    def constant(self) -> Sequence[str]:
+        return ("weights",) if self.config.frozen else ()
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        if part == "weights":
+            return [parameter for _, parameter in self.pipeline.named()]
+        if part == "gradients" and self.optimizer:
+            return [parameter.main_grad for _, parameter in self.pipeline.named()]
+        if part == "optimizer" and self.optimizer:
+            return list(self.optimizer.state())
+        return ()
+
+    # ---- building
+
+    def _here(self) -> AbstractContextManager[None]:
+        """megatron-core computes where this model does."""
+        if self.device.type != "cpu":
+            return nullcontext()
+        from coalign.backends.megatron.cpu import on_cpu
+
+        return on_cpu()
+
+
+def _problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, str]]:
+    """(key, what is wrong with it) of the settings that megatron-core cannot follow."""
+    own = config.megatron
+    if not config.frozen and config.optimizer.name != "adamw":
+        yield (
+            "optimizer.name",
+            f" is `{config.optimizer.name}`: Megatron's optimizer is `adamw`; for this one use `module: fsdp`",
+        )
+    others = {
+        "lora": "Megatron's layers have no adapters",
+        "ema": "no average is kept beside its optimizer",
+        "cpu_offload": "its shards stay on their device",
+        "compile": "its layers have kernels of their own",
+    }
+    for key, reason in others.items():
+        if getattr(config, key):
+            yield key, f": {reason}; use `module: fsdp`"
+    if config.dp_replicate > 1:
+        yield "dp_replicate", ": weights are not sharded over data-parallel processes here"
+    if own.transformer_engine and device.type == "cpu":
+        yield "megatron.transformer_engine", " is true: it computes on GPUs only"
+    for field in own.config:
+        if field in OWNED:
+            yield f"megatron.config.{field}", f": {OWNED[field]}"
+
+
+def require_megatron() -> None:
+    """Raises ImportError without a megatron-core that Coalign knows."""
+    install = f"pip install 'coalign[megatron]' (megatron-core {SUPPORTED})"
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        raise ImportError(f"module `megatron` needs megatron-core: {install}") from None
+    if found != SUPPORTED:
+        raise ImportError(f"module `megatron` works with megatron-core {SUPPORTED}; {found} is installed: {install}")

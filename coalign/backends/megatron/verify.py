@@ -1,0 +1,117 @@
+"""A conversion's two models on the same tokens, in float32 on the CPU: transformers' and megatron-core's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+import transformers
+from torch import Tensor
+
+from coalign.backends.hf.heads import Readings
+from coalign.backends.layout import pack
+from coalign.backends.megatron import ranks
+from coalign.backends.megatron.config import transformer_config
+from coalign.backends.megatron.cpu import on_cpu
+from coalign.backends.megatron.model import PackedGPT
+from coalign.backends.megatron.partition import Sizes
+from coalign.backends.megatron.weights import Weights, divisor, held
+from coalign.data.batch import Batch
+from coalign.roles import Context
+from coalign.weights.convert.huggingface import whole
+from coalign.weights.convert.plan import dtypes
+from coalign.weights.convert.request import ConversionRequest
+from coalign.weights.convert.sources import Opened, open_source
+from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.shards import Spec, cut, plan, reshard
+from coalign.weights.sync.transport import WeightError
+
+TOKENS = 64
+TOLERANCE = 1e-4  # of log-probs and entropies; order of sums alone gives 1e-6 in small models
+
+
+def models(request: ConversionRequest, source: Opened, folder: Path) -> str:
+    """What was compared, in words, or why not. ``folder``: what was written from ``source``.
+
+    Raises WeightError where log-probs or entropies differ by more than TOLERANCE.
+    """
+    if source.format == request.to or "hf" not in (source.format, request.to):
+        return "no model was run: only one side is Hugging Face's"
+    hf, other = (source.hf, folder) if source.format == "hf" else (folder, None)
+    config = json.loads((hf / "config.json").read_text())
+    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
+    if kind is None:
+        return f"no model was run: transformers has no class for {config.get('architectures')}"
+    if "quantization_config" in config:
+        return "no model was run: transformers computes with the source's 8 bits on GPUs only"
+    size = 4 * sum(torch.Size(each.shape).numel() for each in source.family.sources(source.config).values())
+    if size > (free := psutil.virtual_memory().available * 0.8):
+        return f"no model was run: in float32 it has {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+    megatron = source if other is None else open_source(replace(request, source=other, hf=None, pickles=False))
+    generator = torch.Generator().manual_seed(0)
+    count = min(TOKENS, source.config.max_position_embeddings)
+    tokens = torch.randint(source.config.vocab_size, (count,), generator=generator)
+    with torch.no_grad():
+        expected = _transformers(kind, hf, request.dtype, tokens)
+        found = _megatron(megatron, dtypes(request, megatron), tokens)
+    difference = float((found - expected).abs().max())
+    if not difference <= TOLERANCE:
+        raise WeightError(
+            f"transformers and megatron-core differ by {difference:.1e} in log-probs or entropies of {count} tokens; "
+            f"{TOLERANCE:.0e} is tolerated"
+        )
+    return (
+        f"transformers and megatron-core compute the same: log-probs and entropies of {count} tokens differ by at "
+        f"most {difference:.1e} ({TOLERANCE:.0e} is tolerated)"
+    )
+
+
+def _transformers(kind: type, folder: Path, dtype: str | None, tokens: Tensor) -> Tensor:
+    """Log-probs of all tokens but the first, and entropies there [2, n]."""
+    model = kind.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    if dtype is not None:  # buffers are what is never converted
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.float()
+    every = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    return torch.stack([every.gather(1, tokens[1:, None])[:, 0], -(every.exp() * every).sum(-1)])
+
+
+def _megatron(opened: Opened, dtypes: Mapping[str, torch.dtype], tokens: Tensor) -> Tensor:
+    """The same of megatron-core."""
+    config, side = opened.config, opened.side
+    with alone():
+        multiple = divisor(config, 1)
+        weights = Weights(opened.family, MegatronLayout(config, Sizes().mesh(1), stages(config.num_layers)), multiple)
+        model = PackedGPT(config, transformer_config(config, Sizes()), vocabulary=weights.padded, read=Readings())
+        own = held([model])
+        sources = opened.family.sources(config)
+        views = {name: whole(source) for name, source in sources.items()}
+        specs = {name: Spec(source.shape, dtypes[name]) for name, source in sources.items()}
+        moves = dict(plan(list(views.values()), side.ranks))
+
+        def view(name: str) -> Tensor:
+            return next(tensor for _, tensor in reshard(specs, [views[name]], moves, side.fetch))
+
+        for name, tensor in cut(view, weights.shards(0, in_memory=False)):
+            own.pop(name).copy_(tensor)
+        assert not own, f"nothing was read for {sorted(own)}"
+        batch = Batch(torch.tensor([len(tokens)]), {"tokens": tokens.int()}, {})
+        outputs = model.eval()(pack(batch), None, ("entropy",))
+    return torch.stack([outputs["logprobs"], outputs["entropy"]])
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """This process as the only rank."""
+    with on_cpu():
+        ranks.join(Sizes(), Context())
+        try:
+            yield
+        finally:
+            ranks.leave()

@@ -1,0 +1,124 @@
+"""From model outputs through a loss function to one number: what a loss reads, and the global weights of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.algorithms.aggregate import Totals, aggregation_weights, group_weights, sequence_weights
+from coalign.algorithms.importance import mismatch_stats
+from coalign.algorithms.traits import check_aggregation, needs, per
+from coalign.backends.layout import trained
+from coalign.config.functions import bind, resolve
+from coalign.data.batch import Batch
+from coalign.types import LossInput, Stats
+
+# Where a field of LossInput comes from, if the batch has that column.
+FIELDS = {
+    "old": "old_logprobs",
+    "rollout": "rollout_logprobs",
+    "ref": "ref_logprobs",
+    "advantages": "advantages",
+    "returns": "returns",
+    "old_values": "values",
+}
+
+OWN_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
+
+
+class Objective:
+    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss."""
+
+    def __init__(
+        self, fn: str, *, aggregation: str = "token_mean", constant_length: int | None = None, **arguments: Any
+    ) -> None:
+        loss = resolve(fn, home="coalign.algorithms.losses")
+        arguments = bind(loss, arguments, where="loss")
+        check_aggregation(loss, fn, aggregation)
+        self.loss = partial(loss, **arguments)
+        self.needs = needs(loss, arguments)
+        self.per = per(loss)
+        self.aggregation = aggregation
+        self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
+
+    def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: Totals) -> tuple[Tensor, Stats]:
+        """The scalar to differentiate, and the loss's statistics; where the sampler's log-probs are known, also how
+        far its anchor is from them (coalign.algorithms.importance.mismatch_stats).
+
+        ``totals`` are those of the whole optimizer step over all ranks, so the gradient does not depend on how the step
+        was cut.
+        """
+        x = loss_input(micro, outputs)
+        result = self.loss(x)
+        weights = self._weights(x, totals)
+        if len(result.value) != len(weights):
+            raise ValueError(
+                f"the loss returned {len(result.value)} values; expected {len(weights)}, one per {self.per} (its "
+                "attribute `per` says which: token, sequence, group or batch)"
+            )
+        if taken := OWN_STATISTICS & set(result.stats):
+            raise ValueError(
+                f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
+            )
+        return (result.value * weights.to(result.value)).sum(), {**_from_sampler(x), **result.stats}
+
+    @property
+    def compares(self) -> bool:
+        """Whether responses are held against each other, so that no token has an importance ratio of its own."""
+        return self.per in ("group", "batch")
+
+    def count(self, totals: Totals) -> float:
+        """Of how many things the loss is the mean: what a step counts for when several are averaged."""
+        if self.per == "token" and self.aggregation != "token_mean":
+            return totals.sequences
+        return {"token": totals.tokens, "sequence": totals.sequences, "group": totals.groups, "batch": 1.0}[self.per]
+
+    def _weights(self, x: LossInput, totals: Totals) -> Tensor:
+        if self.per == "token":
+            return self.weights(x.segment, x.sequences, totals=totals)
+        if self.per == "sequence":
+            return sequence_weights(x.segment, x.sequences, totals=totals)
+        if self.per == "group":
+            return group_weights(x.groups, totals=totals, device=x.segment.device)
+        return torch.ones(1)
+
+
+def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
+    """The trained tokens of ``micro`` with the model's outputs, on the outputs' device.
+
+    Without an ``old_logprobs`` column the anchor of the importance ratio is the current policy itself.
+    """
+    mask = trained(micro)
+    device = next(iter(outputs.values())).device
+    columns = {name: column[mask].to(device) for name, column in micro.token.items()}
+    columns |= {name: c.to(device) if isinstance(c, Tensor) else c for name, c in micro.sequence.items()}
+    fields = {field: columns.get(column) for field, column in FIELDS.items()}
+    if fields["old"] is None and "logprobs" in outputs:
+        fields["old"] = outputs["logprobs"].detach()
+    group = groups_of(micro)
+    return LossInput(
+        segment=micro.segment[mask].to(device),
+        sequences=len(micro),
+        group=group.to(device),
+        groups=int(group[-1]) + 1 if len(group) else 0,
+        columns=columns,
+        **fields,
+        **outputs,
+    )
+
+
+def _from_sampler(x: LossInput) -> Stats:
+    known = x.logprobs is not None and x.old is not None and x.rollout is not None
+    return mismatch_stats(x.old, x.rollout) if known else {}
+
+
+def groups_of(batch: Batch) -> Tensor:
+    """i64[N], from 0: which run of equal neighbours in the column ``group`` each sequence belongs to; without that
+    column each is its own."""
+    if "group" not in batch:
+        return torch.arange(len(batch))
+    return torch.unique_consecutive(batch["group"], return_inverse=True)[1]

@@ -1,0 +1,249 @@
+"""Optimizers by name. Each lays its state out at once, so that a checkpoint of any age has the same entries.
+
+AdamW with its moments in 8 bits, from bitsandbytes (2110.02861).
+
+The learning rate as a pure function of how far a run is.
+
+A moving average of a model's weights, kept in float32 beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coalign.config.schema import OptimizerConfig
+
+Optimizer = torch.optim.Optimizer
+MOMENTUM = 0.95  # of Muon
+BETA2_DECAY = -0.8  # of Adafactor: the second moment forgets with 1 - step ** BETA2_DECAY
+SMALLEST_RMS = 1e-3  # of Adafactor: a parameter moves at least as if its entries were this large
+
+
+def build(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, layers: Sequence[nn.Module]
+) -> Optimizer | SideBySide:
+    """The optimizer ``config.name`` of those ``parameters`` that require a gradient.
+
+    Muon takes the matrices inside of ``layers`` (a model's decoder layers), AdamW what is left: embeddings, head, norms
+    and biases. Weight decay spares parameters of one dimension everywhere. Raises ValueError if nothing is trained.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter requires a gradient, so there is nothing to train")
+    if config.name == "adafactor":
+        return Adafactor(_groups(trained, config), lr=config.lr)
+    if config.name == "adamw_8bit":
+        return adamw_8bit(_groups(trained, config), config)
+    if config.name == "muon":
+        inside = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
+        parts = (muon, [p for p in trained if p in inside]), (adamw, [p for p in trained if p not in inside])
+        return SideBySide(*(make(own, config) for make, own in parts if own))
+    return adamw(trained, config)
+
+
+def adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW (1711.05101)."""
+    groups = _groups(parameters, config)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+        }
+    return optimizer
+
+
+def muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
+    """Muon with steps of AdamW's size (2502.16982), so that one learning rate serves both.
+
+    A sharded matrix is orthogonalised as a whole: torch gathers what each product needs.
+    """
+    optimizer = torch.optim.Muon(
+        parameters,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=MOMENTUM,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for p in parameters:
+        optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
+    return optimizer
+
+
+class Adafactor(Optimizer):
+    """Adafactor (1804.04235): of a matrix's second moments only the means of rows and columns are kept.
+
+    The formula and constants of torch.optim.Adafactor, in operations that sharded tensors have. The step is relative:
+    lr, or 1 / sqrt(step) where that is less, times the root mean square of the parameter.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+        for p in (p for group in self.param_groups for p in group["params"]):
+            zeros = torch.zeros_like(p)
+            factors = {"row_var": zeros[..., :1], "col_var": zeros[..., :1, :]} if p.ndim > 1 else {"variance": zeros}
+            self.state[p] = {"step": torch.zeros(())} | {name: part.clone() for name, part in factors.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. Over sharded parameters a collective."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    _adafactor(p, self.state[p], lr=group["lr"], weight_decay=group["weight_decay"])
+
+
+def _adafactor(p: nn.Parameter, state: dict[str, Tensor], *, lr: float, weight_decay: float) -> None:
+    state["step"] += 1
+    step = float(state["step"])
+    size = max(SMALLEST_RMS, _rms(p)) * min(lr, step**-0.5)
+    p.mul_(1.0 - lr * weight_decay)
+    tiny, fresh, square = torch.finfo(p.dtype).eps, step**BETA2_DECAY, p.grad.square()
+    if p.ndim > 1:
+        row = state["row_var"].lerp_(square.mean(-1, keepdim=True), fresh)
+        column = state["col_var"].lerp_(square.mean(-2, keepdim=True), fresh)
+        variance = row * column / row.mean(-2, keepdim=True).clamp(min=tiny)
+    else:
+        variance = state["variance"].lerp_(square, fresh)
+    update = p.grad * variance.clamp(min=tiny**2).rsqrt()
+    p.add_(update, alpha=-size / max(1.0, _rms(update)))
+
+
+class SideBySide:
+    """Several optimizers, each with its own parameters, as one."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return {p: state for part in self.parts for p, state in part.state.items()}
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+
+def clip(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+    """The global L2 norm of the gradients, which are scaled down to ``limit`` where they exceed it. A collective."""
+    alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
+    total = math.hypot(*(_number(nn.utils.get_total_norm(gradients)) for gradients in alike))
+    if limit is not None and limit < total < math.inf:
+        for gradients in alike:
+            torch._foreach_mul_(gradients, limit / total)
+    return total
+
+
+def _groups(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+    decayed, rest = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+    groups = [{"params": alike, "weight_decay": config.weight_decay} for alike in _by_mesh(decayed)]
+    return groups + [{"params": alike, "weight_decay": 0.0} for alike in _by_mesh(rest)]
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those sharded over the same ranks together: an operation on a list of tensors takes no others."""
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(found.values())
+
+
+def _rms(tensor: Tensor) -> float:
+    return _number(torch.linalg.vector_norm(tensor)) / tensor.numel() ** 0.5
+
+
+def _number(value: Tensor) -> float:
+    """A sharded tensor's norm is itself a sharded tensor."""
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def check_adamw_8bit() -> None:
+    """Raises ImportError where bitsandbytes is not installed."""
+    if find_spec("bitsandbytes") is None:
+        raise ImportError("optimizer.name: `adamw_8bit` needs bitsandbytes (pip install coalign[qlora])")
+
+
+def adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Moments of tensors of 4096 and more entries in 8 bits, in blocks of 256; of smaller ones in float32.
+
+    Parameters must be whole: it cannot read sharded ones. Raises what `check` raises.
+    """
+    check_adamw_8bit()
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    for i, group in enumerate(optimizer.param_groups):
+        for j, parameter in enumerate(group["params"]):
+            optimizer.init_state(group, parameter, i, j)
+    return optimizer
+
+
+def learning_rate(place: int, config: OptimizerConfig, *, total: int) -> float:
+    """Of the optimizer step that ends with unit ``place`` (from 0) of the ``total`` of the run.
+
+    A unit is an optimizer step, or a token trained on; ``warmup`` and ``decay`` count the same units. Linear warm-up:
+    unit ``place`` of the first W gets lr * (place + 1) / (W + 1). Then the schedule falls so that the last unit has the
+    floor, lr * min_lr_ratio; a longer run stays there.
+    """
+    if place < config.warmup:
+        return config.lr * (place + 1) / (config.warmup + 1)
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * _left(place, config, total))
+
+
+def _left(place: int, config: OptimizerConfig, total: int) -> float:
+    """From 1 at the schedule's start to 0 at its end."""
+    if config.schedule == "constant" or (config.schedule == "wsd" and not config.decay):
+        return 1.0
+    start = total - 1 - config.decay if config.schedule == "wsd" else config.warmup
+    done = min(1.0, max(0.0, (place - start) / max(1, total - 1 - start)))
+    return 0.5 * (1.0 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
+
+
+class Average:
+    """average = decay * average + (1 - decay) * weights, after each optimizer step, from the weights as they start.
+
+    Of the parameters that require a gradient; each average lies where its parameter does, and is sharded like it. Kept
+    in float32, whatever the weights are: at decay 0.999 a step adds less than bfloat16 can hold.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.tensors: dict[str, Tensor] = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of this moment into the average."""
+        for name, p in self.parameters.items():
+            self.tensors[name].lerp_(p.float(), 1.0 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside of the block the model has the average as its weights; afterwards its own again, bit for bit."""
+        own = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._set(self.tensors)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @torch.no_grad()
+    def _set(self, values: dict[str, Tensor]) -> None:
+        for name, p in self.parameters.items():
+            p.copy_(values[name])

@@ -1,0 +1,48 @@
+"""The process group of one model's ranks, which torch takes to be the only one of a process.
+
+Operations alone whose result does not depend on the order of threads, in all of a process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from coalign.roles import Context
+
+TIMEOUT = timedelta(minutes=10)  # of a collective
+
+
+def join_process_group(context: Context, *, host: bool = False) -> None:
+    """Make the process group of this model's ranks, which meet at ``context.rendezvous``; one rank needs no place to
+    meet. ``host``: they exchange what lies in the host's memory, too."""
+    alone = context.world_size == 1
+    if context.rendezvous is None and not alone:
+        raise ValueError(f"model '{context.model}' has {context.world_size} ranks and no rendezvous address")
+    device = torch.device(context.device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else {"cpu": "gloo", "cuda": "nccl"}[device.type],
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=TIMEOUT,
+        **({"store": dist.HashStore()} if alone else {"init_method": f"tcp://{context.rendezvous}"}),
+    )
+
+
+def all_reduced(values: Sequence[float], op: str, device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+    """The ``sum`` or ``max`` of each value over the ranks of ``group`` (None: all)."""
+    all_of = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)
+    return all_of.tolist()
+
+
+def enforce_determinism(**libraries: str) -> None:
+    """From now on; an operation that has no such way ends the run. ``libraries``: what further ones are told, by the
+    environment."""
+    for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **libraries}.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)

@@ -1,0 +1,127 @@
+"""Reward functions as a model of the run: a Scorer whose "forward" calls the person's functions on decoded text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from coalign.backends.base import Module
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import ModelConfig, RewardConfig
+from coalign.data.batch import Batch
+from coalign.data.templates import at_their_end, read_samples
+from coalign.rewards.calls import Caller, Outcome, RewardFailure, RewardFunction
+from coalign.roles import Context
+from coalign.types import Sample, Stat, Stats, Total, merge_stats
+
+log = logging.getLogger(__name__)
+
+
+class RewardModule(Module):
+    """Scores batches with the run's reward functions (``context.rewards``). See coalign.rewards."""
+
+    exclusive = False  # it waits for functions, and models may compute meanwhile
+
+    @classmethod
+    def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
+        names = [f"reward/{RewardConfig(**entry).called}" for entry in context.rewards]
+        return (*names, *(f"{name}/failure" for name in names))
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        super().__init__(config, context)
+        if not context.rewards:
+            raise ValueError("the run names no reward function: add `reward: {fn: …}` to the configuration")
+        if context.tokenizer is None:
+            raise ValueError("module 'reward' needs the policy's tokenizer to read responses; the context names none")
+        self.caller: Caller | None = None
+        self._traced: set[str] = set()  # functions whose traceback has been shown
+
+    def setup(self) -> None:
+        from transformers import AutoTokenizer  # slow to import, and `coalign check` asks for the columns alone
+
+        trust = self.config.trust_remote_code
+        self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
+        self.functions = reward_functions([RewardConfig(**entry) for entry in self.context.rewards])
+        self.caller = Caller()
+
+    def close(self) -> None:
+        if self.caller is not None:
+            self.caller.close()
+
+    def forward_step(self, batch: Batch) -> dict[str, Any]:
+        """A column ``reward/<function>`` f32[N] of each function, NaN where it failed for good or was not called: only
+        samples at their end are shown to it; ``reward/<function>/failure``, a string for each row: what went wrong.
+        And Stats: the counts ``reward/failed/<reason>``, and the means of what a function returns besides.
+
+        ``batch`` may be a part of a roll-out, so whether too much has failed is for others to say.
+        """
+        rows = at_their_end(batch["status"])
+        samples = read_samples(batch.select(rows), self.tokenizer)
+        outcomes = self.caller.score(self.functions, samples)
+        columns: dict[str, Any] = {}
+        for function, scored in zip(self.functions, outcomes, strict=True):
+            column = columns[f"reward/{function.name}"] = torch.full((len(batch),), float("nan"))
+            column[rows] = torch.tensor([_value(outcome) for outcome in scored])
+            texts = iter(str(outcome) if isinstance(outcome, RewardFailure) else "" for outcome in scored)
+            columns[f"reward/{function.name}/failure"] = [next(texts) if row else "" for row in rows.tolist()]
+            self._report(function, samples, scored)
+        return {**columns, **_stats(self.functions, outcomes)}
+
+    def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[Outcome]) -> None:
+        """Show a function's first failure, and where it was raised, once."""
+        failures = [(s, o) for s, o in zip(samples, scored, strict=True) if isinstance(o, RewardFailure)]
+        if not failures:
+            return
+        sample, first = failures[0]
+        message = (
+            f"reward function '{function.name}' failed on {len(failures)} of {len(samples)} samples "
+            f"(at most {function.retries + 1} attempts each); first on group {sample.group}, index {sample.index}: "
+            f"{first}"
+        )
+        trace = first.reason == "raised" and function.name not in self._traced
+        self._traced.add(function.name)
+        log.warning(message, exc_info=first.error if trace else None)
+
+
+def reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
+    """The functions that `reward:` lists. Raises what `reward_function` raises."""
+    return [reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
+
+
+def reward_function(config: RewardConfig, where: str) -> RewardFunction:
+    """The function that a configuration names, with its arguments. Raises what `named` raises."""
+    limits = {"weight": config.weight, "timeout": config.timeout, "retries": config.retries}
+    return RewardFunction(config.called, *named(config, where), **limits)
+
+
+def named(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function (or class) and its arguments, checked. A short name is one of coalign.rewards.
+
+    Raises ConfigError for wrong arguments (``where`` is the section's path), ValueError if there is no such function or
+    it refuses them: its attribute ``check``, if it has one, is called with them as keywords.
+    """
+    fn = resolve(config.fn, "coalign.rewards")
+    arguments = bind(fn, config.arguments, where)
+    if hasattr(fn, "check"):
+        fn.check(**arguments)
+    return fn, arguments
+
+
+def _value(outcome: Outcome) -> float:
+    return float("nan") if isinstance(outcome, RewardFailure) else outcome["reward"]
+
+
+def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[Outcome]]) -> Stats:
+    """Failures by reason, and the means of what each function returned besides its reward."""
+    many: list[Stats] = []
+    for function, scored in zip(functions, outcomes, strict=True):
+        for outcome in scored:
+            if isinstance(outcome, RewardFailure):
+                many.append({f"reward/failed/{outcome.reason}": Total(1.0)})
+            else:
+                logged = {key: value for key, value in outcome.items() if key != "reward"}
+                many.append({f"reward/{function.name}/{key}": Stat(value) for key, value in logged.items()})
+    return merge_stats(many)

@@ -1,0 +1,70 @@
+"""What the kinds of devices are called: by Ray, by torch, and by the variable that shows a process its own ones.
+
+Which devices of a machine lie close to each other, as the machine itself tells: NUMA nodes and PCI buses.
+
+Neighbouring ranks talk most (a tensor-parallel group at every layer), so they get devices of one NUMA node where it
+has enough, in the order of the PCI buses: next to each other are those behind one switch, with its network card.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """``device`` is torch's name, ``visible`` an environment variable that takes the devices' names, by commas."""
+
+    device: str
+    visible: str
+
+
+STAND_IN = Accelerator("cpu", "COALIGN_VISIBLE_DEVICES")
+ACCELERATORS: Mapping[str, Accelerator] = {
+    "GPU": Accelerator("cuda", "CUDA_VISIBLE_DEVICES"),
+    "NPU": Accelerator("npu", "ASCEND_RT_VISIBLE_DEVICES"),
+    "HPU": Accelerator("hpu", "HABANA_VISIBLE_MODULES"),
+}
+
+
+def accelerator(resource: str) -> Accelerator:
+    """Of a Ray resource; one that is not known stands for devices on a machine without any."""
+    return ACCELERATORS.get(resource, STAND_IN)
+
+
+PCI = Path("/sys/bus/pci/devices")
+
+
+def device_domains(names: Sequence[str], buses: Mapping[str, str], pci: Path = PCI) -> list[list[str]]:
+    """Devices by NUMA node, in each by their way through the PCI tree; those of which nothing is known come last.
+
+    ``buses`` gives the PCI address of a device (`0000:3b:00.0`), by any of its names.
+    """
+
+    def place(name: str) -> tuple[int, str]:
+        bus = pci / buses.get(name, "unknown")
+        if not bus.exists():
+            return 1 << 30, ""
+        return int((bus / "numa_node").read_text()), str(bus.resolve())
+
+    ordered = sorted(names, key=place)
+    return [list(near) for _, near in groupby(ordered, key=lambda name: place(name)[0])]
+
+
+def nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict[str, str]:
+    """{index or UUID: PCI address} of this machine's NVIDIA devices; empty without their driver."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
+    try:
+        lines = ask(command, text=True).splitlines()
+    except FileNotFoundError:
+        return {}
+    buses = {}
+    for line in lines:
+        index, uuid, bus = (part.strip() for part in line.split(","))
+        # Eight digits of the PCI domain there, four in sysfs.
+        buses[index] = buses[uuid] = bus.lower()[-12:]
+    return buses

@@ -1,0 +1,239 @@
+"""On which node and which devices every process of a run lives, found by us before a cluster is asked for anything.
+
+First an exact assignment of units (the devices that one node must hold) to nodes by the number of their free devices:
+if there is one it is found, if there is none the run is refused with what it asks and what is there. Then, once the
+devices are reserved and their names known, each unit gets devices that lie close to each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from coalign.cluster.placement.slots import Slot
+
+Domain = list[str]  # devices of one node that are close to each other, in their order
+Nodes = tuple[int, ...]  # of each place of a slot
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine: devices that nobody holds, devices in all, cores, processes of ours."""
+
+    name: str
+    free: int
+    total: int
+    cores: float = 1.0
+    processes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlacement:
+    """Where one process lives: the number of its node, and the names of its devices there (none: on CPU)."""
+
+    node: int
+    devices: tuple[str, ...] = ()
+
+
+def assign(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
+    """The node of each place, by slot. ValueError, with what is asked and what is there, if the devices cannot hold
+    them; processes on CPU find room anywhere, where the fewest are for its cores."""
+    units = _device_units(slots)
+    found = _fit(units, [node.free for node in nodes])
+    if found is None:
+        raise ValueError(_refusal(slots, units, nodes))
+    where = {slot.name: [-1] * slot.size for slot in slots}
+    load = [node.processes for node in nodes]
+    for node, count in Counter(found).items():
+        load[node] += count
+    for slot in slots:
+        mine = [(unit, node) for unit, node in zip(units, found, strict=True) if unit.slot is slot]
+        for unit, node in mine if slot.spread else _in_order(mine):
+            for place in unit.places:
+                where[slot.name][place] = node
+        _seat_on_cpu(slot, where[slot.name], nodes, load)
+    return {name: tuple(places) for name, places in where.items()}
+
+
+def seats(
+    slots: Sequence[Slot], where: Mapping[str, Nodes], devices: Sequence[Sequence[Domain]]
+) -> dict[str, list[ProcessPlacement]]:
+    """The seat of each process, by model and rank: ``devices[node]`` are the reserved ones, in domains.
+
+    Large units choose first: the smallest domain that holds them, so that they leave room for others; if none does, the
+    next devices in order.
+    """
+    left = [[list(domain) for domain in domains] for domains in devices]
+    names: dict[tuple[str, int], str] = {}
+    for unit in _device_units(slots):
+        chosen = _take(left[where[unit.slot.name][unit.places[0]]], unit.size)
+        names |= {(unit.slot.name, place): name for place, name in zip(unit.places, chosen, strict=False)}
+    found: dict[str, list[ProcessPlacement]] = {}
+    for slot in slots:
+        for model, ranks in slot.places.items():
+            on_device = slot.footprints[model].devices > 0
+            held = [tuple(names[slot.name, place] for place in places) if on_device else () for places in ranks]
+            found[model] = [ProcessPlacement(where[slot.name][p[0]], own) for p, own in zip(ranks, held, strict=True)]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    slot: Slot
+    places: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Devices among the places; a CPU process may stand beside them."""
+        return sum(place < self.slot.devices for place in self.places)
+
+
+def _device_units(slots: Sequence[Slot]) -> list[_Unit]:
+    """Large ones first."""
+    units = [_Unit(slot, places) for slot in slots for places in slot.units if places[0] < slot.devices]
+    return sorted(units, key=lambda unit: -unit.size)
+
+
+def _fit(units: Sequence[_Unit], free: list[int]) -> list[int] | None:
+    """The node of each unit (largest first), or None if there is no way: depth first, the best-looking node first.
+
+    What can follow depends only on how many devices are left, whichever nodes have them; so a dead end is met once.
+    Where each size divides the next larger one no choice is ever taken back.
+    """
+    if not _room(units, free):
+        return None
+    chosen: list[int] = []
+    held = Counter[tuple[str, int]]()  # units of a slot on a node
+    rests = _rests(units)
+    options: list[Iterator[int]] = []
+    dead: set[tuple[int, tuple[int, ...]]] = set()
+    while len(chosen) < len(units):
+        if len(options) == len(chosen):
+            unit, before = units[len(chosen)], units[len(chosen) - 1]
+            last = chosen[-1] if chosen and before.slot is unit.slot else -1
+            options.append(_candidates(unit, rests[len(chosen)], last, held, free))
+        node = next(options[-1], None)
+        if node is None:
+            dead.add((len(chosen), tuple(sorted(free))))
+            options.pop()
+            if not chosen:
+                return None
+            unit, node = units[len(chosen) - 1], chosen.pop()
+            free[node] += unit.size
+            held[unit.slot.name, node] -= 1
+            continue
+        unit = units[len(chosen)]
+        free[node] -= unit.size
+        if dead and (len(chosen) + 1, tuple(sorted(free))) in dead:
+            free[node] += unit.size
+        else:
+            held[unit.slot.name, node] += 1
+            chosen.append(node)
+    return chosen
+
+
+def _rests(units: Sequence[_Unit]) -> list[int]:
+    """For each unit, the devices that its slot still needs, its own included."""
+    rests, needed = [], Counter[str]()
+    for unit in reversed(units):
+        needed[unit.slot.name] += unit.size
+        rests.append(needed[unit.slot.name])
+    return rests[::-1]
+
+
+def _in_order(assigned: Sequence[tuple[_Unit, int]]) -> Iterator[tuple[_Unit, int]]:
+    """Units of one slot with their nodes, exchanged among those of equal size so that neighbours meet on a node."""
+    left = Counter((unit.size, node) for unit, node in assigned)
+    whole = Counter()
+    for unit, node in assigned:
+        whole[node] += unit.size
+    node = -1
+    for unit in sorted((unit for unit, _ in assigned), key=lambda unit: unit.places):
+        if not left[unit.size, node]:
+            node = min((n for size, n in left.elements() if size == unit.size), key=lambda n: (whole[n], n))
+        left[unit.size, node] -= 1
+        whole[node] -= unit.size
+        yield unit, node
+
+
+def _room(units: Sequence[_Unit], free: Sequence[int]) -> bool:
+    """Necessary: cut into pieces of any one size, the nodes hold as many as the units. Sufficient where the sizes
+    divide each other."""
+    sizes = Counter(unit.size for unit in units)
+    return all(
+        sum(count * (size // piece) for size, count in sizes.items()) <= sum(number // piece for number in free)
+        for piece in sizes
+    )
+
+
+def _candidates(
+    unit: _Unit, rest: int, last: int, held: Mapping[tuple[str, int], int], free: Sequence[int]
+) -> Iterator[int]:
+    """Nodes with room for a unit, the best one first; of equal ones only the first.
+
+    ``rest``: the devices that its slot still needs; ``last``: the node of its neighbour.
+    """
+
+    def packed(node: int) -> tuple[bool, bool, int]:
+        """Where others of its slot are; else the smallest node with room for the whole rest, or the largest."""
+        here = held[unit.slot.name, node] > 0
+        return not here, node != last, free[node] if free[node] >= rest else (1 << 30) - free[node]
+
+    def spread(node: int) -> tuple[int, int]:
+        return held[unit.slot.name, node], -free[node]
+
+    roomy = [node for node in range(len(free)) if free[node] >= unit.size]
+    met = set()
+    for node in sorted(roomy, key=spread if unit.slot.spread else packed):
+        if free[node] not in met:
+            met.add(free[node])
+            yield node
+
+
+def _seat_on_cpu(slot: Slot, where: list[int], nodes: Sequence[Node], load: list[int]) -> None:
+    """Nodes for the places of a slot that are no devices: for each unit the one with the fewest processes per core."""
+    latest: int | None = None
+    for places in slot.units:
+        if places[0] < slot.devices:
+            continue
+        node = latest
+        if node is None or slot.spread:
+            node = min(range(len(nodes)), key=lambda n: ((load[n] + len(places)) / max(nodes[n].cores, 1e-3), n))
+        latest = node
+        load[node] += len(places)
+        for place in places:
+            where[place] = node
+
+
+def _take(domains: list[Domain], count: int) -> list[str]:
+    """``count`` devices out of the domains of a node."""
+    roomy = [domain for domain in domains if len(domain) >= count]
+    if roomy:
+        domain = min(roomy, key=len)
+        taken, domain[:] = domain[:count], domain[count:]
+        return taken
+    return [_take([next(domain for domain in domains if domain)], 1)[0] for _ in range(count)]
+
+
+def _refusal(slots: Sequence[Slot], units: Sequence[_Unit], nodes: Sequence[Node]) -> str:
+    """Why there is no room: what is asked, and what is there."""
+    asked = {slot.name: slot.devices for slot in slots if slot.devices}
+    total, free = sum(node.total for node in nodes), sum(node.free for node in nodes)
+    wanted = ", ".join(f"{name}: {number}" for name, number in asked.items())
+    there = f"there are {total} on {len(nodes)} node(s)"
+    if free < total:
+        held = ", ".join(f"{node.name}: {node.free} of {node.total}" for node in nodes if node.total)
+        there += f", of which other jobs leave {free} free ({held})"
+    if sum(asked.values()) > free:
+        return (
+            f"the models ask for {sum(asked.values())} devices ({wanted}); {there}. Lower num_gpu, or let models share "
+            "devices with runtime.colocation"
+        )
+    together = Counter((unit.slot.name, unit.size) for unit in units if unit.size > 1)
+    pieces = ", ".join(f"{name}: {count} × {size}" for (name, size), count in together.items())
+    per_node = ", ".join(f"{node.name}: {node.free}" for node in nodes if node.free)
+    return (
+        f"the models ask for {sum(asked.values())} devices ({wanted}), some of which have to be on one node "
+        f"({pieces}), and the nodes cannot hold them ({per_node}). Lower tensor_parallel or pipeline_parallel"
+    )

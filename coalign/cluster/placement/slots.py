@@ -1,0 +1,182 @@
+"""Which models share which devices, decided from the configuration alone.
+
+A Slot owns devices: those of one colocation group, or of one model that is in no group. Models of a slot time-share it.
+Inside a slot unequal models are packed: with A on 8 devices and B, C on 4 each, B and C lie side by side and run in
+parallel, while A excludes both. Nothing here knows Ray or a machine: the places of a slot are numbers from 0, and
+coalign.cluster.placement.nodes finds devices of nodes for them.
+
+Cores are not devices: the operating system shares them among processes, so a CPU model never waits for a core and no
+layout of CPU models can dead-lock. The place of a CPU process only orders who computes; beside a device model of its
+group it also says on which node.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+
+from coalign.config.errors import ConfigError, Problem
+from coalign.config.schema import ModelConfig
+
+# The ways of cutting that share the ranks of a trained model out, for rows and for experts.
+ROWS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "dp_replicate")
+EXPERTS = ("expert_parallel", "dp_replicate")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Processes of one model, and devices of each process (0: it computes on CPU).
+
+    ``together``: neighbouring ranks that share a node and a share of the data: a tensor-parallel group whose ranks are
+    processes. ``spread``: over many nodes rather than few (None: either). ``alike``: groups of ``together`` that have
+    one share of the data, on any nodes.
+    """
+
+    processes: int
+    devices: int
+    together: int = 1
+    spread: bool | None = None
+    alike: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Shares that a batch is cut into: the data-parallel size."""
+        return self.processes // (self.together * self.alike)
+
+    @property
+    def places(self) -> int:
+        """Of each process in its slot: one for each device, one on CPU."""
+        return max(self.devices, 1)
+
+    @property
+    def total(self) -> int:
+        """Devices of the whole model."""
+        return self.processes * self.devices
+
+    @staticmethod
+    def of(name: str, config: ModelConfig, spmd: bool) -> Footprint:
+        """What a model needs.
+
+        The processes of an SPMD model are its ranks, one per device. Any other model has replicas, one process each,
+        with all devices of its tensor and pipeline parallel parts: num_gpu / (tensor_parallel × pipeline_parallel) of
+        them. ``num_process`` overrides both. Raises ConfigError where the numbers do not divide.
+        """
+        per_process = 1 if spmd else config.tensor_parallel * config.pipeline_parallel
+        processes = config.num_process or max(config.num_gpu // per_process, 1)
+        key = ("models", name, "num_process")
+        for needed in (ROWS, EXPERTS) if spmd else ():
+            ways = {way: getattr(config, way) for way in needed if getattr(config, way) > 1}
+            if processes % prod(ways.values()):
+                product = f"{' × '.join(ways)} = {' × '.join(map(str, ways.values()))}"
+                raise ConfigError([Problem(key, f"is {processes}; expected a multiple of {product}")])
+        if config.num_gpu % (processes * (per_process if config.num_gpu else 1)):
+            each = f", {per_process} for each" if per_process > 1 else ""
+            raise ConfigError([Problem(key, f"is {processes}; num_gpu={config.num_gpu} does not divide by it{each}")])
+        spread = None if config.placement is None else config.placement == "spread"
+        together = config.tensor_parallel if spmd else 1
+        alike = config.context_parallel * config.pipeline_parallel if spmd else 1
+        return Footprint(processes, config.num_gpu // processes, together, spread, alike)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Places and the models on them: ``places[model]`` are those of its processes, by rank.
+
+    The first ``devices`` places are devices, the others are CPU processes'. ``units`` are the places that one node
+    must hold, a process's devices or a tensor-parallel group's, and together cover the slot.
+    """
+
+    name: str
+    size: int
+    devices: int
+    places: Mapping[str, tuple[tuple[int, ...], ...]]
+    units: tuple[tuple[int, ...], ...]
+    footprints: Mapping[str, Footprint]
+    _locks: tuple[threading.Lock, ...] = field(repr=False, compare=False)
+
+    @property
+    def spread(self) -> bool:
+        """Over many nodes. CPU models are, unless they ask not to be: cores are what they need."""
+        wishes = {footprint.spread for footprint in self.footprints.values()} - {None}
+        return wishes.pop() if wishes else self.devices == 0
+
+    @contextmanager
+    def hold(self, *models: str) -> Iterator[None]:
+        """Have the models' places to oneself. They are taken in ascending order: nobody waits in a circle."""
+        with ExitStack() as stack:
+            for place in sorted({place for model in models for places in self.places[model] for place in places}):
+                stack.enter_context(self._locks[place])
+            yield
+
+
+def plan(footprints: Mapping[str, Footprint], colocation: Sequence[Sequence[str]]) -> dict[str, Slot]:
+    """The slot of each model.
+
+    Raises ConfigError for a group of which some models are to be packed and others spread. The schema has seen to it
+    that groups name models, and none twice; those that do not run (not in ``footprints``) take no place.
+    """
+    slots: dict[str, Slot] = {}
+    for index, group in enumerate(colocation):
+        members = {name: footprints[name] for name in group if name in footprints}
+        wishes = [name for name in members if members[name].spread is not None]
+        for one, other in pairwise(wishes):
+            if members[one].spread != members[other].spread:
+                message = f"'{one}' and '{other}' share devices, and only one of them asks for `placement: spread`"
+                raise ConfigError([Problem(("runtime", "colocation", index), message)])
+        if members:
+            slots |= dict.fromkeys(members, _slot("+".join(members), members))
+    alone = [name for name in footprints if name not in slots]
+    return slots | {name: _slot(name, {name: footprints[name]}) for name in alone}
+
+
+def distinct(slots: Mapping[str, Slot]) -> list[Slot]:
+    """Each slot once, in the order of their models."""
+    return list({id(slot): slot for slot in slots.values()}.values())
+
+
+def _slot(name: str, members: Mapping[str, Footprint]) -> Slot:
+    """Pack the members, device models first and large ones before small ones, each where the fewest others are."""
+    devices = max(footprint.total for footprint in members.values())
+    size = max(footprint.processes * footprint.places for footprint in members.values())
+    packed = _Packed(tenants=[0] * size, unit=list(range(size)))
+    places: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for model, footprint in sorted(members.items(), key=lambda item: (-item[1].total, -item[1].places)):
+        places[model] = packed.add(footprint, limit=devices if footprint.devices else size)
+    units = tuple(tuple(p for p in range(size) if packed.unit[p] == unit) for unit in sorted(set(packed.unit)))
+    locks = tuple(threading.Lock() for _ in range(size))
+    return Slot(name, size, devices, {model: places[model] for model in members}, units, dict(members), locks)
+
+
+@dataclass(slots=True)
+class _Packed:
+    """What is on each place: the number of models, and the unit it belongs to (called by its first place)."""
+
+    tenants: list[int]
+    unit: list[int]
+
+    def add(self, footprint: Footprint, limit: int) -> tuple[tuple[int, ...], ...]:
+        """The places of a model's processes, all below ``limit`` and neighbours: ranks stay on one node where they can.
+
+        Best is what makes no unit larger (it would need a larger node), then where the fewest models are.
+        """
+        size, wide = footprint.processes * footprint.places, footprint.places * footprint.together
+        sizes = Counter(self.unit)
+
+        def cost(start: int) -> tuple[int, int, int]:
+            windows = (self.unit[first : first + wide] for first in range(start, start + size, wide))
+            enlarged = sum(len({unit if sizes[unit] > 1 else -1 for unit in window}) > 1 for window in windows)
+            return enlarged, max(self.tenants[start : start + size]), start
+
+        start = min(range(limit - size + 1), key=cost)
+        for first in range(start, start + size, wide) if wide > 1 else ():
+            joined = set(self.unit[first : first + wide])
+            self.unit = [min(joined) if unit in joined else unit for unit in self.unit]
+        for place in range(start, start + size):
+            self.tenants[place] += 1
+        firsts = range(start, start + size, footprint.places)
+        return tuple(tuple(range(first, first + footprint.places)) for first in firsts)

@@ -1,0 +1,155 @@
+"""`coalign chat`: a conversation with a model in the terminal, each answer as it comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coalign.backends.engines.native.module import NativeModule
+from coalign.config.schema import ModelConfig, SamplingConfig
+from coalign.data.batch import Batch
+from coalign.data.messages import Message
+from coalign.data.templates import load_template
+from coalign.report.display import Display
+from coalign.roles import Context
+
+HELP = (
+    "/reset: forget what was said   /save FILE: write it as JSONL   /quit (or Ctrl-D): leave   Ctrl-C: stop the answer"
+)
+UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Whom to talk to, and how it answers."""
+
+    model: Path
+    sampling: SamplingConfig
+    system: str | None = None
+    chat_template: str = "auto"
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None:
+    """Answer one line after the other, until they end or one is /quit.
+
+    Raises ValueError for a directory that is no model, and for a tokenizer without a chat template.
+    """
+    conversation = Conversation(settings)
+    display.note(f"{settings.model}   {HELP}")
+    for line in lines:
+        text = line.strip()
+        if text == "/quit":
+            return
+        try:
+            if text.startswith("/"):
+                display.note(command(conversation, text))
+            elif text:
+                conversation.answer(text, display.write)
+                display.write("\n")
+        except (
+            ValueError,
+            OSError,
+        ) as problem:  # too long, refused by the template, no such folder: the person goes on
+            display.note(f"error: {problem}")
+
+
+def command(conversation: Conversation, text: str) -> str:
+    """Do what a line that begins with a slash says; returns the reply."""
+    name, _, argument = text.partition(" ")
+    if name == "/reset":
+        conversation.reset()
+        return "(forgotten)"
+    if name == "/save" and argument.strip():
+        path = Path(argument.strip()).expanduser()
+        with open(path, "a", encoding="utf-8") as out:
+            out.write(json.dumps({"messages": conversation.messages}, ensure_ascii=False) + "\n")
+        return f"(saved as a line of {path})"
+    return f"{text}: no such command. {HELP}"
+
+
+class Conversation:
+    """What has been said, and the model that answers."""
+
+    def __init__(self, settings: ChatSettings) -> None:
+        self.settings = settings
+        config = ModelConfig(
+            module="native", load=str(settings.model), dtype=settings.dtype, sampling=settings.sampling
+        )
+        self._module = NativeModule(config, Context(seed=settings.seed, device=settings.device))
+        self._module.setup()
+        self._template = load_template(self._module.tokenizer, settings.chat_template)
+        self._turns = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        system = self.settings.system
+        self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
+
+    def answer(self, text: str, write: Callable[[str], Any]) -> str:
+        """The answer to ``text``, whose pieces go to ``write`` as they come; Ctrl-C ends it there.
+
+        Raises ValueError for a conversation that is too long for the model or that the template refuses, which then is
+        as it was before.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        stream = TextStream(self._decode, write)
+        prompt = self._prompt(asked)
+        with suppress(KeyboardInterrupt):
+            self._module.generate(prompt, samples=1, on_token=lambda group, index, token: stream.push(token))
+        answer = stream.end()
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        return answer
+
+    def _prompt(self, messages: list[Message]) -> Batch:
+        tokens = torch.tensor(self._template.prompt(messages), dtype=torch.int32)
+        self._turns += 1  # the random numbers of a turn are its own
+        return Batch(torch.tensor([len(tokens)]), {"tokens": tokens}, {"group": torch.tensor([self._turns])})
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._module.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class TextStream:
+    """Tokens in, text out in pieces: a character is held back until its last byte is there."""
+
+    def __init__(self, decode: Callable[[list[int]], str], write: Callable[[str], Any]) -> None:
+        self._decode, self._write = decode, write
+        self._tokens: list[int] = []
+        self._written = ""
+
+    def push(self, token: int) -> None:
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if not text.endswith(UNFINISHED):
+            self._write(text[len(self._written) :])
+            self._written = text
+
+    def end(self) -> str:
+        """Write what was held back; the whole text."""
+        text = self._decode(self._tokens)
+        self._write(text[len(self._written) :])
+        self._written = text
+        return text
+
+
+def typed(prompt: str) -> Iterator[str]:
+    """Lines that a person types after ``prompt``, until Ctrl-D. Ctrl-C takes back the line."""
+    import readline  # noqa: F401 (gives `input` its editing and its history)
+
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            continue

@@ -1,0 +1,39 @@
+"""`coalign merge`: a base model and an adapter made into one Hugging Face directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from coalign.backends import lora
+
+HEAD = lora.PREFIX + "score.weight"
+
+
+def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) -> None:
+    """Write ``base`` with ``adapter`` merged in, its tokenizer and generation config to ``output``.
+
+    The sum is taken in float32 and stored in ``dtype`` (None: the base's). Everything is written beside ``output`` and
+    renamed at the end. Raises ValueError for directories that are no model or no LoRA adapter and for an adapter of
+    another model, FileExistsError for an output that holds something.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"--output: {output} exists and is not empty")
+    if not (base / "config.json").is_file():
+        raise ValueError(f"'{base}' is not a Hugging Face model directory (no config.json there)")
+    settings, tensors = lora.read(adapter)
+    auto = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
+    labels = {"num_labels": len(tensors[HEAD])} if HEAD in tensors else {}
+    model, info = auto.from_pretrained(base, dtype=torch.float32, output_loading_info=True, **labels)
+    if missing := {name for name in info["missing_keys"] if lora.PREFIX + name not in tensors}:
+        raise ValueError(f"neither {base} nor {adapter} has {sorted(missing)}")
+    stored = getattr(torch, dtype) if dtype else AutoConfig.from_pretrained(base).dtype or torch.float32
+    aside = output.with_name(output.name + ".writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    lora.fold(model, adapter).to(stored).save_pretrained(aside)
+    AutoTokenizer.from_pretrained(base).save_pretrained(aside)
+    os.replace(aside, output)

@@ -1,0 +1,261 @@
+"""The format of `/get_reward`: a request's body as answers to score, verdicts as the body of the response.
+
+`coalign serve-reward`: a reward model or reward functions over HTTP (the extra [serve]).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import os
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from coalign.commands.judges import Judge, JudgedResponse, Verdict, open_judge
+from coalign.config.errors import dotted, readable
+from coalign.config.schema import ServeConfig
+from coalign.data.messages import Message, as_messages
+from coalign.data.sources import BadRow
+from coalign.report.display import Display
+from coalign.rewards.calls import RewardError
+from coalign.rewards.remote import Batches
+
+
+class BadRequest(ValueError):
+    """A body that is not what it should be."""
+
+
+class RewardRequest(BaseModel):
+    """Lists of one entry for each response. ``query``, ``prompts`` and ``labels`` are OpenRLHF's; the others are what
+    coalign.rewards.Remote sends as well. Other keys are ignored."""
+
+    model_config = ConfigDict(strict=True)
+
+    query: list[str]
+    prompts: list[str] | None = None
+    labels: list[Any] | None = None
+    responses: list[str] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    rows: list[dict[str, Any]] | None = None
+    tokens: list[NonNegativeInt] | None = None
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> RewardRequest:
+        for name in type(self).model_fields:
+            given = getattr(self, name)
+            if given is not None and len(given) != len(self.query):
+                raise ValueError(f"{name} has {len(given)} entries, and query {len(self.query)}")
+        return self
+
+
+def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[JudgedResponse]:
+    """What there is to score. Raises BadRequest, naming the key.
+
+    The response is the last of the ``messages``; without them that of ``responses``, else what follows the prompt in
+    the query, without the texts of ``strip`` at its end. The row is that of ``rows``, with the label under
+    ``label_key``.
+    """
+    try:
+        request = RewardRequest.model_validate_json(body)
+        return [_answer(request, i, label_key, strip) for i in range(len(request.query))]
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        raise BadRequest(
+            "; ".join(": ".join(filter(None, (dotted(e["loc"]), readable(e)))) for e in problems)
+        ) from None
+    except BadRow as error:
+        raise BadRequest(str(error)) from None
+
+
+def write_response(verdicts: Sequence[Verdict | Exception]) -> dict[str, Any]:
+    """`rewards` (null where there is none, with the reason in `errors` by number), `scores` (the same, for OpenRLHF)
+    and in `extra_logs` the values of several functions."""
+    errors = {i: why for i, verdict in enumerate(verdicts) if (why := _why_none(verdict))}
+    rewards = [None if i in errors else verdict.score for i, verdict in enumerate(verdicts)]
+    parts = [{} if i in errors else verdict.parts for i, verdict in enumerate(verdicts)]
+    names = parts[0] if parts else {}
+    logs = {name: [part[name] for part in parts] for name in names if all(name in part for part in parts)}
+    return {"rewards": rewards, "scores": rewards, "extra_logs": logs} | ({"errors": errors} if errors else {})
+
+
+def _why_none(verdict: Verdict | Exception) -> str:
+    """Why there is no reward; empty if there is one."""
+    if isinstance(verdict, Exception):
+        return f"{type(verdict).__name__}: {verdict}"
+    if verdict.score is None:
+        return verdict.why
+    return "" if math.isfinite(verdict.score) else f"the score is {verdict.score}"
+
+
+def _answer(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> JudgedResponse:
+    prompt, response = _conversation(request, i, strip)
+    row = dict(request.rows[i]) if request.rows else {}
+    if request.labels and request.labels[i] is not None:
+        row[label_key] = request.labels[i]
+    tokens = request.tokens[i] if request.tokens else 0
+    text = None if request.messages else request.query[i]
+    return JudgedResponse(prompt, [response], row, group=i, tokens=tokens, text=text)
+
+
+def _conversation(request: RewardRequest, i: int, strip: Sequence[str]) -> tuple[list[Message], Message]:
+    if request.messages:
+        *prompt, response = as_messages(request.messages[i], f"messages[{i}]") or [{}]
+        if response.get("role") != "assistant":
+            raise BadRow(f"messages[{i}] must end with what the assistant said")
+        return prompt, response
+    asked = request.prompts[i] if request.prompts else ""
+    said = request.responses[i] if request.responses else _without_ends(request.query[i].removeprefix(asked), strip)
+    return [{"role": "user", "content": asked}], {"role": "assistant", "content": said}
+
+
+def _without_ends(text: str, ends: Sequence[str]) -> str:
+    while end := next((end for end in ends if end and text.rstrip().endswith(end)), ""):
+        text = text.rstrip().removesuffix(end)
+    return text
+
+
+log = logging.getLogger(__name__)
+
+# Batches at once. A model computes one after the other; of functions a slow one should not hold up other requests.
+_MODEL_BATCHES, _FUNCTION_BATCHES = 1, 8
+
+
+def serve(config: ServeConfig, display: Display) -> None:
+    """Serve until SIGINT or SIGTERM: no more requests are taken, those under way are answered (``config.grace``).
+
+    Raises ValueError for a judge that cannot be opened or serve single responses, OSError if the port is taken.
+    """
+    key = _key(config.api_key_env)
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((config.host, config.port))  # a port that is taken is told before a model loads
+    judge = open_judge(config)
+    if judge.compares:
+        raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")
+    listener.listen()
+    host, port = listener.getsockname()[:2]
+    what = config.reward_model or ", ".join(reward.called for reward in config.reward)
+    display.note(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}/get_reward")
+    if key is None and not host.startswith("127.") and host != "::1":
+        display.note(f"warning: no api_key_env, so whoever reaches {host}:{port} can use it")
+    settings = uvicorn.Config(
+        application(judge, config, key),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=config.grace,
+    )
+    uvicorn.Server(settings).run(sockets=[listener])
+
+
+def application(judge: Judge, config: ServeConfig, key: str | None = None) -> Starlette:
+    """The ASGI application: POST /get_reward and GET /health. It closes the judge when it is shut down."""
+    endpoint = Endpoint(judge, config, key)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(judge.close)
+
+    return Starlette(
+        routes=[
+            Route("/get_reward", endpoint.get_reward, methods=["POST"]),
+            Route("/health", endpoint.health, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _refused, BadRequest: _bad, Exception: _failed},
+        lifespan=lifespan,
+    )
+
+
+class Endpoint:
+    """Scores requests; responses of requests that come together, or while the judge is busy, are scored together."""
+
+    def __init__(self, judge: Judge, config: ServeConfig, key: str | None = None) -> None:
+        self._judge, self._config = judge, config
+        self._expected = None if key is None else f"Bearer {key}".encode()
+        at_once = _MODEL_BATCHES if config.reward_model else _FUNCTION_BATCHES
+        self._batches = Batches(self._scored, size=config.batch_size, at_once=at_once)
+        self._counts = {"scored": 0, "failed": 0}
+
+    async def get_reward(self, request: Request) -> JSONResponse:
+        """See coalign.commands.serve for the format."""
+        self._authorize(request)
+        answers = read_request(await self._body(request), self._config.label_key, self._config.strip)
+        self._admit(len(answers))
+        verdicts = await asyncio.gather(*map(self._batches, answers), return_exceptions=True)
+        response = write_response(verdicts)
+        failed = response["rewards"].count(None)
+        if failed:
+            first = next(iter(response["errors"].values()))
+            log.warning("%d of %d responses have no reward; the first: %s", failed, len(answers), first)
+        self._counts["failed"] += failed
+        self._counts["scored"] += len(answers) - failed
+        return JSONResponse(response)
+
+    async def health(self, _: Request) -> JSONResponse:
+        """Alive, and how much was done: {status, waiting, scored, failed}, in responses."""
+        return JSONResponse({"status": "ok", "waiting": self._batches.waiting, **self._counts})
+
+    def _authorize(self, request: Request) -> None:
+        given = request.headers.get("Authorization", "").encode()
+        if self._expected is not None and not hmac.compare_digest(given, self._expected):
+            raise HTTPException(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})
+
+    async def _body(self, request: Request) -> bytes:
+        limit, body = self._config.max_bytes, bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise HTTPException(413, f"the body has more than max_bytes={limit} bytes; send fewer at a time")
+        return bytes(body)
+
+    def _admit(self, count: int) -> None:
+        if count > self._config.queue:
+            raise HTTPException(413, f"{count} responses in a request, and queue={self._config.queue}; send fewer")
+        if self._batches.waiting + count > self._config.queue:
+            raise HTTPException(429, f"{self._batches.waiting} responses are waiting already", {"Retry-After": "1"})
+
+    async def _scored(self, answers: list[JudgedResponse]) -> Sequence[Verdict | Exception]:
+        # Answers of several requests: none belongs with another one, whatever its group was.
+        return await asyncio.to_thread(self._judged, [replace(a, group=i) for i, a in enumerate(answers)])
+
+    def _judged(self, answers: list[JudgedResponse]) -> Sequence[Verdict | Exception]:
+        try:
+            return self._judge(answers)
+        except RewardError as error:
+            return [error] * len(answers)
+        except Exception as error:
+            # One that cannot be judged, messages that a template refuses say, does not spoil the others.
+            return [error] if len(answers) == 1 else [one for answer in answers for one in self._judged([answer])]
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise ValueError(f"api_key_env: there is no environment variable {variable!r}")
+    return os.environ[variable]
+
+
+def _refused(_: Request, error: HTTPException) -> JSONResponse:
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+def _bad(_: Request, error: BadRequest) -> JSONResponse:
+    return JSONResponse({"error": str(error)}, 400)
+
+
+def _failed(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)

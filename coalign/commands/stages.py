@@ -1,0 +1,162 @@
+"""The kinds of stages of a pipeline: what each takes from the stages before, how it is checked, what it does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+
+from coalign.commands.select import select
+from coalign.config.errors import Conflict
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import (
+    DataConfig,
+    GenerateConfig,
+    JudgeConfig,
+    RunConfig,
+    ScoreConfig,
+    Section,
+    SelectConfig,
+    SourceConfig,
+)
+from coalign.launch.build import prepare, recipe
+from coalign.launch.check import trace
+from coalign.launch.run import train
+from coalign.report.display import Display
+from coalign.roles import Trainable
+
+Settings = TypeVar("Settings", bound=Section)
+Outcome = tuple[dict[str, float], int]  # counts, exit code
+
+
+class Kind(ABC, Generic[Settings]):
+    """``output`` is the name of what it makes, in its folder."""
+
+    output: ClassVar[str]
+
+    def complete(self, settings: Settings, before: Path | None, model: str | None) -> Settings:
+        """The settings with what they leave to the pipeline: the output of the stage ``before``, the current ``model``.
+        Raises Conflict for what neither gives."""
+        return settings
+
+    def check(self, settings: Settings) -> None:
+        """Raises ValueError for what the schema cannot see."""
+
+    def try_out(self, settings: Settings) -> None:
+        """Likewise for what takes some seconds to see (`coalign check`)."""
+
+    @abstractmethod
+    def about(self, settings: Settings) -> str:
+        """What it will do, in a line."""
+
+    @abstractmethod
+    def run(self, settings: Settings, folder: Path, round: int, display: Display) -> Outcome:
+        """Make the output, or what is left of it."""
+
+
+class Generate(Kind[GenerateConfig]):
+    output = "responses.jsonl"
+
+    def complete(self, settings: GenerateConfig, before: Path | None, model: str | None) -> GenerateConfig:
+        if not settings.data.train:
+            raise Conflict(("data", "train"), "missing: a file of prompts")
+        if not (settings.model or model):
+            raise Conflict(("model",), "missing: give the pipeline's `model`, or one here")
+        return settings.model_copy(update={"model": settings.model or model})
+
+    def check(self, settings: GenerateConfig) -> None:
+        _check_rewards(settings)
+
+    def about(self, settings: GenerateConfig) -> str:
+        return f"{settings.samples} responses of {settings.model} to {settings.prompts or 'all'} prompts"
+
+    def run(self, settings: GenerateConfig, folder: Path, round: int, display: Display) -> Outcome:
+        from coalign.commands.generate import generate
+
+        return generate(settings, folder / self.output, display, round=round), 0
+
+
+class Score(Kind[ScoreConfig]):
+    output = "scored.jsonl"
+
+    def complete(self, settings: ScoreConfig, before: Path | None, model: str | None) -> ScoreConfig:
+        if settings.data.train:
+            return settings
+        return settings.model_copy(update={"data": _reading(settings.data, before)})
+
+    def check(self, settings: ScoreConfig) -> None:
+        _check_rewards(settings)
+
+    def about(self, settings: ScoreConfig) -> str:
+        return f"by {_judge(settings)}"
+
+    def run(self, settings: ScoreConfig, folder: Path, round: int, display: Display) -> Outcome:
+        from coalign.commands.score import score
+
+        return score(settings, folder / self.output, display), 0
+
+
+class Select(Kind[SelectConfig]):
+    output = "selected.jsonl"
+
+    def complete(self, settings: SelectConfig, before: Path | None, model: str | None) -> SelectConfig:
+        if settings.data:
+            return settings
+        return settings.model_copy(update={"data": [_path(before, ("data",))]})
+
+    def about(self, settings: SelectConfig) -> str:
+        return f"keep {settings.keep}"
+
+    def run(self, settings: SelectConfig, folder: Path, round: int, display: Display) -> Outcome:
+        return select(settings, folder / self.output), 0
+
+
+class Train(Kind[RunConfig]):
+    """The stage's folder is the run's; the output is its link to the newest checkpoint's model, or the best one's."""
+
+    output = "model"
+
+    def check(self, settings: RunConfig) -> None:
+        prepare(settings)
+
+    def try_out(self, settings: RunConfig) -> None:
+        trace(*prepare(settings), settings)
+
+    def about(self, settings: RunConfig) -> str:
+        return settings.algorithm
+
+    def run(self, settings: RunConfig, folder: Path, round: int, display: Display) -> Outcome:
+        config = settings.model_copy(update={"output": str(folder)})
+        if code := train(config, Display(quiet=display.quiet, out=display.out, err=display.err)):
+            return {}, code
+        checkpoint = (folder / self.output).resolve().parent
+        return {"step": int(checkpoint.name.removeprefix("step_"))}, 0
+
+
+KINDS: dict[str, Kind] = {"generate": Generate(), "score": Score(), "select": Select(), "train": Train()}
+
+
+def trains_a_policy(config: RunConfig) -> bool:
+    """Whether the main model of a run is a language model: what it becomes is the pipeline's current model."""
+    roles = recipe(config.algorithm).roles(config)
+    main = next(name for name, role in roles.items() if role is Trainable)
+    return config.models[main].head == "lm"
+
+
+def _check_rewards(settings: JudgeConfig) -> None:
+    for i, reward in enumerate(settings.reward):
+        bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
+
+
+def _judge(settings: JudgeConfig) -> str:
+    return ", ".join(reward.fn for reward in settings.reward) or str(settings.reward_model)
+
+
+def _reading(data: DataConfig, before: Path | None) -> DataConfig:
+    return data.model_copy(update={"train": [SourceConfig(path=_path(before, ("data", "train")))]})
+
+
+def _path(before: Path | None, key: tuple[str, ...]) -> str:
+    if before is None:
+        raise Conflict(key, "missing: no stage comes before, so say which file")
+    return str(before)

@@ -1,0 +1,314 @@
+"""The engine: a flow over models, and the one loop that runs it.
+
+A recipe subclasses Engine and writes two methods. Everything else (what a step is, when weights move, when a checkpoint
+is taken) is here, once, for synchronous and asynchronous training alike.
+
+What hangs off the loop. A hook sees the engine after each step.
+
+The training side of an engine: one ``train_flow``, then the new weights go to whoever generates with them.
+
+The evaluation side of an engine: mean@n and pass@k over a held-out set, or whatever ``eval_flow`` measures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import comb
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from coalign.cluster.future import BatchRef, Future
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import RunConfig
+from coalign.data.loader import Loader
+from coalign.engine.environment import Environment
+from coalign.engine.ledger import Ledger
+from coalign.engine.metrics import watch
+from coalign.roles import Trainable
+from coalign.types import Metric, Stat, Stats, Total, merge_stats
+from coalign.weights.sync.sync import WeightSync
+
+if TYPE_CHECKING:
+    from coalign.cluster.future import BatchRef
+
+
+class Hook:
+    """Does nothing at each of the five moments. Hooks run in order and may add to ``stats``."""
+
+    def begin(self, engine: Engine) -> None: ...
+
+    def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
+        """Whether the step just trained is to be forgotten: then nobody gets its weights, and no other hook sees it."""
+        return False
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None: ...
+
+    def after_evaluation(self, engine: Engine, stats: Stats) -> None: ...
+
+    def end(self, engine: Engine) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+
+
+class Trainer:
+    """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it.
+
+    ``main`` is the model whose metrics need no prefix.
+    """
+
+    def __init__(
+        self, cluster: Any, flow: Callable[[BatchRef], Any], syncs: Sequence[WeightSync], main: str | None
+    ) -> None:
+        self.cluster = cluster
+        self.flow = flow
+        self.main = main
+        self.syncs = list(syncs)
+
+    def step(self, batch: BatchRef) -> Stats:
+        """Train on one batch; waits until every model has taken its step."""
+        begun = time.perf_counter()
+        with watch(self.cluster) as calls:
+            self.flow(batch)
+        return merge_stats([calls.stats(self.main), {"time/train": Total(time.perf_counter() - begun)}])
+
+    def sync(self, version: int) -> Stats:
+        """Give the weights of ``version`` to every target; a target serves them only once they are verified.
+
+        Also what moved onto devices and off them since the last sync (`swaps/…`, `memory/device`).
+        """
+        begun = time.perf_counter()
+        parts = [sync(version) for sync in self.syncs]
+        swaps = self.cluster.residency.take()
+        return merge_stats([*parts, swaps, {"time/sync": Total(time.perf_counter() - begun)}])
+
+
+def pass_at_k(correct: int, n: int, k: int) -> float:
+    """Probability that at least one of k samples drawn from n without replacement is right (2107.03374, eq. 1)."""
+    return 1.0 - comb(n - correct, k) / comb(n, k)
+
+
+def score(
+    reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor, *, solved: float = 1.0
+) -> dict[str, Metric]:
+    """mean@n, pass@k for k = 1, 2, 4, … n, and response length; a sample with reward >= ``solved`` is right."""
+    stats: dict[str, Metric] = {"response_tokens": Stat(float(loss_mask.sum()), float(len(reward)))}
+    _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
+    right = torch.zeros(len(sizes), dtype=torch.int64).index_add_(0, member, (reward >= solved).long())
+    n = int(sizes.max()) if len(sizes) else 0
+    stats[f"mean@{n}"] = stats["mean"] = Stat.of(reward)
+    k = 1
+    while n > 1 and k <= n:
+        rates = [pass_at_k(c, size, k) for c, size in zip(right.tolist(), sizes.tolist(), strict=True) if size >= k]
+        stats[f"pass@{k}"] = Stat(sum(rates), len(rates))
+        k *= 2
+    return stats
+
+
+class Evaluator:
+    """Runs ``flow(prompts) -> Future`` (an engine's ``eval_flow``) over a whole evaluation set."""
+
+    def __init__(self, cluster: Any, flow: Callable[[BatchRef], Any], loader: Loader, limit: int | None) -> None:
+        self.cluster = cluster
+        self.flow = flow
+        self.loader = loader
+        self.limit = limit
+
+    def evaluate(self) -> tuple[Stats, list[BatchRef]]:
+        """(metrics named `eval/…`, the batches as their flow left them)."""
+        begun = time.perf_counter()
+        with watch(self.cluster) as calls:
+            futures = [self.flow(self.cluster.put(self._apart(prompts))) for prompts in self.loader.all(self.limit)]
+        results = [future.result() for future in futures]
+        stats = {
+            f"eval/{name}": metric
+            for name, metric in calls.stats().items()
+            if not name.startswith(("time/", "memory/", "tokens/", "engine/"))
+        }
+        return merge_stats([stats, {"time/eval": Total(time.perf_counter() - begun)}]), results
+
+    @staticmethod
+    def _apart(prompts: Any) -> Any:
+        """Evaluation prompts get negative groups, so that they never share random numbers with training prompts."""
+        return prompts.with_(group=-1 - prompts["group"])
+
+
+class Engine:
+    """Models, the flow between them, and the loop.
+
+    ``models`` names every model of the recipe and the role it plays (Rollout, Scorer, Trainable); each is an attribute
+    (``self.policy``) whose methods return Futures. ``sync`` lists (source, target) pairs: after each step the target
+    gets the source's weights. ``source`` says what the data set's rows become (a key of coalign.data.kinds).
+    ``defaults`` is configuration in the shape of the YAML, beneath the person's own. ``unread`` names sections of it
+    that the flows have no use for, so that nobody sets them in vain.
+    """
+
+    models: ClassVar[Mapping[str, type]] = {}
+    sync: ClassVar[list[tuple[str, str]]] = []
+    source: ClassVar[str] = "prompts"
+    evaluates: ClassVar[tuple[str, ...]] = ("policy", "reward")  # the models that eval_flow calls
+    defaults: ClassVar[dict[str, Any]] = {}
+    unread: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: RunConfig, cluster: Any) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.step = 0
+        self.tokens = 0  # that the main model was trained on
+        self.last = 0
+        self.stop: str | None = None  # why the loop should end before its last step
+        self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
+        self.late: Stats = {}  # metrics that came up after their step was recorded: they go into the next one's
+        self.phase: Callable[[str], None] = lambda text: None  # told what the loop is waiting for
+        self.ledger = Ledger(cluster, config.rollout, config.runtime.samples_per_prompt)
+        self.environment: Environment
+        self.trainers: Trainer
+        self.ptx_loader: Loader | None = None
+        self.evaluator: Evaluator | None = None
+        self.hooks: list[Hook] = []
+        self.models_running: dict[str, Any] = {}
+        self.rewards: Any = None  # the combination behind self.reward (coalign.engine.reward), for a checkpoint
+        self.tokenizer: Any = None
+        if config.advantage:
+            fn = resolve(config.advantage.fn, "coalign.algorithms.advantages")
+            self.advantage = partial(fn, **bind(fn, config.advantage.arguments, "advantage"))
+
+    # ---- what a recipe writes --------------------------------------------------------------------------------------
+
+    def env_flow(self, prompts: BatchRef) -> Any:
+        """From prompts to samples with all that other models say of them."""
+        return prompts
+
+    def train_flow(self, batch: BatchRef) -> Any:
+        """Advantages of a batch as it is trained on, and one training step."""
+        raise TypeError(f"{type(self).__name__} has no train_flow")
+
+    def eval_flow(self, prompts: BatchRef) -> Any:
+        """Metrics on held-out prompts; by default mean@n and pass@k of the policy's rewards."""
+        out = self.policy.generate(prompts, samples=self.config.runtime.eval_samples, **self.eval_sampling)
+        return self.apply(score, out, self.reward.forward_step(out))
+
+    def after_step(self, stats: Stats) -> None:
+        """Adapt what the recipe keeps from step to step (a KL coefficient, say)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``after_step`` keeps, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+
+    @classmethod
+    def roles(cls, config: RunConfig) -> Mapping[str, type]:
+        """The models that this configuration needs; a recipe leaves out those it would not call."""
+        return cls.models
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        """Refuse (ValueError) what the schema cannot see, before anything loads."""
+
+    # ---- what a flow uses ------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
+        """Complete groups of samples by the policy, as `rollout` says; see coalign.engine.ledger.
+
+        With `rollout.round_tokens` they are not those of ``prompts``, but those that have come to their end, so a flow
+        asks for whatever else belongs to a group by what this returns.
+        """
+        return self.ledger.generate(self.policy, prompts, **sampling)
+
+    def apply(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
+        """Run a pure function on the columns of the batches (same sequences); see docs/design.md §4."""
+        if isinstance(fn, partial):
+            fn, arguments = fn.func, {**fn.keywords, **arguments}
+        return self.cluster.apply(fn, *batches, **arguments)
+
+    def transform(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
+        """Run a pure function from whole batches to another batch: other rows, or other tokens."""
+        return self.cluster.transform(fn, *batches, **arguments)
+
+    def join(self, *batches: BatchRef | Future) -> Future:
+        """The columns of several batches of the same sequences as one batch."""
+        return self.cluster.join(*batches)
+
+    def ptx(self) -> dict[str, Any]:
+        """Keywords for the train_step of the main model: the next rows of the section `ptx`; without it, none."""
+        if self.ptx_loader is None:
+            return {}
+        return {"ptx": self.cluster.put(self.ptx_loader.next()), "ptx_coef": self.config.ptx.coef}
+
+    @property
+    def learning(self) -> list[str]:
+        """The models that learn, the main one (whose weights are the run's product) first."""
+        return [name for name, role in self.roles(self.config).items() if role is Trainable]
+
+    @property
+    def eval_sampling(self) -> dict[str, Any]:
+        """The sampling settings of evaluation; those that are None stay the policy's own."""
+        return self.config.runtime.eval_sampling.model_dump(exclude_none=True)
+
+    def attach(self, models: Mapping[str, Any]) -> None:
+        """Make each model an attribute. ValueError for a name that the engine uses itself."""
+        for name, model in models.items():
+            if hasattr(self, name):
+                raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename it")
+            setattr(self, name, model)
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has taken all its steps, or trained on all its tokens (`runtime.tokens`)."""
+        budget = self.config.runtime.tokens
+        return self.step >= self.last or (budget is not None and self.tokens >= budget)
+
+    @property
+    def served(self) -> int:
+        """The weight version that the models which generate were given last, by the schedule (`sync.every`)."""
+        return self.step - self.step % self.config.sync.every
+
+    def learn(self) -> None:
+        """Train until the run is complete, or a hook sets ``stop``."""
+        self.phase("sync")
+        self.trainers.sync(self.step)
+        for hook in self.hooks:
+            hook.begin(self)
+        while not self.complete and not self.stop:
+            begun = time.perf_counter()
+            self.phase("rollout")
+            batch, rollout = self.environment.next(self.step, self.served)
+            self.phase("train")
+            training = self.trainers.step(batch)
+            if self.ptx_loader and not self.ptx_loader.drawn:
+                raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
+            self.step += 1
+            self.tokens += int(training.get("tokens/trained", Total(0.0)).value)
+            stats = merge_stats([self.late, rollout, training])
+            if any(hook.refuses(self, stats, batch) for hook in self.hooks):
+                continue  # before anyone generates with such weights
+            self.phase("sync")
+            if self.served == self.step or self.complete:
+                stats = merge_stats([stats, self.trainers.sync(self.step)])
+            self.late = {}
+            self.after_step(stats)
+            stats |= pace(stats, time.perf_counter() - begun)
+            for hook in self.hooks:
+                hook.after_step(self, stats, batch)
+        for hook in self.hooks:
+            hook.end(self)
+
+
+def pace(stats: Stats, seconds: float) -> Stats:
+    """The step's wall time (s) and its rates (tokens/s, samples/s)."""
+    rates = {f"throughput/{what}": stats.get(f"tokens/{what}") for what in ("generated", "trained")}
+    rates["throughput/samples"] = stats.get("samples/count")
+    found = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}
+    return {"time/step": Total(seconds), **found}

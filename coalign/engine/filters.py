@@ -1,0 +1,205 @@
+"""Groups of samples that a filter lets through, whole.
+
+How long responses to a prompt were, so that replicas of a policy get shares that take equally long.
+
+What a prompt may cost: samples, tokens of a response where its row of data says so, and tokens of all of them.
+
+From a configuration to the control over which groups a step trains on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.cluster.base import footprint
+from coalign.cluster.functions import bind as bind_columns
+from coalign.cluster.functions import name_of
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import RunConfig
+from coalign.config.schema.rollout import FilterConfig, RolloutConfig
+from coalign.data.batch import Batch
+from coalign.data.examples import MARKS
+from coalign.data.loader import Loader
+from coalign.engine.curriculum import Curriculum, first_rows, row_key
+from coalign.engine.replay import Replay, replay_function
+from coalign.types import SEQUENCE_COLUMNS, Stats, Total
+
+
+def filter_function(config: FilterConfig) -> partial[Any]:
+    """The filter with its arguments checked. A short name is one of coalign.algorithms.filters.
+
+    Raises ConfigError for wrong arguments, ValueError if there is no such function.
+    """
+    fn = resolve(config.fn, "coalign.algorithms.filters")
+    return partial(fn, **bind(fn, config.arguments, "filter"))
+
+
+def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mapping[str, Any]) -> tuple[Batch, Stats]:
+    """The groups all of whose samples ``keep(columns, **arguments) -> bool[N]`` says True of.
+
+    Metrics: filter/kept and filter/dropped, in groups. ValueError for a column that nobody produced, or another result.
+    """
+    if not len(batch):
+        return batch, {}
+    kept = keep(*bind_columns(keep, batch), **arguments)
+    if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (len(batch),):
+        found = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
+        raise ValueError(f"filter `{name_of(keep)}` returned {found}; expected torch.bool [{len(batch)}]")
+    groups, member = torch.unique(batch["group"], return_inverse=True)
+    whole = torch.ones(len(groups), dtype=torch.bool)
+    whole[member[~kept]] = False
+    stats = {"filter/kept": Total(float(whole.sum())), "filter/dropped": Total(float((~whole).sum()))}
+    return batch.select(whole[member]), stats
+
+
+class Lengths:
+    """Mean response lengths (tokens) by the content of a prompt's row; a prompt not seen yet counts as average."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, float] = {}
+
+    def expect(self, prompts: Batch) -> Batch:
+        """The prompts with the column ``expected_tokens``, at least 1 each."""
+        average = sum(self.known.values()) / len(self.known) if self.known else 1.0
+        expected = [self.known.get(row_key(row), average) for row in prompts["rows"]]
+        return prompts.with_(expected_tokens=torch.tensor(expected).round().clamp(min=1).int())
+
+    def note(self, lengths: Batch) -> None:
+        """Learn from what ``response_lengths`` gave."""
+        self.known.update(zip(lengths["key"], lengths["length"].tolist(), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.known)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.known = dict(state)
+
+
+def response_lengths(batch: Batch) -> Batch:
+    """One row without tokens for each group: ``key`` of its prompt, ``length`` f64, the mean of its responses."""
+    groups, member = torch.unique(batch["group"], return_inverse=True)
+    chosen = torch.bincount(member[batch.segment[batch["loss_mask"]]], minlength=len(groups))
+    length = chosen.double() / torch.bincount(member, minlength=len(groups))
+    keys = [row_key(row) for row in first_rows(batch, member)]
+    return Batch(torch.zeros(len(groups)), {}, {"length": length, "key": keys})
+
+
+def with_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tokens: int) -> Batch:
+    """The prompts with the columns ``samples`` and ``max_new_tokens`` as far as ``config`` names keys of the rows for
+    them; the numbers given are those of rows without the key. Of ``config.group_tokens`` each sample of a prompt has an
+    equal share, so that what one may write does not depend on who is first. ValueError for what is no positive number,
+    and for a share without a token."""
+    keys = {"samples": (config.samples_key, samples), "max_new_tokens": (config.max_new_tokens_key, max_new_tokens)}
+    columns = {}
+    for name, (key, otherwise) in keys.items():
+        if key is not None:
+            numbers = [row.get(key, otherwise) for row in prompts["rows"]]
+            for row, number in zip(prompts["rows"], numbers, strict=True):
+                if not isinstance(number, int) or number < 1:
+                    source, place = (row.get(mark, "?") for mark in MARKS)
+                    raise ValueError(
+                        f"rollout.{name}_key: row {place} of {source} has {number!r} under '{key}'; expected a whole "
+                        "number > 0"
+                    )
+            columns[name] = torch.tensor(numbers, dtype=SEQUENCE_COLUMNS[name])
+    if config.group_tokens is not None:
+        counts = columns.get("samples", torch.full((len(prompts),), samples))
+        limits = columns.get("max_new_tokens", torch.full((len(prompts),), max_new_tokens))
+        shares = config.group_tokens // counts
+        if bool((shares < 1).any()):
+            raise ValueError(
+                f"rollout.group_tokens is {config.group_tokens}, and a prompt has {int(counts.max())} samples: there "
+                "is not one token for each; raise it"
+            )
+        columns["max_new_tokens"] = torch.minimum(limits, shares).to(SEQUENCE_COLUMNS["max_new_tokens"])
+    return prompts.with_(**columns) if columns else prompts
+
+
+ROUNDS = 10  # roll-outs for one step without a filter, for each round that the longest response takes
+CARRIED = 4  # weight versions that an unfinished group may be carried over at least: one that is cut takes its time
+
+
+@dataclass(frozen=True)
+class Control:
+    """Which groups a step trains on. ``wanted``: how many (None: whatever one round gives). ``max_rounds``: roll-outs
+    for one step, times ``rounds_of_a_response``, those that the longest response takes. ``max_age``: weight versions
+    that the oldest token of a group may lag behind."""
+
+    wanted: int | None = None
+    max_rounds: int = 1
+    rounds_of_a_response: int = 1
+    max_age: int = 0
+    keep: partial[Any] | None = None
+    replay: Replay | None = None
+    curriculum: Curriculum | None = None
+    lengths: Lengths | None = None
+    budget: Callable[[Batch], Batch] = lambda prompts: prompts  # adds what each prompt may cost, see budgets
+
+
+def check_control(config: RunConfig) -> None:
+    """Refuse (ValueError) a filter, a replay, a budget or a bound on age that cannot work."""
+    if config.filter:
+        filter_function(config.filter)
+    if config.replay:
+        replay_function(config.replay)
+    budget, samples = config.rollout.group_tokens, config.runtime.samples_per_prompt
+    if budget is not None and budget < samples:
+        raise ValueError(
+            f"rollout.group_tokens is {budget} and runtime.samples_per_prompt {samples}: each sample gets an "
+            f"equal share of these tokens, and there is not one for each; make it {samples} or more"
+        )
+    staleness, age = config.runtime.max_staleness, config.rollout.max_age
+    if age is not None and age < staleness:
+        raise ValueError(
+            f"rollout.max_age is {age} and runtime.max_staleness {staleness}: a batch may be begun {staleness} "
+            f"versions ahead, so its tokens would be dropped for their age; make max_age {staleness} or more"
+        )
+
+
+def rounds_of_a_response(config: RunConfig) -> int:
+    """Roll-outs that the longest response takes."""
+    if config.rollout.round_tokens is None:
+        return 1
+    return math.ceil(config.models["policy"].sampling.max_new_tokens / config.rollout.round_tokens)
+
+
+def replicas(config: RunConfig) -> int:
+    """Replicas that generate side by side; 0 without a policy."""
+    policy = config.models.get("policy")
+    return 0 if policy is None else footprint("policy", policy).parts
+
+
+def max_age(config: RunConfig) -> int:
+    """Weight versions that the oldest token of a group may lag behind the step that trains on it."""
+    if config.rollout.max_age is not None:
+        return config.rollout.max_age
+    carried = 0 if config.rollout.round_tokens is None else max(rounds_of_a_response(config) - 1, CARRIED)
+    return config.runtime.max_staleness + carried
+
+
+def control(config: RunConfig, cluster: Any, loader: Loader) -> Control:
+    """A step takes a fixed number of groups where something decides which they are."""
+    rollout = config.rollout
+    decided = config.filter or rollout.oversample > 1 or rollout.round_tokens
+    budgets = {}
+    if rollout.samples_key or rollout.max_new_tokens_key or rollout.group_tokens:
+        own = config.runtime.samples_per_prompt, config.models["policy"].sampling.max_new_tokens
+        budgets["budget"] = partial(with_budgets, config=rollout, samples=own[0], max_new_tokens=own[1])
+    return Control(
+        wanted=config.runtime.prompts_per_step if decided else None,
+        max_rounds=config.filter.max_rounds if config.filter else ROUNDS,
+        rounds_of_a_response=rounds_of_a_response(config),
+        max_age=max_age(config),
+        keep=filter_function(config.filter) if config.filter else None,
+        replay=Replay(cluster, config.replay) if config.replay else None,
+        curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,
+        lengths=Lengths() if replicas(config) > 1 else None,
+        **budgets,
+    )

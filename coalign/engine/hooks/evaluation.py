@@ -1,0 +1,94 @@
+"""What hangs off the loop: evaluation, logs, checkpoints. A hook sees the engine after each step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from coalign.config.errors import near
+from coalign.config.schema.runtime import EarlyStopConfig
+from coalign.engine.engine import Hook
+from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.future import BatchRef
+    from coalign.engine.engine import Engine
+
+
+log = logging.getLogger(__name__)
+
+
+class Evaluate(Hook):
+    """Before training, every ``every`` steps, and at the end. ``report(step, stats, batches)`` receives the results."""
+
+    def __init__(self, every: int, at_start: bool, report: Callable[[int, Stats, list[Any]], None]) -> None:
+        self.every = every
+        self.at_start = at_start
+        self.report = report
+
+    def begin(self, engine: Engine) -> None:
+        if self.at_start and engine.step == 0:
+            self.report(0, *self._evaluate(engine))
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        if engine.complete or (self.every and engine.step % self.every == 0):
+            results, batches = self._evaluate(engine)
+            stats.update(results)
+            self.report(engine.step, {}, batches)
+
+    def _evaluate(self, engine: Engine) -> tuple[Stats, list[Any]]:
+        engine.phase("evaluate")
+        results, batches = engine.evaluator.evaluate()
+        for hook in engine.hooks:
+            hook.after_evaluation(engine, results)
+        return results, batches
+
+
+class EarlyStop(Hook):
+    """Ends the run once ``patience`` evaluations in a row did not improve a metric by more than ``min_delta``.
+
+    An evaluation before training counts: it is the first value to improve upon. NaN is no improvement.
+    """
+
+    def __init__(self, config: EarlyStopConfig) -> None:
+        self.config = config
+        self.best: float | None = None
+        self.waited = 0  # evaluations since the best one
+
+    def begin(self, engine: Engine) -> None:
+        self._stop_if_due(engine)
+
+    def after_evaluation(self, engine: Engine, stats: Stats) -> None:
+        """Raises ValueError if evaluation does not report the metric."""
+        metric = self.config.metric
+        if metric not in stats:
+            names = sorted(name for name in stats if not name.startswith("time/"))
+            raise ValueError(
+                f"runtime.early_stop.metric: evaluation reports no '{metric}'{near(metric, names)}; "
+                f"it reports {', '.join(names)}"
+            )
+        value = stats[metric].value
+        if self._improves(value):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        self._stop_if_due(engine)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
+
+    def _improves(self, value: float) -> bool:
+        if math.isnan(value) or self.best is None:
+            return not math.isnan(value)
+        gain = value - self.best if self.config.mode == "max" else self.best - value
+        return gain > self.config.min_delta
+
+    def _stop_if_due(self, engine: Engine) -> None:
+        if self.waited >= self.config.patience:
+            engine.stop = f"{self.config.metric} has not improved on {self.best} in {self.waited} evaluations"
+            log.info("stopping early: %s", engine.stop)

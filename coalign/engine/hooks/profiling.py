@@ -1,0 +1,40 @@
+"""Traces of the steps that `runtime.profile` names, by every process of its models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coalign.config.schema import ProfileConfig
+from coalign.engine.engine import Hook
+from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.future import BatchRef
+    from coalign.engine.engine import Engine
+
+
+class Profile(Hook):
+    """Starts traces before a step and ends them after it; see coalign.cluster.worker. With staleness, a trace has what
+    a model computes during the step, also for other steps. Models that are all in one process are in one trace."""
+
+    def __init__(self, config: ProfileConfig, folder: Path, engine: Engine) -> None:
+        self.config = config
+        self.folder = folder
+        self.models = [engine.models_running[name] for name in config.models or engine.models_running]
+        if engine.cluster.store.in_process and config.tool == "torch":
+            self.models = self.models[:1]  # torch traces a process, not a model
+        self._engine = engine
+
+    def phase(self, name: str) -> None:
+        """The engine enters a phase; `rollout` is the first one of a step."""
+        step = self._engine.step + 1
+        if name == "rollout" and step in self.config.steps:
+            for started in [model.start_trace(self.config, step) for model in self.models]:
+                started.result()
+
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
+        if engine.step in self.config.steps:
+            directory = (self.folder / f"step_{engine.step}").resolve()
+            for stopped in [model.stop_trace(str(directory)) for model in self.models]:
+                stopped.result()

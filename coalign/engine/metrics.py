@@ -1,0 +1,111 @@
+"""Watches the calls that a piece of flow makes, for their statistics and times.
+
+What roll-outs and batches are like, as metrics: pure functions of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coalign.cluster.future import Future
+from coalign.data.batch import Batch
+from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
+
+
+class Calls:
+    """The Futures made while watching, in order."""
+
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+
+    def stats(self, main: str | None = None) -> Stats:
+        """Waits for every call; their metrics, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak).
+
+        With ``main``, what any other model reports is named after it (`value/loss/grad_norm`): two models that learn
+        must not be averaged. What a function of the flow reports is not.
+        """
+        parts: list[dict[str, Metric]] = []
+        for future in self.futures:
+            future.result()
+            model, _, method = future.label.partition(".")
+            mine = main is None or not method or model == main
+            parts.append(dict(future.stats) if mine else {f"{model}/{k}": v for k, v in future.stats.items()})
+            parts.append({f"time/{future.label}": Total(future.seconds)})
+            if method:
+                parts.append({f"memory/{model}": Max(future.peak_memory / 2**20)})
+        return merge_stats(parts)
+
+
+@contextmanager
+def watch(cluster: Any) -> Iterator[Calls]:
+    """Collect the calls that are made on ``cluster`` inside the block (on this thread; blocks do not nest)."""
+    calls = Calls()
+    cluster.on_call = calls.futures.append
+    try:
+        yield calls
+    finally:
+        cluster.on_call = None
+
+
+def count(loss_mask: Tensor, versions: Tensor | None = None, reward: Tensor | None = None) -> dict[str, Metric]:
+    """Metrics of one roll-out as it leaves its flow, before any filter."""
+    stats: dict[str, Metric] = {
+        "tokens/generated": Total(float(loss_mask.sum()) if versions is not None else 0.0),
+    }
+    if reward is not None:
+        stats["rollout/reward"] = Stat.of(reward)
+    return stats
+
+
+def describe(
+    loss_mask: Tensor,
+    segment: Tensor,
+    lengths: Tensor,
+    status: Tensor | None = None,
+    versions: Tensor | None = None,
+    reward: Tensor | None = None,
+    *,
+    version: int,
+) -> dict[str, Metric]:
+    """Metrics of a batch as it is trained on: lengths (tokens), endings, age of its weights (versions), rewards."""
+    trained = torch.zeros(len(lengths), dtype=torch.int64).index_add_(0, segment, loss_mask.long())
+    stats: dict[str, Metric] = {
+        "tokens/response": Stat.of(trained),
+        "tokens/response_max": Max(float(trained.max()) if len(trained) else 0.0),
+        "tokens/prompt": Stat.of(lengths - trained),
+        "samples/count": Total(float(len(lengths))),
+        "samples/empty": Stat.of(trained == 0),
+    }
+    if status is not None:
+        stats["samples/truncated"] = Stat.of(status == int(Status.TRUNCATED))
+    if versions is not None:
+        ages = version - versions[loss_mask]
+        stats["samples/staleness"] = Stat.of(ages)
+        stats["samples/staleness_max"] = Max(float(ages.max()) if len(ages) else 0.0)
+    if reward is not None and len(reward):
+        stats["reward/mean"] = Stat.of(reward)
+        stats["reward/std"] = Stat(float(reward.double().std(unbiased=False)))
+        stats["reward/max"] = Max(float(reward.max()))
+    return stats
+
+
+def oldest_versions(batch: Batch, *, default: int) -> Tensor:
+    """i64[G]: the oldest weights that chose a token of each group, in the order of the groups; ``default`` for those
+    without a chosen token. Groups are runs of equal neighbours."""
+    _, member = torch.unique_consecutive(batch["group"], return_inverse=True)
+    never = torch.iinfo(torch.int64).max
+    oldest = torch.full((int(member[-1]) + 1 if len(member) else 0,), never)
+    chosen = batch["versions"] >= 0
+    oldest.scatter_reduce_(0, member[batch.segment[chosen]], batch["versions"][chosen].long(), "amin")
+    return oldest.masked_fill(oldest == never, default)
+
+
+def group_ages(batch: Batch, *, default: int) -> Batch:
+    """One row without tokens for each group; column ``oldest``: see ``oldest_versions``."""
+    oldest = oldest_versions(batch, default=default)
+    return Batch(torch.zeros(len(oldest)), {}, {"oldest": oldest})

@@ -1,0 +1,65 @@
+"""The environment that is somebody's agent, written against OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from coalign.config.functions import bind, resolve
+from coalign.environments.chat import Chat, ChatCompletion, Client, serve_chat
+from coalign.environments.conversation import call
+from coalign.environments.episode import Episode
+
+
+async def agent(
+    episode: Episode,
+    *,
+    run: str,
+    arguments: dict[str, Any] = {},  # noqa: B006  (never changed)
+    parser: str = "hermes",
+    serve_http: bool = False,
+) -> None:
+    """``run(client, row, **arguments)``, a dotted path to a plain or async function, with the policy behind ``client``.
+
+    ``client.chat.completions.create(messages=…, tools=…)`` answers as OpenAI's client does (to be awaited in an async
+    function). With ``serve_http`` the function gets the address of an HTTP endpoint instead, for clients of its own
+    (``base_url``) or for other programs. Every request must go on with the conversation: see coalign.environments.chat. A
+    number that the function returns is the reward. ``parser``: how the model writes tool calls.
+    """
+    fn = resolve(run, "coalign.environments.agent")
+    settings = bind(fn, arguments, "rollout.arguments")
+    client = Client(episode, resolve(parser, "coalign.environments.parsers"))
+    if serve_http:
+        async with serve_chat(client.chat.completions) as address:
+            value = await call(fn, address, episode.row, **settings)
+    else:
+        own = client if inspect.iscoroutinefunction(fn) else BlockingClient(client)
+        value = await call(fn, own, episode.row, **settings)
+    if value is not None:
+        episode.reward(value)
+
+
+def _check(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any], parser: str, **_: Any) -> None:
+    bind(resolve(run, "coalign.environments.agent"), arguments, "rollout.arguments")
+    resolve(parser, "coalign.environments.parsers")
+
+
+agent.check = _check
+
+
+class BlockingClient:
+    """The client for a plain function in a thread: ``create`` returns the answer itself."""
+
+    def __init__(self, client: Client) -> None:
+        self.chat = Chat(_BlockingCompletions(client, asyncio.get_running_loop()))
+
+
+class _BlockingCompletions:
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+        self._client, self._loop = client, loop
+
+    def create(self, **request: Any) -> ChatCompletion:
+        answer = self._client.chat.completions.create(**request)
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()

@@ -1,0 +1,250 @@
+"""An episode behind the interface of OpenAI's chat completions, so that agents written against that can be trained.
+
+The client holds the episode, not the messages: of what an agent sends, only what is new is rendered and appended; what
+the policy has said before stays the tokens that it chose.
+
+Chat completions over HTTP on this machine, for one episode: enough of HTTP/1.1 for the usual clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from coalign.data.messages import text_of
+from coalign.environments.episode import Episode, Turn
+from coalign.environments.parsers import ToolRequest, hermes
+from coalign.types import Status
+
+Parser = Callable[[Turn], tuple[str, list[ToolRequest]]]
+
+
+class HistoryRewritten(ValueError):
+    """The messages do not go on with the conversation that the episode holds."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class CalledFunction(_Record):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCall(_Record):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(_Record):
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
+    role: Literal["assistant"] = "assistant"
+
+
+class Choice(_Record):
+    message: ChatMessage
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    index: int = 0
+
+
+class Usage(_Record):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(_Record):
+    """What `client.chat.completions.create` returns."""
+
+    id: str
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    created: int = 0
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class Client:
+    """``await client.chat.completions.create(messages=…)`` takes the episode's next turn."""
+
+    def __init__(self, episode: Episode, parser: Parser = hermes) -> None:
+        self.chat = Chat(Completions(episode, parser))
+
+
+class Chat:
+    def __init__(self, completions: Any) -> None:
+        self.completions = completions
+
+
+class Completions:
+    """The conversation so far, as the agent has to send it. ``parser``: how the model writes tool calls."""
+
+    def __init__(self, episode: Episode, parser: Parser) -> None:
+        self.episode = episode
+        self.parser = parser
+        self._seen: list[tuple[Any, ...]] = []
+        self._tools: Any = None
+
+    async def create(
+        self,
+        *,
+        messages: Sequence[Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        max_completion_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        model: str = "policy",
+        n: int = 1,
+        stream: bool = False,
+        **sampling: Any,
+    ) -> ChatCompletion:
+        """The policy's answer to ``messages``, which begin with all that was said before, the policy's words included.
+
+        How tokens are drawn is the run's affair: ``temperature``, ``top_p``, ``seed`` and the like have no effect.
+        Raises HistoryRewritten where the messages do not go on with the conversation, ValueError for n > 1 and streams.
+        """
+        if n != 1 or stream:
+            raise ValueError("a training episode gives one answer at a time (n=1), whole (stream=False)")
+        sent = [_plain(message) for message in messages]
+        self._read(sent, list(tools) if tools else None)
+        limit = max_completion_tokens or max_tokens
+        before = len(self.episode.log.tokens)
+        turn = await self.episode.generate(max_new_tokens=limit, stop=stop)
+        answer = self._answer(turn)
+        said = answer.model_dump(exclude_none=True)
+        self.episode.messages[-1] = _with_objects(said)
+        self._seen = [*map(_essence, sent), _essence(said)]
+        total = len(self.episode.log.tokens)
+        return ChatCompletion(
+            id=f"{self.episode.group}-{self.episode.index}-{before}",
+            model=model,
+            choices=[Choice(message=answer, finish_reason=_reason(turn, answer))],
+            usage=Usage(prompt_tokens=total - len(turn.tokens), completion_tokens=len(turn.tokens), total_tokens=total),
+        )
+
+    def _answer(self, turn: Turn) -> ChatMessage:
+        """The turn with its tool calls apart; one that cannot be read stays text, and is counted."""
+        text, calls = self.parser(turn) if turn.status == Status.OK else (turn.text, [])
+        if unreadable := sum(call.error is not None for call in calls):
+            self.episode.count("tool_failed/bad_json", unreadable)
+        if not calls or unreadable:
+            return ChatMessage(content=turn.text)
+        at = len(self.episode.log.tokens)
+        functions = [
+            CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)) for call in calls
+        ]
+        return ChatMessage(
+            content=text or None,
+            tool_calls=[ToolCall(id=f"call_{at}_{i}", function=function) for i, function in enumerate(functions)],
+        )
+
+    def _read(self, sent: list[dict[str, Any]], tools: list[Mapping[str, Any]] | None) -> None:
+        """Tell the episode what is new."""
+        if not self._seen:
+            self._tools = tools
+            self.episode.begin([_with_objects(message) for message in sent], tools=tools)
+            return
+        known = len(self._seen)
+        for i, (before, now) in enumerate(zip(self._seen, map(_essence, sent), strict=False)):
+            if before != now:
+                raise HistoryRewritten(
+                    f"message {i} is not what it was: {now[:2]} instead of {before[:2]}. Tokens that were sampled "
+                    "cannot be changed: send the whole conversation and append to it"
+                )
+        new = sent[known:]
+        if not new or any(message["role"] == "assistant" for message in new):
+            what = "an answer that the policy did not give" if new else "no new message"
+            raise HistoryRewritten(f"after {known} messages there is {what}; an episode has one answer at each point")
+        if tools != self._tools:
+            raise HistoryRewritten("the tools are not those of the first call; they are part of the opening")
+        self.episode.say(*map(_with_objects, new))
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """A message as a dict; clients also send back the objects that they were given."""
+    given = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
+    return {**given, "content": text_of({"content": given.get("content") or ""})}
+
+
+def _essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes two messages the same."""
+    calls = [
+        (call["function"]["name"], _object(call["function"]["arguments"])) for call in message.get("tool_calls") or []
+    ]
+    return message["role"], (message.get("content") or "").strip(), calls
+
+
+def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as chat templates want it: arguments as objects."""
+    made = {"content": "", **message}
+    if calls := message.get("tool_calls"):
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return made
+
+
+def _object(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _reason(turn: Turn, answer: ChatMessage) -> Literal["stop", "length", "tool_calls"]:
+    if turn.status != Status.OK:
+        return "length"
+    return "tool_calls" if answer.tool_calls else "stop"
+
+
+_MOST_BYTES = 64 * 2**20  # of a request
+
+
+@contextlib.asynccontextmanager
+async def serve_chat(completions: Completions) -> AsyncIterator[str]:
+    """Within this context POST <address>/chat/completions answers; the address ends in /v1. Local connections only."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            status, body = await _respond(completions, reader)
+            payload = json.dumps(body).encode()
+            head = (
+                f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+            )
+            writer.write(head.encode() + payload)
+            await writer.drain()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+async def _respond(completions: Completions, reader: asyncio.StreamReader) -> tuple[HTTPStatus, dict[str, Any]]:
+    """The answer to one request; what is wrong with it as OpenAI's API reports errors."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    method, path, *_ = head.split(" ", 2)
+    fields = dict(line.lower().split(":", 1) for line in head.split("\r\n")[1:] if ":" in line)
+    length = int(fields.get("content-length", 0))
+    if length > _MOST_BYTES:
+        return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_MOST_BYTES} bytes")
+    body = await reader.readexactly(length)
+    if (method, path) != ("POST", "/v1/chat/completions"):
+        return _error(HTTPStatus.NOT_FOUND, f"there is only POST /v1/chat/completions, not {method} {path}")
+    try:
+        answer = await completions.create(**json.loads(body))
+    except Exception as error:
+        return _error(HTTPStatus.BAD_REQUEST, f"{type(error).__name__}: {error}")
+    return HTTPStatus.OK, answer.model_dump()
+
+
+def _error(status: HTTPStatus, message: str) -> tuple[HTTPStatus, dict[str, Any]]:
+    return status, {"error": {"message": message, "type": "invalid_request_error", "code": status.value}}

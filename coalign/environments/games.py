@@ -1,0 +1,274 @@
+"""Games as rules: what may be done, who is next, who has won. They know nothing of policies.
+
+Environments of games: against an opponent, alone against a simulator, or the policy against itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Any, Protocol
+
+from coalign.config.functions import bind, resolve
+from coalign.environments.conversation import call
+from coalign.environments.episode import Episode
+
+
+class IllegalMove(ValueError):
+    """A move that the rules do not allow; the message says why."""
+
+
+class Game(Protocol):
+    """A game of ``players`` (1 or 2), who are numbered from 0. Built by ``rules(random, **settings)``."""
+
+    players: int
+
+    @property
+    def turn(self) -> int | None:
+        """Whose move it is; None when the game is over."""
+        ...
+
+    def introduction(self, player: int) -> str:
+        """The rules and the position, for one who is about to make the first move of theirs."""
+        ...
+
+    def view(self, player: int) -> str:
+        """What has happened since the player's last move, and the position."""
+        ...
+
+    def moves(self) -> list[str]:
+        """What the one who is next may do."""
+        ...
+
+    def play(self, move: str) -> None:
+        """IllegalMove if the rules do not allow it."""
+        ...
+
+    def score(self, player: int) -> float:
+        """What the outcome is worth to a player, once the game is over: 1 for a win, -1 for a loss, say."""
+        ...
+
+
+class Nim:
+    """One heap; each move takes 1 to ``most`` sticks; who takes the last one wins. With a heap of a multiple of
+    ``most`` + 1 the second player can force a win, otherwise the first."""
+
+    players = 2
+
+    def __init__(self, random: Random, *, sticks: int | None = None, most: int = 3) -> None:
+        self.left = random.randint(7, 21) if sticks is None else sticks
+        self.most = most
+        self.last: int | None = None
+        self._next = 0
+
+    @property
+    def turn(self) -> int | None:
+        return self._next if self.left else None
+
+    def introduction(self, player: int) -> str:
+        rules = (
+            f"We play Nim: in turn, each of us takes 1 to {self.most} sticks, and whoever takes the last one wins. "
+            "Write your move as <move>number</move>."
+        )
+        return f"{rules} {self.view(player)}"
+
+    def view(self, player: int) -> str:
+        before = "" if self.last is None else f"I take {self.last}. "
+        return f"{before}There are {self.left} sticks. Your move."
+
+    def moves(self) -> list[str]:
+        return [str(count) for count in range(1, min(self.most, self.left) + 1)]
+
+    def play(self, move: str) -> None:
+        if move not in self.moves():
+            raise IllegalMove(f"you may take {' or '.join(self.moves())}, not {move[:20]!r}")
+        self.last = int(move)
+        self.left -= self.last
+        self._next = 1 - self._next
+
+    def score(self, player: int) -> float:
+        return -1.0 if self._next == player else 1.0  # who would be next has lost
+
+
+class GuessTheNumber:
+    """A number from 1 to ``highest`` is to be found in ``tries`` guesses; each answer says higher or lower."""
+
+    players = 1
+
+    def __init__(self, random: Random, *, highest: int = 100, tries: int = 7) -> None:
+        self.number = random.randint(1, highest)
+        self.highest = highest
+        self.tries = tries
+        self.last: int | None = None
+
+    @property
+    def turn(self) -> int | None:
+        return 0 if self.tries and self.last != self.number else None
+
+    def introduction(self, player: int) -> str:
+        return (
+            f"I think of a number from 1 to {self.highest}. You have {self.tries} guesses, and I say whether it is "
+            "higher or lower. Write each guess as <move>number</move>."
+        )
+
+    def view(self, player: int) -> str:
+        direction = "higher" if self.number > (self.last or 0) else "lower"
+        return f"It is {direction} than {self.last}. You have {self.tries} guesses left."
+
+    def moves(self) -> list[str]:
+        return [str(number) for number in range(1, self.highest + 1)]
+
+    def play(self, move: str) -> None:
+        if move not in self.moves():
+            raise IllegalMove(f"a guess is a number from 1 to {self.highest}, not {move[:20]!r}")
+        self.last = int(move)
+        self.tries -= 1
+
+    def score(self, player: int) -> float:
+        return 1.0 if self.last == self.number else 0.0
+
+
+_MOVE = re.compile(r"<move>(.*?)</move>", re.DOTALL)
+
+
+async def game(
+    episode: Episode,
+    *,
+    rules: str = "Nim",
+    settings: dict[str, Any] = {},  # noqa: B006  (never changed)
+    opponent: str = "random_mover",
+    starts: bool | None = None,
+    illegal: float = -1.0,
+    tries: int = 1,
+) -> None:
+    """One game against ``opponent``, a function (game, random) that returns a move: plain or async.
+
+    rules: a class of coalign.environments.games or a dotted path to one (`settings` are its keyword arguments). starts:
+    whether the policy has the first move (None: by chance, the same within a group). The outcome is the reward. A
+    policy that makes no legal move in ``tries`` attempts, or runs out of tokens, has lost: ``illegal``.
+    """
+    board = _board(rules, settings, episode)
+    answer = resolve(opponent, "coalign.environments.games")
+    same_in_group = Random(f"{episode.seed}/{episode.group}/starts")
+    me = 0 if board.players == 1 or (same_in_group.random() < 0.5 if starts is None else starts) else 1
+    player = _Player(episode, me, tries)
+    while (turn := board.turn) is not None:
+        if turn != me:
+            board.play(await call(answer, board, episode.random))
+        elif not await player.move(board):
+            episode.reward(illegal)
+            return
+    episode.reward(board.score(me))
+
+
+async def self_play(
+    group: list[Episode],
+    *,
+    rules: str = "Nim",
+    settings: dict[str, Any] = {},  # noqa: B006  (never changed)
+    illegal: float = -1.0,
+    tries: int = 1,
+) -> None:
+    """The policy against itself: samples 0 and 1 of a prompt play each other, 2 and 3, …; both sides are trained, but
+    for one who has had no turn before the game was over.
+
+    Who makes no legal move in ``tries`` attempts has lost (``illegal``), and the other one has won (1). The samples of
+    a group start from the same position. Needs an even `runtime.samples_per_prompt`, and `runtime.eval_samples`.
+    """
+    _pair_up({f"the number of samples of group {group[0].group}": len(group)})
+    sides = [
+        (_Player(first, 0, tries), _Player(second, 1, tries))
+        for first, second in zip(group[::2], group[1::2], strict=True)
+    ]
+    await asyncio.gather(*(_match(_board(rules, settings, group[0]), pair, illegal) for pair in sides))
+
+
+async def _match(board: Game, players: Sequence[_Player], illegal: float) -> None:
+    while (turn := board.turn) is not None:
+        if not await players[turn].move(board):
+            players[turn].episode.reward(illegal)
+            players[1 - turn].reward(1.0)
+            return
+    for player in players:
+        player.reward(board.score(player.number))
+
+
+def random_mover(board: Game, random: Random) -> str:
+    """Any legal move."""
+    return random.choice(board.moves())
+
+
+class _Player:
+    """A policy at the board."""
+
+    def __init__(self, episode: Episode, number: int, tries: int) -> None:
+        self.episode = episode
+        self.number = number
+        self.tries = tries
+        self.moved = False
+
+    async def move(self, board: Game) -> bool:
+        """Let the policy move; whether it did."""
+        if self.moved:
+            self._tell(board.view(self.number))
+        else:
+            self.episode.begin([{"role": "user", "content": board.introduction(self.number)}])
+        self.moved = True
+        for tries_left in reversed(range(self.tries)):
+            turn = await self.episode.generate()
+            said = _MOVE.findall(turn.text)
+            try:
+                board.play(said[-1].strip() if said else "")
+                return True
+            except IllegalMove as error:
+                self.episode.count("illegal_moves")
+                if not turn.tokens or not tries_left:
+                    return False
+                self._tell(f"That is not possible: {error}.")
+        return False
+
+    def reward(self, value: float) -> None:
+        """What the outcome is worth; nothing for one who has never moved."""
+        if self.moved:
+            self.episode.reward(value)
+
+    def _tell(self, text: str) -> None:
+        self.episode.say({"role": "user", "content": text})
+
+
+def _board(rules: str, settings: Mapping[str, Any], episode: Episode) -> Game:
+    """The same starting position for all samples of a group, as baselines compare them."""
+    return _rules(rules, settings)(Random(f"{episode.seed}/{episode.group}"))
+
+
+def _rules(name: str, settings: Mapping[str, Any]) -> Callable[[Random], Game]:
+    make = resolve(name, "coalign.environments.games")
+    return partial(make, **bind(make, settings, "rollout.settings"))
+
+
+def _pair_up(samples: Mapping[str, int]) -> None:
+    for key, count in samples.items():
+        if count % 2:
+            raise ValueError(f"{key} is {count}: `self_play` pairs the samples of a prompt; make it even")
+
+
+def _check_game(
+    samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], opponent: str, **_: Any
+) -> None:
+    _rules(rules, settings)
+    resolve(opponent, "coalign.environments.games")
+
+
+def _check_self_play(samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], **_: Any) -> None:
+    if (players := _rules(rules, settings)(Random(0)).players) != 2:
+        raise ValueError(
+            f"rollout.rules: `{rules}` is a game for {players} player, and `self_play` needs 2; use `game`"
+        )
+    _pair_up(samples)
+
+
+game.check = _check_game
+self_play.check = _check_self_play

@@ -1,0 +1,201 @@
+"""Runs environments: coroutines on an event loop in a thread of its own, while the policy computes in another one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from coalign.environments.episode import Clock, Episode, NothingLeft
+from coalign.types import Status
+
+_GRACE = 10.0  # seconds beyond an environment's timeout after which its event loop counts as blocked
+
+
+class EnvironmentBlocked(RuntimeError):
+    """An environment does not give the event loop back."""
+
+
+@dataclass(frozen=True)
+class EnvironmentFunction:
+    """A coroutine function of one ``episode`` or of a ``group``, its configuration, and its ``timeout`` in seconds."""
+
+    fn: Callable[..., Coroutine[Any, Any, Any]]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        if not any(map(inspect.iscoroutinefunction, (self.fn, type(self.fn).__call__))):
+            raise TypeError(f"environment '{name}' is no coroutine: write it as `async def {name}(episode, *, …)`")
+        first = next(iter(inspect.signature(self.fn).parameters.values()), None)
+        if first is None or first.kind is first.KEYWORD_ONLY:
+            raise TypeError(f"environment '{name}' takes no positional argument; it needs one: episode or group")
+        object.__setattr__(self, "grouped", first.name == "group")
+
+    grouped: bool = field(init=False)
+
+    def check(self, samples: Mapping[str, int]) -> None:
+        """Let the function refuse (ValueError) its arguments or the numbers of samples of a prompt, given by the keys
+        that set them: its attribute ``check``, if it has one, is called as ``check(samples, **arguments)``."""
+        if hasattr(self.fn, "check"):
+            self.fn.check(samples, **self.arguments)
+
+    def split(self, episodes: Sequence[Episode]) -> list[list[Episode]]:
+        """The episodes of each call."""
+        if self.grouped:
+            return [list(some) for _, some in groupby(episodes, key=lambda episode: episode.group)]
+        return [[episode] for episode in episodes]
+
+
+@dataclass(eq=False)
+class EnvironmentCall:
+    """One call of an environment, and how it failed."""
+
+    episodes: list[Episode]
+    clock: Clock
+    over: bool = False
+    error: BaseException | None = None
+    reason: str = ""
+
+    @property
+    def group(self) -> int:
+        return self.episodes[0].group
+
+    def fail(self, reason: str, error: BaseException) -> None:
+        self.reason, self.error = reason, error
+
+
+class EnvironmentLoop:
+    """An event loop that lives as long as its owner, so that environments may keep clients open between batches."""
+
+    def __init__(self) -> None:
+        self.events = asyncio.new_event_loop()
+        self.news = threading.Event()  # an environment is done, or wants something of the policy
+        self.thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        self.thread.start()
+
+    def start(
+        self, environment: EnvironmentFunction, episodes: Sequence[Episode], *, enough: int | None = None
+    ) -> EnvironmentBatch:
+        """Start the environment of every episode, or group of them; one batch at a time. ``enough``: see
+        EnvironmentBatch."""
+        running = EnvironmentBatch(self, environment, episodes, enough)
+        self.events.call_soon_threadsafe(running.begin)
+        return running
+
+    def close(self) -> None:
+        """Stop the loop. What still runs on it is left to itself."""
+        self.events.call_soon_threadsafe(self.events.stop)
+
+    def _run(self) -> None:
+        self.events.run_forever()
+        self.events.run_until_complete(asyncio.sleep(0))  # what was cancelled last hears of it
+        self.events.close()
+
+
+class EnvironmentBatch:
+    """The environments of one batch. Once ``enough`` groups are done, the episodes of the others end as PARTIAL."""
+
+    def __init__(
+        self, loop: EnvironmentLoop, environment: EnvironmentFunction, episodes: Sequence[Episode], enough: int | None
+    ) -> None:
+        self.loop = loop
+        self.environment = environment
+        self.calls = [self._call(episodes) for episodes in environment.split(episodes)]
+        self._enough = enough
+        self._left = Counter(call.group for call in self.calls)  # calls of each group that are not done
+        self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # those under way
+        self._done = not self.calls
+
+    # ---- for the thread on which the policy computes -----------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    @property
+    def finished(self) -> int:
+        """Episodes that have ended."""
+        return sum(len(call.episodes) for call in self.calls if call.over)
+
+    def wait(self) -> None:
+        """Until there is news. Raises EnvironmentBlocked if an environment holds up the loop, timeouts included."""
+        if not self.loop.news.wait(self.environment.timeout + _GRACE):
+            where = "".join(traceback.format_stack(sys._current_frames()[self.loop.thread.ident]))
+            raise EnvironmentBlocked(
+                f"an environment has blocked its event loop for {self.environment.timeout:g} s: it must await whatever "
+                f"takes time (coalign.environments.episode.call_in_thread for plain functions). It is here:\n{where}"
+            )
+        self.loop.news.clear()
+
+    def stop(self) -> None:
+        """End what has not ended (PARTIAL), when nothing is computed any more."""
+        self.loop.events.call_soon_threadsafe(self._cut)
+
+    # ---- on the event loop -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        for call in self.calls:
+            self._tasks[call] = self.loop.events.create_task(self._run(call))
+        self._check()
+
+    def _call(self, episodes: list[Episode]) -> EnvironmentCall:
+        call = EnvironmentCall(episodes, Clock(self.environment.timeout, lambda: self._expire(call)))
+        for episode in episodes:
+            episode.clock = call.clock
+        return call
+
+    async def _run(self, call: EnvironmentCall) -> None:
+        call.clock.start()
+        try:
+            argument = call.episodes if self.environment.grouped else call.episodes[0]
+            await self.environment.fn(argument, **self.environment.arguments)
+        except asyncio.CancelledError as error:
+            if call in self._tasks:  # nobody here did that
+                call.fail("cancelled", error)
+        except NothingLeft:
+            pass  # it has gone on after its last turn; there is no more to come
+        except (Exception, SystemExit) as error:
+            call.fail(type(error).__name__, error)
+        self._settle(call, Status.ERROR if call.error else None)
+        self._check()
+
+    def _expire(self, call: EnvironmentCall) -> None:
+        seconds = self.environment.timeout
+        call.fail("timeout", TimeoutError(f"the environment took more than {seconds:g} s beside the policy's turns"))
+        self._settle(call, Status.ERROR)
+        self._check()
+
+    def _settle(self, call: EnvironmentCall, status: Status | None) -> None:
+        """The call is over, whatever its task still does."""
+        task = self._tasks.pop(call, None)
+        if task is None:
+            return
+        call.over = True
+        call.clock.end()
+        for episode in call.episodes:
+            episode.close(status)
+        self._left[call.group] -= status != Status.PARTIAL
+        if task is not asyncio.current_task():
+            task.cancel()
+
+    def _check(self) -> None:
+        complete = sum(not left for left in self._left.values())
+        if self._enough is not None and complete >= self._enough:
+            self._cut()
+        self._done = not self._tasks
+        self.loop.news.set()
+
+    def _cut(self) -> None:
+        for call in list(self._tasks):
+            self._settle(call, Status.PARTIAL)
+        self._done = True
+        self.loop.news.set()

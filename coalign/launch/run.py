@@ -1,0 +1,173 @@
+"""A run from start to exit code: folder, cluster, engine, resume, signals, hooks."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from coalign.cluster.start import kind, start
+from coalign.config import dump, located
+from coalign.config.schema import RunConfig
+from coalign.engine.engine import Engine, Hook
+from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore, verify
+from coalign.engine.hooks.evaluation import EarlyStop, Evaluate
+from coalign.engine.hooks.guards import UNHEALTHY, Guards
+from coalign.engine.hooks.profiling import Profile
+from coalign.engine.hooks.recorder import Record
+from coalign.engine.hooks.run_folder import RunFolder
+from coalign.engine.hooks.timeline import Timeline
+from coalign.engine.hooks.watchdog import Watchdog, watching
+from coalign.engine.reference import precompute
+from coalign.launch.build import assigned_layout, build, models_with_processes, prepare
+from coalign.launch.check import trace
+from coalign.report.display import Display
+from coalign.report.plots import plot_run
+from coalign.types import Stats
+
+log = logging.getLogger(__name__)
+
+
+def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> int:
+    """Train as the configuration says, once a look at its flow on stand-ins has found nothing wrong; returns the exit
+    code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did.
+
+    ``hooks`` see each step after evaluation and before it is recorded and saved."""
+    cls, models = prepare(config)
+    trace(cls, models, config)
+    folder = RunFolder(config.output)
+    with _logged(folder, display):
+        with located(config):
+            cluster = start(config, models_with_processes(cls, models, config))
+        try:
+            if kind(config) == "ray":
+                log.info("placement:\n%s", "\n".join(assigned_layout(cluster.slots, cluster.seats, cluster.nodes)))
+            with watching(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
+                engine = build(cls, models, config, cluster)
+                return _learn(engine, folder, display, watchdog, hooks)
+        finally:
+            display.close()
+            cluster.shutdown()
+            folder.close()
+
+
+def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchdog, hooks: Sequence[Hook]) -> int:
+    config = engine.config
+    checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
+    save = Save(checkpoints, config.runtime.save_every, config.runtime.best, config.runtime.best_mode)
+    record = Record(folder, display, config)
+    guards = Guards(config.runtime.guards, folder, checkpoints, record.write)
+    timeline = Timeline(folder.path / "timeline", config.runtime.timeline_every)
+    profile = [Profile(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
+    engine.cluster.on_end = timeline.note
+    engine.hooks = [guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save]
+    _refuse_namesakes(engine.hooks)
+    if (found := _resume_from(config, folder, checkpoints)) is not None:
+        restore(engine, found)
+        log.info("continuing from %s", found)
+    folder.begin(dump(config), engine.step)
+    log.info("%s", engine.environment.loader.report())
+    precompute(engine, display)
+    display.start(engine.step, engine.last)
+    engine.phase = _tell(watchdog.phase, display.phase, *(each.phase for each in (timeline, *profile)))
+    with _stop_on_signal(engine) as caught:
+        engine.learn()
+    if config.data.stream:  # only now is it known what became of the rows
+        log.info("%s", engine.environment.loader.report())
+    if config.runtime.plots:
+        plot_run(folder.path)
+    display.finish(folder.path)
+    if guards.ended:
+        return UNHEALTHY
+    return 128 + caught[0] if caught else 0
+
+
+def _refuse_namesakes(hooks: Sequence[Hook]) -> None:
+    """Refuse (ValueError) hooks of one name: a checkpoint keeps the state of each by the name of its class."""
+    for name, count in Counter(type(hook).__name__ for hook in hooks).items():
+        if count > 1:
+            raise ValueError(f"hooks: {count} of them are called {name}; give each class a name of its own")
+
+
+def _tell(*listeners: Callable[[str], None]) -> Callable[[str], None]:
+    def phase(name: str) -> None:
+        for listener in listeners:
+            listener(name)
+
+    return phase
+
+
+def _evaluation(engine: Engine, record: Record) -> list[Hook]:
+    if engine.evaluator is None:
+        return []
+    runtime = engine.config.runtime
+
+    def report(step: int, stats: Stats, batches: list[Any]) -> None:
+        if stats:
+            record.write(step, stats)
+        for batch in batches[:1]:
+            record.record_samples(engine, batch, "eval")
+
+    stopping = [EarlyStop(runtime.early_stop)] if runtime.early_stop else []
+    return [Evaluate(runtime.eval_every, runtime.eval_at_start, report), *stopping]
+
+
+def _resume_from(config: RunConfig, folder: RunFolder, checkpoints: Checkpoints) -> Path | None:
+    resume = config.runtime.resume
+    if resume == "never":
+        folder.move_records_aside()
+        return None
+    if resume == "auto":
+        return checkpoints.newest()
+    path = Path(resume)
+    verify(path)
+    return path
+
+
+@contextmanager
+def _stop_on_signal(engine: Engine) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM end the run after the step under way, with a checkpoint; a second one ends it at once."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        engine.stop = signal.Signals(number).name
+        log.warning("%s: finishing this step, then saving; once more to stop at once", engine.stop)
+
+    # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
+    stops = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handle) for number in stops}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
+    """Send the library's log to the screen and to log.txt."""
+    root = logging.getLogger("coalign")
+    to_file = logging.FileHandler(folder.path / "log.txt")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    screen = display.handler()
+    root.setLevel(logging.INFO)
+    for handler in (to_file, screen):
+        root.addHandler(handler)
+    try:
+        yield
+    except BaseException:
+        root.removeHandler(screen)  # whoever catches it says it there
+        log.exception("the run ended with an error")
+        raise
+    finally:
+        for handler in (to_file, screen):
+            root.removeHandler(handler)
+        to_file.close()

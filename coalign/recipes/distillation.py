@@ -1,0 +1,108 @@
+"""distill
+
+on_policy_distillation
+"""
+
+from coalign.algorithms.traits import needs
+from coalign.config.functions import bind, resolve
+from coalign.engine.reward import reward_parts
+from coalign.launch.validate import check_same_vocabulary
+from coalign.recipes.offline import Offline
+from coalign.recipes.online import Online
+from coalign.roles import Rollout, Scorer, Trainable
+from coalign.types import Stat
+
+
+class Distill(Offline):
+    """Knowledge distillation: the student follows the teacher's distribution over the responses of a data set (1503.02531).
+
+    The teacher tells the log-probs of its `models.teacher.candidates` likeliest tokens at every position.
+
+    Conversations in, a student out. Teacher and student share a tokenizer.
+    """
+
+    models = {"trainer": Trainable, "teacher": Scorer}
+    source = "conversations"
+    evaluates = ("trainer", "teacher")
+    defaults = {
+        "loss": {"fn": "distillation"},
+        "models": {
+            "trainer": {"module": "fsdp", "optimizer": {"lr": 1e-5, "schedule": "cosine", "min_lr_ratio": 0.1}},
+            "teacher": {"module": "fsdp", "frozen": True},
+        },
+    }
+
+    @classmethod
+    def check(cls, config):
+        if {"trainer", "teacher"} <= set(config.models):
+            check_same_vocabulary(config.models["trainer"], config.models["teacher"], ("trainer", "teacher"))
+
+    def env_flow(self, batch):
+        return self.join(batch, self.teacher.top_logprobs(batch))
+
+
+class OnPolicyDistillation(Online):
+    """On-policy distillation (2306.13649): the student learns from what a teacher thinks of the student's own responses.
+
+    Policy, teacher and trainer; student and teacher share a tokenizer. A reward, if there is one, is for evaluation.
+
+    The loss decides what the teacher is asked. `policy_gradient`: the log-prob of each token that the student chose,
+    which becomes its advantage (`reverse_kl`). `distillation` (GKD, all data on-policy): the log-probs of the teacher's
+    `models.teacher.candidates` likeliest tokens there.
+    """
+
+    models = {"policy": Rollout, "teacher": Scorer, "reward": Scorer, "trainer": Trainable}
+    evaluates = ("policy", "teacher", "reward")
+    defaults = {
+        "runtime": {"samples_per_prompt": 4},
+        "advantage": {"fn": "reverse_kl"},
+        "loss": {"fn": "policy_gradient"},
+        "models": {
+            "policy": {"module": "native"},
+            "trainer": {"module": "fsdp", "like": "policy"},
+            "teacher": {"module": "fsdp", "frozen": True},
+        },
+    }
+
+    def __init__(self, config, cluster):
+        super().__init__(config, cluster)
+        loss = resolve(config.loss.fn, "coalign.algorithms.losses")
+        self.wants_distribution = "candidate_logprobs" in needs(loss, bind(loss, config.loss.arguments, "loss"))
+
+    @classmethod
+    def roles(cls, config):
+        return {name: role for name, role in cls.models.items() if name != "reward" or reward_parts(config)}
+
+    @classmethod
+    def check(cls, config):
+        if not {"policy", "teacher"} <= set(config.models):
+            return
+        student, teacher = config.models["policy"], config.models["teacher"]
+        check_same_vocabulary(student, teacher, ("policy", "teacher"))
+        if student.sampling.temperature != teacher.sampling.temperature:
+            raise ValueError(
+                f"models.teacher.sampling.temperature is {teacher.sampling.temperature}, that of models.policy "
+                f"{student.sampling.temperature}: the student would learn to be at its temperature what the teacher is "
+                "at another; set them alike"
+            )
+
+    def env_flow(self, prompts):
+        out = self.generate(prompts)
+        tell = self.teacher.top_logprobs if self.wants_distribution else self.teacher.forward_step
+        return self.join(out, tell(out))
+
+    def train_flow(self, batch):
+        batch = self.shaped(batch)
+        if not self.wants_distribution:
+            batch = self.apply(self.advantage, batch)
+        return self.trainer.train_step(batch, **self.ptx())
+
+    def eval_flow(self, prompts):
+        out = self.policy.generate(prompts, samples=1)  # as it is trained: a divergence is one of distributions
+        measured = self.apply(teacher_kl, out, self.teacher.forward_step(out))
+        return super().eval_flow(prompts) if hasattr(self, "reward") else measured
+
+
+def teacher_kl(rollout_logprobs, ref_logprobs, loss_mask):
+    """KL(student ‖ teacher) in nats per token, as the student's own samples show it."""
+    return {"teacher_kl": Stat.of(rollout_logprobs - ref_logprobs, loss_mask)}

@@ -1,0 +1,41 @@
+"""What recipes that learn from a data set have in common: no roll-out, one model that learns, perhaps a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coalign.cluster.future import BatchRef, Future
+from coalign.config.schema import RunConfig
+from coalign.engine.engine import Engine
+from coalign.engine.reference import with_reference_where_read
+from coalign.roles import Scorer, Trainable
+
+
+class Offline(Engine):
+    """Rows of the data set in, one trained model out; evaluation is the loss and its statistics on held-out rows.
+
+    ``reference`` is there when the loss reads its log-probs.
+    """
+
+    models = {"trainer": Trainable, "reference": Scorer}
+    evaluates = ("trainer", "reference")
+    unread = ("reward", "truncated", "advantage", "pairs", "kl")
+
+    @classmethod
+    def roles(cls, config: RunConfig) -> Mapping[str, type]:
+        return with_reference_where_read(cls.models, config.loss)
+
+    def env_flow(self, batch: BatchRef) -> Any:
+        """The rows with the reference's log-probs where the loss reads them. They do not depend on what is learned."""
+        return self.join(batch, self.reference.forward_step(batch)) if hasattr(self, "reference") else batch
+
+    def prepare(self, batch: BatchRef | Future) -> Any:
+        """What is added to a batch with the weights of the moment, right before it is learned from or evaluated."""
+        return batch
+
+    def train_flow(self, batch: BatchRef) -> Any:
+        return self.trainer.train_step(self.prepare(batch), **self.ptx())
+
+    def eval_flow(self, batch: BatchRef) -> Any:
+        return self.trainer.eval_step(self.prepare(self.env_flow(batch)))

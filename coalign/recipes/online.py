@@ -1,0 +1,121 @@
+"""What recipes with roll-outs have in common: models, flow, and a divergence from the reference within the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from coalign.algorithms.kl import AdaptiveKL, FixedKL
+from coalign.algorithms.shaping import sequence_kl_reward, shape_reward
+from coalign.cluster.future import BatchRef, Future
+from coalign.config.functions import bind, resolve
+from coalign.config.schema import RunConfig
+from coalign.engine.engine import Engine
+from coalign.engine.reward import turn_weight
+from coalign.roles import Rollout, Scorer, Trainable
+from coalign.types import Stats
+
+
+class Online(Engine):
+    """Prompts in, a policy out that earns more reward.
+
+    ``scores`` names the models that say something of a sample; those that a configuration does without are left out.
+    """
+
+    models = {"policy": Rollout, "reference": Scorer, "reward": Scorer, "trainer": Trainable}
+    sync = [("trainer", "policy")]
+    scores: ClassVar[tuple[str, ...]] = ("reference", "reward")
+    unread = ("pairs", "kl")
+    defaults = {
+        "loss": {"fn": "policy_gradient"},
+        "models": {
+            "policy": {"module": "native"},
+            "trainer": {"module": "fsdp", "like": "policy"},
+            "reference": {"module": "fsdp", "like": "trainer", "frozen": True},
+        },
+    }
+
+    def __init__(self, config: RunConfig, cluster: Any) -> None:
+        super().__init__(config, cluster)
+        if config.truncated:
+            fn = resolve(config.truncated.fn, "coalign.algorithms.shaping")
+            self.truncated = partial(fn, **bind(fn, config.truncated.arguments, "truncated"))
+
+    def env_flow(self, prompts: BatchRef) -> Any:
+        return self.scored(self.generate(prompts))
+
+    def scored(self, out: BatchRef | Future) -> Future:
+        """Samples with what the other models say of them."""
+        scorers = [getattr(self, name) for name in self.scores if hasattr(self, name)]
+        return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
+
+    def train_flow(self, batch: BatchRef) -> Any:
+        return self.trainer.train_step(self.apply(self.advantage, self.shaped(batch)), **self.ptx())
+
+    def shaped(self, batch: BatchRef | Future) -> Any:
+        """The batch as advantages are taken of it."""
+        return self.apply(self.truncated, batch) if self.config.truncated else batch
+
+
+class KLInReward(Online):
+    """The divergence from the reference is a cost within the reward (section `kl`), and nowhere else.
+
+    It is charged at each token (k1). Its coefficient is fixed or adaptive; without `kl`, or with `kl.coef` 0, there is
+    no reference.
+    """
+
+    unread = ("pairs",)
+
+    def __init__(self, config: RunConfig, cluster: Any) -> None:
+        super().__init__(config, cluster)
+        self.kl: FixedKL | AdaptiveKL = FixedKL(coef=0.0)
+        if config.kl:
+            controller = resolve(config.kl.fn, "coalign.algorithms.kl")
+            self.kl = controller(**bind(controller, config.kl.arguments, "kl"))
+
+    @classmethod
+    def roles(cls, config: RunConfig) -> Mapping[str, type]:
+        charged = config.kl is not None and config.kl.arguments.get("coef") != 0
+        return {name: role for name, role in cls.models.items() if charged or name != "reference"}
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        if config.loss.arguments.get("kl_coef", 0.0):
+            raise ValueError(
+                f"loss.kl_coef: in `{config.algorithm}` the KL penalty is part of the reward; set kl.coef and leave "
+                "loss.kl_coef at 0, or the divergence is charged twice"
+            )
+
+    def shaped(self, batch: BatchRef | Future) -> Any:
+        return self.charged(super().shaped(batch))
+
+    def charged(self, batch: BatchRef | Future) -> Any:
+        """The batch with rewards per token, the divergence subtracted."""
+        return self.apply(shape_reward, batch, kl_coef=self.kl.coef, turn_weight=turn_weight(self.config))
+
+    def after_step(self, stats: Stats) -> None:
+        if "kl" in stats:
+            self.kl.update(stats["kl"].value, samples=int(stats["samples/count"].value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kl.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl.load_state_dict(state)
+
+
+class KLOfResponse(KLInReward):
+    """A response is one action: its whole divergence is subtracted from its reward, before anything is compared."""
+
+    def charged(self, batch: BatchRef | Future) -> Any:
+        return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if hasattr(self, "reference") else batch
+
+
+def need_several_samples(config: RunConfig) -> None:
+    """Refuse (ValueError) one sample per prompt where the other ones are its baseline."""
+    if config.runtime.samples_per_prompt == 1:
+        raise ValueError(
+            f"runtime.samples_per_prompt is 1: `{config.algorithm}` compares the samples of one prompt, and with one "
+            "sample every advantage is 0; use 2 or more (8 is usual), or `ppo`, `reinforce_pp` or `remax`"
+        )

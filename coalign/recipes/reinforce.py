@@ -1,0 +1,112 @@
+"""reinforce_pp
+
+reinforce_pp_baseline
+
+rloo
+
+remax
+"""
+
+import torch
+
+from coalign.data.batch import Batch
+from coalign.recipes.grpo import GRPO
+from coalign.recipes.online import KLInReward, KLOfResponse, need_several_samples
+from coalign.types import Status
+
+
+class ReinforcePP(KLInReward):
+    """REINFORCE++ (2501.03262): PPO's clipped objective on whitened returns, without a value model or groups.
+
+    The divergence from the reference is charged at each token (k1): a token's return holds all that comes after it.
+
+    One sample per prompt is enough.
+    """
+
+    defaults = {
+        **KLInReward.defaults,
+        "runtime": {"samples_per_prompt": 1},
+        "advantage": {"fn": "reinforce_pp", "gamma": 1.0},
+        "kl": {"fn": "FixedKL", "coef": 0.01},
+    }
+
+
+class ReinforcePPBaseline(GRPO):
+    """REINFORCE++ with a group baseline (2501.03262): deviations from the group's mean, whitened over the whole batch.
+
+    Unlike GRPO it scales all groups by one standard deviation, so an easy prompt counts no more than a hard one.
+
+    The divergence from the reference enters in the loss (k2).
+    """
+
+    defaults = {
+        **GRPO.defaults,
+        "advantage": {"fn": "reinforce_pp_baseline"},
+        "loss": {"fn": "policy_gradient", "kl_coef": 0.001, "kl_estimator": "k2"},
+    }
+
+
+class RLOO(KLOfResponse):
+    """REINFORCE leave-one-out (2402.14740): a sample's baseline is the mean reward of the *other* samples of its prompt.
+
+    A response is one action: its whole divergence from the reference is subtracted from its reward, before the
+    baseline is taken.
+    """
+
+    defaults = {
+        **KLOfResponse.defaults,
+        "runtime": {"samples_per_prompt": 4},
+        "advantage": {"fn": "rloo"},
+        "kl": {"fn": "FixedKL", "coef": 0.05},
+        "loss": {"fn": "policy_gradient", "aggregation": "sequence_mean_token_sum"},
+    }
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        need_several_samples(config)
+
+
+class ReMax(KLOfResponse):
+    """ReMax (2310.10505): the reward of the greedy response to a prompt is the baseline of its samples.
+
+    Besides its samples each prompt gets one greedy response, which is scored and not trained on.
+
+    The divergence from the reference is subtracted from the rewards of the samples, not from their baseline.
+    """
+
+    defaults = {
+        **KLOfResponse.defaults,
+        "runtime": {"samples_per_prompt": 1},
+        "advantage": {"fn": "remax"},
+        "kl": {"fn": "FixedKL", "coef": 0.01},
+        "loss": {"fn": "policy_gradient", "aggregation": "sequence_mean_token_sum"},
+    }
+
+    def env_flow(self, prompts):
+        out = self.generate(prompts)
+        scored = self.scored(out)  # first: the baseline is normalised by the moments of these samples, too
+        greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
+        greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
+        return self.transform(with_baseline, scored, greedy)
+
+
+def prompts_of(samples: Batch) -> Batch:
+    """The prompt of each group, once."""
+    group = samples["group"].tolist()
+    first = samples.select([i for i in range(len(group)) if i == 0 or group[i] != group[i - 1]])
+    place = torch.arange(first.tokens_total) - first.offsets[first.segment]
+    tokens = first["tokens"][place < first["prompt_length"][first.segment]]
+    sequence = {name: first[name] for name in ("group", "rows")}
+    return Batch(first["prompt_length"].long(), {"tokens": tokens}, sequence)
+
+
+def with_baseline(samples: Batch, greedy: Batch) -> Batch:
+    """The samples with the column ``baseline``, that of the greedy response of their group.
+
+    Samples of a group without one (its reward failed) have nothing to be compared with and become ERROR.
+    """
+    known = dict(zip(greedy["group"].tolist(), greedy["baseline"].tolist(), strict=True))
+    baseline = torch.tensor([known.get(group, float("nan")) for group in samples["group"].tolist()])
+    status = samples["status"].masked_fill(baseline.isnan(), int(Status.ERROR))
+    return samples.with_(baseline=baseline, status=status)

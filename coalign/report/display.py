@@ -1,0 +1,215 @@
+"""Everything that a person sees in a terminal: the progress bar, one line a step, tables, samples, warnings.
+
+Results (step lines, tables, ``show``) go to stdout; remarks, warnings and the bars of commands go to stderr, so a pipe
+carries results only. Without a terminal there are no bars and no control codes, and lines are never folded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from coalign.report.step_line import RunTotals, number, step_fields, step_idle, step_seconds
+
+if TYPE_CHECKING:
+    from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need
+
+log = logging.getLogger(__name__)
+
+_RECENT = 20  # steps that the rate and the remaining time are estimated from
+_SUMMARY = ("eval/mean", "eval/loss/value", "reward/mean", "loss/value", "tokens/response", "time/step")
+
+
+class Display:
+    """The terminal of one command. ``quiet`` leaves warnings, tables and results, and shows no steps and no bars.
+
+    Consoles may be given for tests and notebooks.
+    """
+
+    def __init__(self, *, quiet: bool = False, out: Console | None = None, err: Console | None = None) -> None:
+        # A response may hold [brackets] and :colons:. A notebook is no terminal: it gets the lines that a pipe gets.
+        plain = {"markup": False, "emoji": False, "highlight": False, "force_jupyter": False}
+        self.out = out or Console(**plain)
+        self.err = err or Console(stderr=True, **plain)
+        self.quiet = quiet
+        self._bar: Progress | None = None
+        self._last = 0
+        self._begun = time.monotonic()
+        self._times: deque[tuple[int, float]] = deque(maxlen=_RECENT + 1)
+        self._history: dict[str, tuple[float, float]] = {}  # metric -> its first and its newest value
+        self._smooth: dict[str, float] = {}
+        self._totals = RunTotals()
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def start(self, step: int, last: int) -> None:
+        """A run begins, or goes on, after ``step`` of ``last`` steps."""
+        self._last, self._begun = last, time.monotonic()
+        self._times.append((step, self._begun))
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[pace]}"),
+            TextColumn("{task.fields[phase]}", style="dim"),
+            console=self.out,
+            disable=self._barless(self.out),
+            expand=True,
+            refresh_per_second=2,  # the processor is busy with better things
+        )
+        self._task = self._bar.add_task("", total=last, completed=step, pace="", phase="")
+        self._bar.start()
+        atexit.register(self.close)  # an error on the way out must not leave the terminal without its cursor
+
+    def phase(self, text: str) -> None:
+        """What is going on now, beside the bar: ``generate 41/64 samples``."""
+        if self._bar is not None:
+            self._bar.update(self._task, phase=text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line for the metrics of a step (names as in metrics.jsonl)."""
+        fields = [*step_fields(metrics, self._smooth), step_seconds(metrics), step_idle(metrics)]
+        self._totals.add(metrics)
+        for name, value in metrics.items():
+            self._history[name] = (self._history.get(name, (value, value))[0], value)
+            self._smooth[name] = 0.8 * self._smooth.get(name, value) + 0.2 * value
+        line = Text(f"step {step:>{len(str(self._last))}}/{self._last}")
+        for field in filter(None, fields):
+            line.append(" │ ", style="dim").append(field)
+        if not self.quiet:
+            self.out.print(line, soft_wrap=True)
+        log.info("%s", line.plain)
+        self._times.append((step, time.monotonic()))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, pace=self._pace(), phase="")
+
+    def finish(self, folder: Path) -> None:
+        """The run is over: the bar goes, a summary and the place of the results stay."""
+        self.close()
+        rows = {name: self._history[name] for name in _SUMMARY if name in self._history}
+        if rows:
+            table = _table("", "first", "last")
+            for name, values in rows.items():
+                table.add_row(name, *map(number, values))
+            self.out.print(table)
+        for name, text in self._totals.rows().items():
+            self.out.print(f"{name}: {text}", soft_wrap=True)
+        self.out.print(f"{_duration(time.monotonic() - self._begun)}; results in {folder}", soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away, if there is one."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            atexit.unregister(self.close)
+
+    def _pace(self) -> str:
+        (first, begun), (step, now) = self._times[0], self._times[-1]
+        if step == first:
+            return ""
+        seconds = (now - begun) / (step - first)
+        return f"{number(seconds)} s/step, {_duration(seconds * (self._last - step))} left"
+
+    # ---- everything else -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar with rate and remaining time; yields the function that advances it by n."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(""), TimeElapsedColumn())
+        left = (TextColumn("left:"), TimeRemainingColumn())
+        with Progress(*columns, *left, console=self.err, transient=True, disable=self._barless(self.err)) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda n: bar.update(task, advance=n)
+
+    def table(self, title: str, metrics: Mapping[str, float]) -> None:
+        """Names and numbers."""
+        table = _table(title, "")
+        for name, value in metrics.items():
+            table.add_row(name, number(value))
+        self.out.print(table)
+
+    def sample(self, sample: Sample) -> None:
+        """One rollout: prompt, response, what it was given for it."""
+        title = f"group {sample.group}, sample {sample.index}"
+        self.out.print(Panel(Group(*_texts(sample)), title=title, subtitle=_verdict(sample), title_align="left"))
+
+    def show(self, content: RenderableType) -> None:
+        """A result: a text as it is, or anything that rich can render."""
+        self.out.print(content, soft_wrap=isinstance(content, str))
+
+    def write(self, text: str) -> None:
+        """A piece of a result that comes bit by bit."""
+        self.out.print(text, end="", soft_wrap=True)
+        self.out.file.flush()
+
+    def note(self, text: str) -> None:
+        """A remark."""
+        self.err.print(text, soft_wrap=True)
+
+    def handler(self) -> logging.Handler:
+        """Sends the library's log here: warnings with their tracebacks, and remarks unless ``quiet``."""
+        handler = _LogHandler(self.err, logging.WARNING if self.quiet else logging.INFO)
+        handler.addFilter(lambda record: record.name != __name__)  # step lines are on the screen already
+        return handler
+
+    def _barless(self, console: Console) -> bool:
+        return self.quiet or not console.is_terminal
+
+
+class _LogHandler(logging.Handler):
+    def __init__(self, console: Console, level: int) -> None:
+        super().__init__(level)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = Text(self.format(record), style="dim")
+        if record.levelno >= logging.WARNING:
+            style = "red" if record.levelno >= logging.ERROR else "yellow"
+            text = Text(f"{record.levelname.lower()}: {self.format(record)}", style=style)
+        self._console.print(text, soft_wrap=True)
+
+
+class _Rate(TextColumn):
+    """Units a second."""
+
+    def render(self, task: Any) -> Text:
+        return Text(f"{number(task.speed)}/s" if task.speed else "", style="progress.data.speed")
+
+
+def _texts(sample: Sample) -> Iterator[RenderableType]:
+    yield Text(sample.prompt.rstrip(), style="dim")
+    yield Rule(style="dim")
+    yield Text(sample.response.rstrip() or "(empty)")
+
+
+def _verdict(sample: Sample) -> str:
+    parts = ", ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
+    reward = "no reward" if sample.reward is None else f"reward {number(sample.reward)}"
+    ending = f" · {sample.status.name.lower()}" if sample.status else ""  # 0 is OK
+    return f"{reward}{f' ({parts})' if parts else ''} · {int(sample.loss_mask.sum())} tokens{ending}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,180 @@
+"""Full tensors as they lie on the ranks of a parallel model, and how to get from one way to another.
+
+Everything is boxes: a rank's own tensor is made of pieces, each a box of a full (Hugging Face) tensor. Whatever a
+backend does to its weights (cut, fuse, interleave, stack, pad, repeat) is a list of such pieces, so cutting, joining
+and resharding are written once, and the way back is the way there. Which pieces: coalign.weights.layouts.parallel.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from coalign.weights.sync.transport import WeightError
+
+Box = tuple[tuple[int, int], ...]  # where it starts and stops, in each dimension
+Shape = tuple[int, ...]
+Fetch = Callable[[int, str], Tensor]  # of a rank, its own tensor of that name
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a full tensor is like."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBox:
+    """``full``, a box of the full tensor ``name``, lies at ``own``, a box of the same sizes in a rank's own tensor.
+
+    One of the two may have further dimensions, of size 1, in front.
+    """
+
+    name: str
+    full: Box
+    own: Box
+
+    def within(self, box: Box) -> Box:
+        """Where a box of the full tensor, inside of this piece, lies in the rank's own."""
+        lead, drop = max(0, len(self.own) - len(self.full)), max(0, len(self.full) - len(self.own))
+        shifts = [own[0] - full[0] for own, full in zip(self.own[lead:], self.full[drop:], strict=True)]
+        return self.own[:lead] + tuple((a + by, b + by) for (a, b), by in zip(box[drop:], shifts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's own tensor, of the dtype that the full tensor ``like`` has. What no piece covers is padding, 0."""
+
+    name: str
+    shape: Shape
+    like: str
+    pieces: tuple[ShardBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy the box ``taken`` of ``source``, a tensor of ``rank``, to the box ``given`` of the own tensor ``target``."""
+
+    rank: int
+    source: str
+    taken: Box
+    target: str
+    given: Box
+
+
+def cut(full: Callable[[str], Tensor], shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
+    """A rank's own tensors, one at a time, from full ones by name."""
+    for shard in shards:
+        tensors = {name: full(name) for name in dict.fromkeys(piece.name for piece in shard.pieces)}
+        own = (tensors.get(shard.like) if tensors else full(shard.like)).new_zeros(shard.shape)
+        for piece in shard.pieces:
+            _put(own, piece.own, tensors[piece.name][_slices(piece.full)])
+        yield shard.name, own
+
+
+def join(specs: Mapping[str, Spec], ranks: Sequence[Sequence[Shard]], fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
+    """The full tensors, one at a time, from the ranks' own: the inverse of ``cut``. WeightError for what no rank
+    holds."""
+    boxes = {name: tuple((0, size) for size in spec.shape) for name, spec in specs.items()}
+    whole = [Shard(name, specs[name].shape, name, (ShardBox(name, box, box),)) for name, box in boxes.items()]
+    return reshard(specs, whole, dict(plan(whole, ranks)), fetch)
+
+
+def reshard(
+    specs: Mapping[str, Spec],
+    target: Iterable[Shard],
+    moves: Mapping[str, Sequence[Move]],
+    fetch: Fetch,
+    new: Callable[..., Tensor] = torch.empty,
+) -> Iterator[tuple[str, Tensor]]:
+    """A rank's own tensors, one at a time, as ``plan`` says, from those of the ranks of another layout; ``new``: where
+    they are made."""
+    for shard in target:
+        own = new(shard.shape, dtype=specs[shard.like].dtype)
+        if sum(_size(move.given) for move in moves[shard.name]) < own.numel():
+            own.zero_()
+        for move in moves[shard.name]:
+            _put(own, move.given, fetch(move.rank, move.source)[_slices(move.taken)])
+        yield shard.name, own
+
+
+def plan(
+    target: Sequence[Shard], sources: Sequence[Sequence[Shard]], near: int = 0
+) -> Iterator[tuple[str, list[Move]]]:
+    """For each tensor of a target rank, what it needs of which source rank: every element once.
+
+    ``near``: the source rank that is asked first for what several of them hold, then those after it: different target
+    ranks should not all ask the same one. Raises WeightError naming what no source rank holds.
+    """
+    held = _held(sources)
+    for shard in target:
+        moves: list[Move] = []
+        for piece in shard.pieces:
+            missing = [piece.full]
+            asked = held.get(piece.name, [])
+            first = bisect_left(asked, near, key=lambda each: each[0])
+            for rank, name, source in chain(asked[first:], asked[:first]):
+                rest: list[Box] = []
+                for box in missing:
+                    if (both := overlap(box, source.full)) is None:
+                        rest.append(box)
+                    else:
+                        moves.append(Move(rank, name, source.within(both), shard.name, piece.within(both)))
+                        rest += without(box, both) if both != box else []
+                if not (missing := rest):
+                    break
+            if missing:
+                raise WeightError(
+                    f"no source rank holds {list(missing[0])} of '{piece.name}', wanted for '{shard.name}'"
+                )
+        yield shard.name, moves
+
+
+def _held(sources: Sequence[Sequence[Shard]]) -> dict[str, list[tuple[int, str, ShardBox]]]:
+    held: dict[str, list[tuple[int, str, ShardBox]]] = {}
+    for rank, shards in enumerate(sources):
+        for shard in shards:
+            for piece in shard.pieces:
+                held.setdefault(piece.name, []).append((rank, shard.name, piece))
+    return held
+
+
+# ---- boxes
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None: nothing."""
+    both = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def without(box: Box, hole: Box) -> list[Box]:
+    """``box`` but for ``hole``, which lies inside, as boxes that do not overlap."""
+    rest, core = [], list(box)
+    for i, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
+        for side in ((start, first), (last, stop)):
+            if side[0] < side[1]:
+                rest.append((*core[:i], side, *core[i + 1 :]))
+        core[i] = (first, last)
+    return rest
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in box)
+
+
+def _put(tensor: Tensor, box: Box, value: Tensor) -> None:
+    place = tensor[_slices(box)]
+    place.copy_(value.reshape(place.shape))
