@@ -28,8 +28,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "coalign.api": ("train", "evaluate", "generate", "load_config", "TrainResult", "TrainingStopped"),
     "coalign.data.batch": ("Batch",),
-    "coalign.engine.engine": ("Engine",),
-    "coalign.engine.hooks.evaluation": ("Hook",),
+    "coalign.engine.engine": ("Engine", "Hook"),
     "coalign.types": ("LossInput", "LossOutput", "Sample", "Stat"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

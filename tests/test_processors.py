@@ -5,8 +5,8 @@ import pytest
 from tests.processors import run
 
 PARTS = [
-    "tests/native/test_invariance.py::test_neighbours_do_not_change_a_bit",
-    "tests/native/test_continuing.py::test_a_sample_goes_on_as_if_it_had_never_stopped",
+    "tests/backends/native/test_invariance.py::test_neighbours_do_not_change_a_bit",
+    "tests/backends/native/test_continuing.py::test_a_sample_goes_on_as_if_it_had_never_stopped",
     "tests/golden/test_curves.py::test_the_curve_is_the_one_that_was_kept",
 ]
 

@@ -1,0 +1,22 @@
+"""Backends: what computes a model of a run. `models.<name>.module` names one of ``CLASSES``.
+
+Start with ``base.py``: a backend is a subclass of ``Module``, or of ``TrainableModule`` if it learns.
+
+- ``objective.py`` turns the outputs of a model into a loss; ``layout.py`` and ``attention.py`` pack a micro-batch.
+- ``hf/`` trains models of transformers in plain torch; ``deepspeed.py`` and ``megatron/`` use other engines for that.
+- ``engines/`` generates: the contract, and the engines ``native`` and ``vllm``.
+- ``scorers/`` only score: reward functions, judges, reward models with a tokenizer of their own, cached answers.
+"""
+
+CLASSES = {
+    "fsdp": "coalign.backends.hf.fsdp:FSDPModule",
+    "deepspeed": "coalign.backends.deepspeed:DeepSpeedModule",
+    "megatron": "coalign.backends.megatron.module:MegatronModule",
+    "native": "coalign.backends.engines.native.module:NativeModule",
+    "vllm": "coalign.backends.engines.vllm.module:VLLMModule",
+    "reward": "coalign.backends.scorers.reward:RewardModule",
+    "judge": "coalign.backends.scorers.judge:JudgeModule",
+    "preference": "coalign.backends.scorers.preference:PreferenceModule",
+    "cached": "coalign.backends.scorers.cached:CachedModule",
+    "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",
+}

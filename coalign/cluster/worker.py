@@ -132,7 +132,7 @@ def module_class(config: ModelConfig) -> type:
     a cache, and for a reward model with a template to read by."""
     reads_text = config.head == "reward" and config.chat_template
     name = "cached" if config.cache else "retokenize" if reads_text else config.module
-    return resolve_class(name, "coalign.backends", "Module")
+    return resolve_class(name, "coalign.backends")
 
 
 class Worker:

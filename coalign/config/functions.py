@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -63,34 +62,18 @@ def resolve(name: str, home: str) -> Any:
     raise ValueError(f"'{name}' is not in {home}{near(name, names)} (a function of your own: `my.module:name`)")
 
 
-def resolve_class(name: str, home: str, suffix: str = "") -> type:
-    """The class called ``name``: ``pkg.mod:Class``, or in the module ``home.name`` the class called name + suffix.
+def resolve_class(name: str, home: str) -> type:
+    """The class called ``name``: ``pkg.mod:Class``, or a key of the table ``CLASSES`` of the package ``home``.
 
-    ``resolve_class("fsdp", "coalign.backends", "Module")`` is ``coalign.backends.hf.fsdp.FSDPModule``: case does not matter,
-    and `reward_model` is the class RewardModel.
+    ``resolve_class("fsdp", "coalign.backends")`` is ``coalign.backends.hf.fsdp.FSDPModule``; case does not matter.
     Raises ValueError with the nearest names.
     """
     if ":" in name:
         return _dotted(name)
-    package = importlib.import_module(home)
-    short = _ignoring_case(name, [found.name for found in pkgutil.iter_modules(package.__path__)])
-    module = importlib.import_module(f"{home}.{short}") if short else None
-    match = _ignoring_case((short + suffix).replace("_", ""), _classes(module)) if module else None
-    if match:
-        return getattr(module, match)
-    names = class_names(home, suffix)
-    raise ValueError(f"'{name}' is not in {home}{near(name, names)} (a class of your own: `my.module:Class`)")
-
-
-def class_names(home: str, suffix: str = "") -> list[str]:
-    """The short names that ``resolve_class`` finds in ``home``. Reads the sources and imports no module."""
-    package = importlib.import_module(home)
-    names = []
-    for found in pkgutil.iter_modules(package.__path__):
-        source = found.module_finder.find_spec(found.name, None).loader.get_source(found.name) or ""
-        if f"\nclass {found.name.replace('_', '')}{suffix}(".lower() in f"\n{source}".lower():
-            names.append(found.name)
-    return names
+    classes: Mapping[str, str] = importlib.import_module(home).CLASSES
+    if short := _ignoring_case(name, list(classes)):
+        return _dotted(classes[short])
+    raise ValueError(f"'{name}' is not in {home}{near(name, classes)} (a class of your own: `my.module:Class`)")
 
 
 def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -168,10 +151,6 @@ def _public(module: ModuleType) -> list[str]:
         for name, value in vars(module).items()
         if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
-
-
-def _classes(module: ModuleType) -> list[str]:
-    return [name for name, value in vars(module).items() if inspect.isclass(value)]
 
 
 def _ignoring_case(name: str, names: Iterable[str]) -> str | None:

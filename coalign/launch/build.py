@@ -121,7 +121,7 @@ log = logging.getLogger(__name__)
 
 def recipe(algorithm: str) -> type[Engine]:
     """The Engine subclass called ``algorithm`` (a recipe, or a dotted path)."""
-    return resolve_class(algorithm, "coalign.recipes", "")
+    return resolve_class(algorithm, "coalign.recipes")
 
 
 def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:

@@ -106,7 +106,7 @@ def _try_backends(models: Mapping[str, ModelConfig], config: RunConfig) -> None:
     for name, model in models.items():
         device = torch.device(accelerator(config.runtime.accelerator).device if model.num_gpu else "cpu")
         # A cache, or a template to read by, and the backend behind it.
-        for module in dict.fromkeys((module_class(model), resolve_class(model.module, "coalign.backends", "Module"))):
+        for module in dict.fromkeys((module_class(model), resolve_class(model.module, "coalign.backends"))):
             module.check_settings(model, name, device)
             if model.load:
                 _try_architecture(module, model, name)

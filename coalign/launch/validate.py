@@ -262,7 +262,7 @@ def check_adapters(cls: type[Engine], models: Mapping[str, ModelConfig], config:
             raise ValueError(f"{where}, and the magnitudes of models.{source}.lora.dora have to be merged; {instead}")
         for name in (source, target):
             module = models[name].module
-            if not resolve_class(module, "coalign.backends", "Module").adapters:
+            if not resolve_class(module, "coalign.backends").adapters:
                 raise ValueError(f"{where}, and models.{name}.module, `{module}`, knows merged weights only; {instead}")
 
 

@@ -1,0 +1,31 @@
+"""Recipes: each is an ``Engine`` with the flow of one algorithm and its defaults. `algorithm` names one of ``CLASSES``.
+
+Start with ``grpo.py``. ``online.py`` has what recipes with roll-outs share, ``offline.py`` what those share that learn
+from a data set. Relatives stand together in one file.
+"""
+
+CLASSES = {
+    "grpo": "coalign.recipes.grpo:GRPO",
+    "dr_grpo": "coalign.recipes.grpo:DrGRPO",
+    "dapo": "coalign.recipes.grpo:DAPO",
+    "gspo": "coalign.recipes.grpo:GSPO",
+    "cispo": "coalign.recipes.grpo:CISPO",
+    "ppo": "coalign.recipes.ppo:PPO",
+    "rlaif": "coalign.recipes.ppo:RLAIF",
+    "reinforce_pp": "coalign.recipes.reinforce:ReinforcePP",
+    "reinforce_pp_baseline": "coalign.recipes.reinforce:ReinforcePPBaseline",
+    "rloo": "coalign.recipes.reinforce:RLOO",
+    "remax": "coalign.recipes.reinforce:ReMax",
+    "online_dpo": "coalign.recipes.online_dpo:OnlineDPO",
+    "on_policy_distillation": "coalign.recipes.distillation:OnPolicyDistillation",
+    "distill": "coalign.recipes.distillation:Distill",
+    "sft": "coalign.recipes.sft:SFT",
+    "conditional_sft": "coalign.recipes.sft:ConditionalSFT",
+    "pretrain": "coalign.recipes.sft:Pretrain",
+    "reward_model": "coalign.recipes.reward_model:RewardModel",
+    "process_reward": "coalign.recipes.reward_model:ProcessReward",
+    "dpo": "coalign.recipes.preference:DPO",
+    "simpo": "coalign.recipes.preference:SimPO",
+    "orpo": "coalign.recipes.preference:ORPO",
+    "kto": "coalign.recipes.preference:KTO",
+}

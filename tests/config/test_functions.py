@@ -1,5 +1,6 @@
 """Names and arguments of functions."""
 
+import importlib
 import sys
 from functools import partial
 from typing import Literal
@@ -9,7 +10,6 @@ import pytest
 from coalign.config import ConfigError
 from coalign.config.functions import (
     bind,
-    class_names,
     columns_of,
     is_bound_to_process,
     name_object,
@@ -25,7 +25,7 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / HOME
     folder.mkdir()
     (folder / "__init__.py").write_text(
-        "from math import sqrt\n\ndef ratio(x): ...\n\ndef Clip(x): ...\n\n_hidden = 3\n"
+        "from math import sqrt\n\ndef ratio(x): ...\n\ndef Clip(x): ...\n\n_hidden = 3\nCLASSES = {'fsdp': 'pretend.fsdp:FSDPModule'}\n"
     )
     (folder / "fsdp.py").write_text("class FSDPModule(dict):\n    pass\n")
     (folder / "base.py").write_text("class Module(dict):\n    pass\n")
@@ -69,24 +69,27 @@ def test_what_is_missing_inside_a_users_module_rises_as_it_is():
 
 
 def test_classes_by_short_name_and_path():
-    assert resolve_class("fsdp", HOME, "Module").__name__ == "FSDPModule"
-    assert resolve_class("FSDP", HOME, "Module") is resolve_class("pretend.fsdp:FSDPModule", HOME, "Module")
-    assert class_names(HOME, "Module") == ["fsdp"]
+    assert resolve_class("fsdp", HOME).__name__ == "FSDPModule"
+    assert resolve_class("FSDP", HOME) is resolve_class("pretend.fsdp:FSDPModule", HOME)
     with pytest.raises(ValueError) as caught:
-        resolve_class("fdsp", HOME, "Module")
+        resolve_class("fdsp", HOME)
     assert (
         str(caught.value) == "'fdsp' is not in pretend; did you mean 'fsdp'? (a class of your own: `my.module:Class`)"
     )
     with pytest.raises(ValueError, match="'base' is not in pretend; there are: fsdp"):
-        resolve_class("base", HOME, "Module")
+        resolve_class("base", HOME)
+
+
+@pytest.mark.parametrize("home", ["coalign.backends", "coalign.recipes"])
+def test_every_name_of_a_table_is_a_class(home):
+    for name in importlib.import_module(home).CLASSES:
+        assert isinstance(resolve_class(name, home), type)
 
 
 def test_the_projects_own_names():
     assert resolve("policy_gradient", "coalign.algorithms.losses").__name__ == "policy_gradient"
     assert resolve("gae", "coalign.algorithms.advantages").__name__ == "gae"
     assert resolve("math", "coalign.rewards").__name__ == "math"
-    assert {"fsdp", "native", "reward"} <= set(class_names("coalign.backends", "Module"))
-    assert {"grpo", "ppo", "sft"} <= set(class_names("coalign.recipes"))
 
 
 def loss(

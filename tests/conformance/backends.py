@@ -71,7 +71,7 @@ def build(backend: Backend, path: str, *, rank: int = 0, port: int = 0, **config
         loss={"fn": "policy_gradient", "clip_low": LOW, "clip_high": HIGH},
         rendezvous=f"127.0.0.1:{port}",
     )
-    module = resolve_class(backend.module, "coalign.backends", "Module")(model, context)
+    module = resolve_class(backend.module, "coalign.backends")(model, context)
     module.setup()
     return module
 

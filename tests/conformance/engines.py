@@ -39,7 +39,7 @@ def load(path: Path) -> PreTrainedModel:
 
 def build(engine: str, path: Path, context: Context | None = None, **config: Any) -> RolloutModule:
     settings = {"module": engine, "load": str(path), "sampling": SAMPLING, "vllm": SMALL} | config
-    module = resolve_class(engine, "coalign.backends", "Module")(
+    module = resolve_class(engine, "coalign.backends")(
         ModelConfig(**settings), context or Context(model="policy", samples_per_prompt=3, seed=5)
     )
     module.setup()

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from coalign.backends.base import TrainableModule
 from coalign.data.batch import Batch
 from coalign.types import Stats, merge_stats
+from tests.backends.batches import rollout
 from tests.conformance import reference
 from tests.conformance.backends import Backend, build, exported, on_ranks
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
 MODELS: dict[str, dict[str, Any]] = {

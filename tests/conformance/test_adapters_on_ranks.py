@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from coalign.data.batch import Batch
+from tests.backends.batches import rollout
 from tests.conformance.backends import Backend, build, exported, on_ranks
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS
+from tests.backends.batches import rollout
 from tests.conformance.backends import DEEPSPEED, Backend, build, exported, on_ranks, zero
 from tests.golden.curves import configuration
-from tests.modules.batches import rollout
 from tests.runs import metrics, run
 from tests.tiny import tiny_model_dir
 

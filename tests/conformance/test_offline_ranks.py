@@ -9,8 +9,8 @@ import torch
 
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
+from tests.backends.batches import rollout
 from tests.conformance.backends import Backend, build, exported, on_ranks
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow

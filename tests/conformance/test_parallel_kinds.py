@@ -10,9 +10,9 @@ import torch
 
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
+from tests.backends.batches import rollout
 from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.conformance.layouts import MODELS, share
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 pytestmark = [pytest.mark.backends, pytest.mark.timeout(1800)]

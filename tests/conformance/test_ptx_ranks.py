@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.backends.batches import rollout
+from tests.backends.test_ptx import documents
 from tests.conformance.backends import Backend, build, exported, on_ranks
-from tests.modules.batches import rollout
-from tests.modules.test_ptx import documents
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
+from tests.backends.batches import rollout
 from tests.conformance.backends import MEGATRON, Backend, build, exported, on_ranks
 from tests.conformance.layouts import models, share
-from tests.modules.batches import rollout
 
 pytestmark = [pytest.mark.backends, pytest.mark.timeout(900)]
 TP, PP, CP, EP = "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel"

@@ -8,8 +8,8 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
+from tests.backends.batches import rollout
 from tests.conformance.backends import Backend, build, exported, on_ranks
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow

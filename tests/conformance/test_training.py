@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.backends.batches import rollout
 from tests.conformance import reference
 from tests.conformance.backends import BACKENDS, DEEPSPEED, MEGATRON, Backend, train
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
 TIED = {"tied": True, "untied": False}

@@ -12,10 +12,10 @@ from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
+from tests.backends.batches import rollout
+from tests.backends.test_ptx import documents
 from tests.conformance.backends import Backend, build, exported, on_ranks
 from tests.conformance.test_offline_ranks import comparisons
-from tests.modules.batches import rollout
-from tests.modules.test_ptx import documents
 from tests.tiny import tiny_model_dir
 
 pytestmark = pytest.mark.slow

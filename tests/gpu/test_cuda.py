@@ -8,8 +8,8 @@ from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
+from tests.backends.batches import rollout
 from tests.conformance import reference
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
 pytestmark = [

@@ -10,8 +10,8 @@ import torch
 from coalign.backends.megatron.module import MegatronModule
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
+from tests.backends.batches import rollout
 from tests.conformance import reference
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir
 
 pytest.importorskip("megatron.core")

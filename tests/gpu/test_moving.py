@@ -10,7 +10,7 @@ from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS, Arena
 from coalign.roles import Context
-from tests.modules.batches import rollout
+from tests.backends.batches import rollout
 from tests.tiny import tiny_model_dir
 
 pytestmark = [

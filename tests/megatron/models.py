@@ -21,7 +21,7 @@ from coalign.backends.megatron.weights import Export, Weights, divisor
 from coalign.data.batch import Batch
 from coalign.weights import families
 from coalign.weights.layouts.megatron import MegatronLayout, stages
-from tests.modules.batches import rollout
+from tests.backends.batches import rollout
 from tests.weights.families import remote
 from tests.weights.families.checkpoints import (
     CASES,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.backends.batches import rollout
 from tests.conformance.backends import Backend, build, exported
-from tests.modules.batches import rollout
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 pytest.importorskip("megatron.core")

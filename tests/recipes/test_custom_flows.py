@@ -192,7 +192,7 @@ def test_a_model_of_ones_own_learns_without_a_loss(tmp_path, capsys):
 
 def test_the_loss_of_ones_own_subclass_of_a_backend_is_tried(tmp_path):
     config = settings(tmp_path, "sft", steps=1)
-    config["models"]["trainer"]["module"] = "tests.modules.test_fsdp:Watched"
+    config["models"]["trainer"]["module"] = "tests.backends.test_fsdp:Watched"
     config["loss"] = {"fn": "policy_gradient"}
     loaded = load(config, [], defaults=lambda name: recipe(name).defaults)
     with pytest.raises(

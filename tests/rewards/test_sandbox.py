@@ -28,10 +28,10 @@ WITHOUT = {
 @pytest.fixture(params=WITHOUT)
 def machine(request, tmp_path, monkeypatch):
     """Runs the test on a machine of each kind, and looks afterwards whether anything is left."""
-    jail = shutil.copytree(sandbox._JAIL, tmp_path / "jail", ignore=shutil.ignore_patterns("__pycache__"))
+    jail = shutil.copytree(sandbox._SUPERVISOR, tmp_path / "jail", ignore=shutil.ignore_patterns("__pycache__"))
     main = jail / "__main__.py"
     main.write_text(main.read_text().replace("\nmain()", f"\nimport rights\n{WITHOUT[request.param]}main()"))
-    monkeypatch.setattr(sandbox, "_JAIL", str(jail))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", str(jail))
     monkeypatch.setattr(tempfile, "tempdir", str(folders := tmp_path / "folders"))
     folders.mkdir()
     yield request.param
@@ -301,7 +301,7 @@ def processes():
 
 def is_of_ours(pid):
     try:
-        return b"rewards/jail" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"rewards/sandbox" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -366,11 +366,11 @@ def test_this_machine_is_attacked_before_it_is_trusted(machine):
 
 
 def test_a_machine_that_cannot_keep_a_limit_is_refused_by_name(tmp_path, monkeypatch):
-    jail = shutil.copytree(sandbox._JAIL, tmp_path / "jail")
+    jail = shutil.copytree(sandbox._SUPERVISOR, tmp_path / "jail")
     main = jail / "__main__.py"
     weak = "landlock.apply = seccomp.apply = lambda **_: False\nrights.isolate = lambda: False\nmain()"
     main.write_text(main.read_text().replace("\nmain()", f"\nimport landlock, seccomp, rights\n{weak}"))
-    monkeypatch.setattr(sandbox, "_JAIL", str(jail))
+    monkeypatch.setattr(sandbox, "_SUPERVISOR", str(jail))
     shortfalls.cache_clear()
     with pytest.raises(
         Unenforceable, match=r"network \(needs a seccomp.*files \(needs Landlock.*`require: \[memory, time\]`"

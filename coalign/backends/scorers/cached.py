@@ -47,7 +47,7 @@ class CachedModule(Module):
         """Raises what `check_settings` raises."""
         super().__init__(config, context)
         self.check_before_setup()
-        self.module = resolve_class(config.module, "coalign.backends", "Module")
+        self.module = resolve_class(config.module, "coalign.backends")
         self.scorer: Any = None
         self.store: sqlite3.Connection
 

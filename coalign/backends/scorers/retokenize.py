@@ -40,7 +40,7 @@ class RetokenizeModule(Module):
             raise ValueError(
                 f"models.{context.model}.chat_template: the context names no tokenizer to read samples with"
             )
-        self.scorer = resolve_class(config.module, "coalign.backends", "Module")(config, context)
+        self.scorer = resolve_class(config.module, "coalign.backends")(config, context)
 
     def setup(self) -> None:
         trust = self.config.trust_remote_code

@@ -1,4 +1,4 @@
-"""Run as a script (`python coalign/rewards/jail`), with the standard library alone: see supervisor.py."""
+"""Run as a script (`python coalign/rewards/sandbox`), with the standard library alone: see supervisor.py."""
 
 from supervisor import main
 

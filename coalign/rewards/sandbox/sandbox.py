@@ -24,7 +24,7 @@ from typing import Self
 
 from coalign.rewards.calls import GiveUp
 
-_JAIL = str(Path(__file__).parent / "jail")
+_SUPERVISOR = str(Path(__file__).parent)
 _THREADS = 32  # of one job
 _PATIENCE = 30.0  # seconds beyond a job's own that the supervisor may take to answer
 _LONGEST = 1 << 20  # bytes of a report beside what the job wrote
@@ -83,7 +83,7 @@ class Sandbox:
             own = tempfile.TemporaryDirectory(prefix="coalign-sandbox-", ignore_cleanup_errors=True)
             folder = opened.enter_context(own)
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-s", "-S", "-X", "utf8", _JAIL),
+                *(sys.executable, "-s", "-S", "-X", "utf8", _SUPERVISOR),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 cwd=folder,

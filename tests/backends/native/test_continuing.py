@@ -1,0 +1,162 @@
+"""Requests that go on with a sample, arrive while others run, or are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coalign.backends.engines.request import Request
+from coalign.types import Status
+from tests.backends.native import helpers
+from tests.backends.native.test_invariance import MODELS
+
+MODEL = helpers.reference(helpers.qwen2())
+
+
+def continued(asked, answers, length):
+    """Requests that go on with every response after its first ``length`` tokens, and what must come of them."""
+    requests, rest = [], []
+    for request, responses in zip(asked, answers, strict=True):
+        for index, whole in enumerate(responses):
+            begun = whole.tokens[:length].tolist()
+            requests.append(Request(request.prompt + begun, request.group, first=index, begun=length))
+            rest.append((whole.tokens[length:], whole.logprobs[length:], whole.status))
+    return requests, rest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [MODELS["small"], MODELS["soft_cap"]], ids=["sdpa", "soft_cap"])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_sample_goes_on_as_if_it_had_never_stopped(config, dtype, penalty):
+    model = helpers.reference(config, dtype=dtype)
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=60, repetition_penalty=penalty)
+    asked = helpers.requests(3, samples=2)
+    answers = helpers.engine(model).generate(asked, sampling)
+    for length in (1, 37):
+        requests, rest = continued(asked, answers, length)
+        met = helpers.flat(helpers.engine(model, max_sequences=3).generate(requests, sampling))
+        for response, (tokens, logprobs, status) in zip(met, rest, strict=True):
+            assert torch.equal(response.tokens, tokens)
+            assert torch.equal(response.logprobs, logprobs)
+            assert response.status == status
+
+
+def test_a_stop_string_may_begin_before_the_cut():
+    text = lambda ids: "".join(chr(97 + i % 26) for i in ids)  # noqa: E731
+    [request], sampling = helpers.requests(1), helpers.replace(helpers.SAMPLING, max_new_tokens=30)
+    [[free]] = helpers.engine(MODEL).generate([request], sampling)
+    stop = text(free.tokens[8:12].tolist())
+    stopping = helpers.replace(sampling, stop=(stop,))
+    [[whole]] = helpers.engine(MODEL, decoder=lambda stops: text).generate([request], stopping)
+    assert len(whole.tokens) == 12
+    [resumed], _ = continued([request], [[whole]], 10)
+    [[rest]] = helpers.engine(MODEL, decoder=lambda stops: text).generate([resumed], stopping)
+    assert rest.tokens.tolist() == whole.tokens[10:].tolist() and rest.status == Status.OK
+
+
+def test_limits_of_a_request_and_what_they_mean():
+    prompt = helpers.requests(1)[0].prompt
+    ask = lambda **limits: helpers.engine(MODEL).generate([Request(prompt, 0, **limits)], helpers.SAMPLING)[0][0]  # noqa: E731
+    assert (len(ask().tokens), ask().status) == (12, Status.TRUNCATED)
+    assert (len(ask(limit=5).tokens), ask(limit=5).status) == (5, Status.TRUNCATED)
+    assert (len(ask(limit=20).tokens), ask(limit=20).status) == (20, Status.TRUNCATED)
+    assert (len(ask(pause=5).tokens), ask(pause=5).status) == (5, Status.PARTIAL)
+    assert (len(ask(pause=12).tokens), ask(pause=12).status) == (12, Status.TRUNCATED)
+    assert ask(limit=20).tokens[:5].tolist() == ask(pause=5).tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([1, 2], 3, begun=2), "2 of 2 tokens are begun"),
+        (Request([1, 2, 3], 3, samples=2, begun=1), "of 2 samples"),
+        (Request([1] * 15, 3, begun=12), "no room for a token: 12 are begun"),
+    ],
+)
+def test_impossible_continuations_are_refused(request_, message):
+    with pytest.raises(ValueError, match=f"group 3.*{message}"):
+        helpers.engine(MODEL).generate([request_], helpers.SAMPLING)
+
+
+def ended_early(**settings):
+    """Some tokens that end responses, so that lengths differ."""
+    return helpers.engine(MODEL, end_tokens=range(0, 160, 9), **settings)
+
+
+def test_enough_groups_end_the_call():
+    asked = helpers.requests(8, samples=3)
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=80)
+    whole = ended_early().generate(asked, sampling)
+    met = ended_early().generate(asked, sampling, enough=3)
+    complete = [all(r.status != Status.PARTIAL for r in responses) for responses in met]
+    assert 3 <= sum(complete) < 8
+    cut = 0
+    for responses, expected in zip(met, whole, strict=True):
+        for response, full in zip(responses, expected, strict=True):
+            length = len(response.tokens)
+            assert torch.equal(response.tokens, full.tokens[:length])
+            assert torch.equal(response.logprobs, full.logprobs[:length])
+            assert (response.status == Status.PARTIAL) == (length < len(full.tokens))
+            cut += response.status == Status.PARTIAL
+    assert cut
+    again = ended_early().generate(asked, sampling, enough=3)
+    assert [r.tokens.tolist() for r in helpers.flat(again)] == [r.tokens.tolist() for r in helpers.flat(met)]
+
+
+def test_enough_of_what_has_not_started_is_nothing():
+    asked = helpers.requests(3, samples=2)
+    met = helpers.flat(helpers.engine(MODEL, max_sequences=1).generate(asked, helpers.SAMPLING, enough=1))
+    assert [len(r.tokens) for r in met] == [12, 12, 0, 0, 0, 0]
+    none = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING, enough=0))
+    assert all(len(r.tokens) == 0 and r.status == Status.PARTIAL for r in none)
+
+
+def run_with_arrivals(asked, after, sampling=helpers.SAMPLING, **settings):
+    """Submit the requests one by one, ``after`` steps apart: {(group, index): response}, and the run."""
+    engine, answers = helpers.engine(MODEL, **settings), {}
+    with engine.open(sampling) as run:
+        waiting = list(asked)
+        while waiting or run.unfinished:
+            if waiting:
+                request = waiting.pop(0)
+                run.submit(
+                    request, lambda place, response, group=request.group: answers.update({(group, place): response})
+                )
+            for _ in range(after):
+                engine.advance(run)
+    return answers, run
+
+
+@pytest.mark.parametrize(
+    ("settings", "penalty", "after"),
+    [({}, 1.0, 1), ({"max_sequences": 3}, 1.3, 4), ({"kv_tokens": 120}, 1.3, 1), ({"kv_tokens": 60}, 1.0, 4)],
+)
+def test_requests_may_arrive_while_others_run(settings, penalty, after):
+    sampling = helpers.replace(helpers.SAMPLING, repetition_penalty=penalty)
+    asked = helpers.requests(9, samples=2)  # of 3 to 40 tokens: the cache has to grow in both directions
+    expected = helpers.engine(MODEL).generate(asked, sampling)
+    answers, run = run_with_arrivals(asked, after, sampling, **settings)
+    for request, responses in zip(asked, expected, strict=True):
+        for index, response in enumerate(responses):
+            assert torch.equal(answers[request.group, index].tokens, response.tokens)
+            assert torch.equal(answers[request.group, index].logprobs, response.logprobs)
+    held = run.slots.count * run.slots.longest
+    assert held <= settings.get("kv_tokens", held)
+    assert run.slots.count <= settings.get("max_sequences", 64)
+
+
+def test_what_is_cut_comes_back_as_it_is():
+    engine, answers = helpers.engine(MODEL), {}
+    first, second = helpers.requests(2, samples=2)
+    with engine.open(helpers.SAMPLING) as run:
+        kept = run.submit(first, lambda place, response: answers.update({(0, place): response}))
+        cut = run.submit(second, lambda place, response: answers.update({(1, place): response}))
+        engine.advance(run)
+        run.cut(cut)
+        while run.unfinished:
+            engine.advance(run)
+    assert not kept.cut
+    assert [len(answers[0, i].tokens) for i in (0, 1)] == [12, 12]
+    assert [len(answers[1, i].tokens) for i in (0, 1)] == [2, 2]
+    assert answers[1, 0].status == Status.PARTIAL
+    assert run.finished == run.total == 4

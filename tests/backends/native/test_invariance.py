@@ -1,0 +1,114 @@
+"""Tokens and log-probs are the same bits in any batch: they depend on weights, seed, group, index and position only."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import Gemma2Config
+
+from tests.backends.native import helpers
+
+MODELS = {
+    "small": helpers.qwen2(),
+    "odd_sizes": helpers.qwen2(
+        hidden_size=56, intermediate_size=104, num_attention_heads=7, num_key_value_heads=7, vocab_size=211
+    ),
+    "soft_cap": Gemma2Config(
+        vocab_size=160,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=8,
+    ),
+    "wide": helpers.qwen2(hidden_size=192, intermediate_size=1024, vocab_size=2048),
+    "heads_of_64": helpers.qwen2(head_dim=64),
+    "no_shared_keys": helpers.qwen2(head_dim=64, num_key_value_heads=6),
+}
+
+
+def generate(model, asked, sampling, **settings):
+    """{(group, index): (tokens, log-probs as bits)}"""
+    answers = helpers.engine(model, **settings).generate(asked, sampling)
+    return {
+        (request.group, index): (response.tokens.tolist(), response.logprobs.view(torch.int32).tolist())
+        for request, responses in zip(asked, answers, strict=True)
+        for index, response in enumerate(responses)
+    }
+
+
+def variants(asked):
+    """The same requests met in other company: order, slots, prefill budget, replicas."""
+    shuffled = random.Random(3).sample(asked, len(asked))
+    yield "reversed", [asked[::-1]], {}
+    yield "shuffled", [shuffled], {"max_sequences": 5}
+    yield "one slot", [asked], {"max_sequences": 1}
+    yield "small prefill", [asked], {"prefill_tokens": 16, "max_sequences": 11}
+    yield "little memory", [asked], {"kv_tokens": 256}
+    yield "two replicas", [asked[::2], asked[1::2]], {}
+    yield "one by one", [[request] for request in asked], {}
+
+
+def check(model, asked, sampling, expected, cases):
+    for title, parts, settings in cases:
+        met = {}
+        for part in parts:
+            met |= generate(model, part, sampling, **settings)
+        assert met == expected, title
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neighbours_do_not_change_a_bit(name, dtype):
+    model = helpers.reference(MODELS[name], dtype=dtype)
+    asked = helpers.requests(6, samples=3)
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=6)
+    check(model, asked, sampling, generate(model, asked, sampling), variants(asked))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["heads_of_64", *(pytest.param(name, marks=pytest.mark.slow) for name in ("wide", "no_shared_keys", "soft_cap"))],
+)
+def test_nor_does_the_number_of_threads(name):
+    """On MKL the alignment of a thread's own buffer may show (attention.py)."""
+    model, asked = helpers.reference(MODELS[name]), helpers.requests(9, samples=3)
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=4)
+    expected = generate(model, asked, sampling)
+    torch.set_num_threads(2)
+    try:
+        cases = [("two threads", [asked], {}), *variants(asked)]
+        check(model, asked, sampling, expected, cases[:3] if name == "heads_of_64" else cases)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_engine_knows_that_it_is_so(name):
+    assert helpers.engine(helpers.reference(MODELS[name])).is_invariant
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3}],
+    ids=lambda change: next(iter(change)),
+)
+def test_nor_with_truncated_distributions(change):
+    model = helpers.reference(MODELS["odd_sizes"])
+    asked = helpers.requests(4, samples=2)
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=8, **change)
+    check(model, asked, sampling, generate(model, asked, sampling), variants(asked))
+
+
+def test_the_seed_the_group_and_the_index_do_change_the_tokens():
+    model = helpers.reference(MODELS["small"])
+    asked = helpers.requests(1, samples=2)
+    first = generate(model, asked, helpers.SAMPLING)
+    assert first != generate(model, asked, helpers.SAMPLING, seed=8)
+    assert first[0, 0] != first[0, 1]
+    other_group = [helpers.Request(asked[0].prompt, 1, 2)]
+    assert first[0, 0] != generate(model, other_group, helpers.SAMPLING)[1, 0]

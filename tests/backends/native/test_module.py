@@ -1,0 +1,216 @@
+"""NativeModule: a Batch of prompts in, a Batch of responses out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.request import StopFinder
+from coalign.backends.engines.samples import begin
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.roles import Context
+from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Status
+from tests.backends.native.helpers import reference_logprobs
+from tests.tiny import tiny_model_dir, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def module(directory, *, samples=1, seed=0, **config) -> NativeModule:
+    settings = {"module": "native", "load": str(directory), "sampling": {"max_new_tokens": 8}}
+    made = NativeModule(ModelConfig(**{**settings, **config}), Context(samples_per_prompt=samples, seed=seed))
+    made.setup()
+    return made
+
+
+def prompts() -> Batch:
+    lengths = [5, 3, 9]
+    tokens = torch.arange(sum(lengths), dtype=torch.int32) + 40
+    rows = [{"answer": str(i)} for i in range(3)]
+    return Batch(torch.tensor(lengths), {"tokens": tokens}, {"group": torch.tensor([11, 12, 13]), "rows": rows})
+
+
+def test_the_columns_of_a_generated_batch(directory):
+    out = module(directory, samples=2).generate(prompts())
+    assert set(out.token) == {"tokens", "loss_mask", "rollout_logprobs", "versions"}
+    assert set(out.sequence) == {"group", "index", "prompt_length", "status", "rows"}
+    for name, dtype in {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS}.items():
+        assert name not in out or out[name].dtype == dtype, name
+    assert out["group"].tolist() == [11, 11, 12, 12, 13, 13]
+    assert out["index"].tolist() == [0, 1, 0, 1, 0, 1]
+    assert out["prompt_length"].tolist() == [5, 5, 3, 3, 9, 9]
+    assert [row["answer"] for row in out["rows"]] == ["0", "0", "1", "1", "2", "2"]
+    for i, row in enumerate(out.rows()):
+        length = int(row["prompt_length"])
+        assert row["tokens"][:length].tolist() == prompts().slice(i // 2, i // 2 + 1)["tokens"].tolist()
+        assert row["loss_mask"].tolist() == [False] * length + [True] * (len(row["tokens"]) - length)
+        assert row["versions"].tolist() == [-1] * length + [0] * (len(row["tokens"]) - length)
+        assert (row["rollout_logprobs"][:length] == 0).all() and (row["rollout_logprobs"][length:] < 0).all()
+
+
+def test_log_probs_are_those_of_the_checkpoint(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    for row in module(directory).generate(prompts()).rows():
+        length = int(row["prompt_length"])
+        expected = reference_logprobs(model, row["tokens"][:length].tolist(), row["tokens"][length:])
+        torch.testing.assert_close(row["rollout_logprobs"][length:], expected, rtol=0, atol=1e-5)
+
+
+def test_a_split_batch_gives_the_same_samples(directory):
+    whole = module(directory, samples=3).generate(prompts())
+    replicas = [module(directory, samples=3).generate(part) for part in prompts().split(2, by="sequences")]
+    joined = Batch.concat(replicas)
+    for name in whole.token:
+        assert torch.equal(whole[name], joined[name]), name
+
+
+def test_nothing_is_loaded_before_it_is_needed(directory):
+    rollout = module(directory)
+    assert all(p.is_meta for p in rollout.engine.model.module.parameters())
+    trainer = AutoModelForCausalLM.from_pretrained(directory)
+    rollout.load_weights(trainer.named_parameters(), version=5, adopt=True)
+    out = rollout.generate(prompts())
+    assert set(out["versions"][out["loss_mask"]].tolist()) == {5}
+    parameter = rollout.engine.model.module.get_parameter("model.norm.weight")
+    assert parameter.data_ptr() == trainer.model.norm.weight.data_ptr()
+
+
+def test_random_weights_are_drawn_from_the_seed(directory):
+    first, second, other = (
+        module(directory, init="random", seed=seed).generate(prompts(), temperature=0.0) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first["rollout_logprobs"], second["rollout_logprobs"])
+    assert first["rollout_logprobs"].tolist() != other["rollout_logprobs"].tolist()
+
+
+def test_overrides_and_samples(directory):
+    out = module(directory).generate(prompts(), samples=4, temperature=0.0, max_new_tokens=3)
+    assert len(out) == 12
+    assert int((out.lengths - out["prompt_length"]).max()) <= 3
+    for group in range(3):
+        rows = list(out.slice(4 * group, 4 * group + 4).rows())
+        assert all(torch.equal(row["tokens"], rows[0]["tokens"]) for row in rows)
+
+
+def test_a_misspelt_override_is_refused(directory):
+    with pytest.raises(ValidationError, match="temprature"):
+        module(directory).generate(prompts(), temprature=0.5)
+
+
+def test_ends_come_from_generation_config_config_and_tokenizer(tmp_path):
+    tiny_model_dir(tmp_path, eos_token_id=[3, 4])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
+    assert module(tmp_path).engine.end_tokens == {3, 4, 5, tiny_tokenizer().eos_token_id}
+
+
+def test_no_sample_is_longer_than_what_others_take_at_once(directory):
+    whole = module(directory, sampling={"max_new_tokens": 40}).generate(prompts())
+    longest = int(whole.lengths.max()) - 3
+    made = NativeModule(module(directory, sampling={"max_new_tokens": 40}).config, Context(sample_tokens=longest))
+    made.setup()
+    out = made.generate(prompts())
+    assert out.lengths.tolist() == whole.lengths.clamp(max=longest).tolist()
+    cut = out.lengths < whole.lengths
+    assert cut.any() and (out["status"][cut] == Status.TRUNCATED).all()
+    made = NativeModule(made.config, Context(sample_tokens=int(prompts().lengths.max())))
+    made.setup()
+    with pytest.raises(ValueError, match=r"a prompt has \d+ tokens, .*data.max_prompt_tokens"):
+        made.generate(prompts())
+
+
+@pytest.mark.parametrize(
+    ("stop", "found"),
+    [("e", 6), ("end", None), ("|>", None), ("<|im_end|>", 4), ("<|im_end|>\n", 5), ("abc\n", 5)],
+)
+def test_stops_do_not_read_the_names_of_special_tokens(directory, stop, found):
+    made = module(directory)
+    finder = StopFinder([stop], made.decoder([stop]))
+    tokens = made.tokenizer("abc<|im_end|>\ne")["input_ids"]
+    assert len(tokens) == 6
+    assert next((i for i, token in enumerate(tokens, 1) if finder.push(token)), None) == found
+
+
+def test_a_stop_string_ends_the_response(directory):
+    free = module(directory, sampling={"max_new_tokens": 40}).generate(prompts())
+    tokenizer = tiny_tokenizer(directory)
+    first = next(free.rows())
+    read = lambda tokens: tokenizer.decode(tokens[5:].tolist())  # noqa: E731
+    stop = read(first["tokens"])[3:5]
+    out = module(directory, sampling={"max_new_tokens": 40, "stop": [stop]}).generate(prompts())
+    row = next(out.rows())
+    length = len(row["tokens"])
+    assert stop in read(row["tokens"]) and stop not in read(row["tokens"][:-1])
+    assert length < len(first["tokens"]) and torch.equal(row["tokens"], first["tokens"][:length])
+    assert row["status"] == Status.OK
+
+
+def test_no_prompts(directory):
+    out = module(directory).generate(prompts().slice(0, 0))
+    assert len(out) == 0 and "rollout_logprobs" in out
+
+
+def test_a_missing_directory_is_named():
+    with pytest.raises(ValueError, match="/nowhere/model"):
+        module("/nowhere/model")
+
+
+COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "index", "prompt_length", "status")
+
+
+def test_a_response_in_rounds_is_the_response_at_once(directory):
+    rollout = module(directory, samples=2, sampling={"max_new_tokens": 20})
+    whole, samples, rounds = rollout.generate(prompts()), prompts(), 0
+    while rounds == 0 or bool((samples["status"] == Status.PARTIAL).any()):
+        before = samples.lengths.sum() if rounds else 2 * samples.lengths.sum()
+        samples = rollout.generate(samples, round_tokens=6)
+        rounds += 1
+        assert samples.lengths.sum() - before <= 6 * 6
+        assert "rows" in samples
+    assert rounds == 4
+    for name in COLUMNS:
+        assert torch.equal(samples[name], whole[name]), name
+
+
+def test_what_has_ended_stays_and_what_has_not_goes_on_with_new_weights(directory):
+    rollout = module(directory, samples=2)
+    cut = rollout.generate(prompts(), round_tokens=3)
+    ended = cut.with_(status=torch.tensor([0, 3, 3, 3, 1, 3], dtype=torch.uint8))
+    rollout.load_weights([], version=5)
+    out = rollout.generate(ended)
+    assert (out.lengths - cut.lengths).tolist() == [0, 5, 5, 5, 0, 5]
+    assert out["status"].tolist() == [0, 1, 1, 1, 1, 1]
+    versions = [row["versions"][row["loss_mask"]].tolist() for row in out.rows()]
+    assert versions[0] == [0] * 3 and versions[1] == [0] * 3 + [5] * 5
+
+
+def test_prompts_and_samples_may_go_together(directory):
+    rollout = module(directory, samples=2)
+    cut = rollout.generate(prompts().slice(0, 1), round_tokens=3)
+    joined = Batch.concat([cut, begin(prompts().slice(1, 3), 2)])
+    out, whole = rollout.generate(joined), rollout.generate(prompts())
+    for name in COLUMNS:
+        assert torch.equal(out[name], whole[name]), name
+
+
+def test_a_row_has_a_limit_of_its_own(directory):
+    out = module(directory).generate(prompts().with_(max_new_tokens=torch.tensor([2, 5, 100])))
+    assert (out.lengths - out["prompt_length"]).tolist() == [2, 5, 8]
+
+
+def test_enough_is_a_share_of_the_groups(directory):
+    rollout = module(directory, samples=2, native={"max_sequences": 2})
+    out = rollout.generate(prompts(), enough=1 / 3)
+    assert out["status"].tolist() == [1, 1, 3, 3, 3, 3]
+    again = rollout.generate(out, enough=1 / 3)  # one is complete already
+    assert torch.equal(again["tokens"], out["tokens"])
+    more = rollout.generate(out, enough=2 / 3)
+    assert more["status"].tolist() == [1, 1, 1, 1, 3, 3]

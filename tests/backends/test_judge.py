@@ -1,0 +1,262 @@
+"""Judges against Hugging Face: what they are asked, in their own tokens, and what their answers are worth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coalign.backends.scorers.judge import JudgeModule
+from coalign.backends.scorers.preference import PreferenceModule
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.roles import Context
+from coalign.types import Status
+from examples.arithmetic import make_model
+from tests.judges import answered
+from tests.tiny import CHATML, tiny_model_dir, tiny_tokenizer
+
+GROUPS = [(7, "12+30=", ["42", "43", "4"]), (-2, "1+1=", ["2", "11"])]  # (id, prompt, responses)
+PAIR = {"fn": "pairwise", "template": "{prompt} {first} or {second}?"}
+
+
+class Sums:
+    """Verdicts that most texts have: from the sum of the characters' numbers."""
+
+    def ask(self, group):
+        return [[{"role": "user", "content": f"{s.meta['prompt']}{s.response}"}] for s in group]
+
+    def verdict(self, answer):
+        return total / 10 if (total := sum(map(ord, answer)) % 10) > 3 else None
+
+    def rewards(self, responses, verdicts):
+        return list(verdicts)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """The policy's directory (a tokenizer of characters), and the judge's (of bytes)."""
+    root = tmp_path_factory.mktemp("judges")
+    make_model(root / "policy", hidden=16, layers=1)
+    return root / "policy", tiny_model_dir(root / "judge", initializer_range=0.3)
+
+
+def responses(tokenizer, groups=GROUPS) -> Batch:
+    """The samples of a policy."""
+    rows = [(group, i, prompt, text) for group, prompt, texts in groups for i, text in enumerate(texts)]
+    tokens = [tokenizer(f"{prompt}{text}")["input_ids"] for _, _, prompt, text in rows]
+    prompts = [len(prompt) for _, _, prompt, _ in rows]
+    mask = [i >= n for sample, n in zip(tokens, prompts, strict=True) for i in range(len(sample))]
+    return Batch(torch.tensor([len(sample) for sample in tokens])).with_(
+        tokens=torch.tensor([t for sample in tokens for t in sample], dtype=torch.int32),
+        loss_mask=torch.tensor(mask),
+        group=torch.tensor([group for group, *_ in rows]),
+        index=torch.tensor([i for _, i, *_ in rows], dtype=torch.int32),
+        prompt_length=torch.tensor(prompts, dtype=torch.int32),
+        status=torch.zeros(len(rows), dtype=torch.uint8),
+        rows=[{"prompt": prompt} for _, _, prompt, _ in rows],
+    )
+
+
+@pytest.fixture
+def build(directories):
+    from transformers import AutoTokenizer
+
+    def build(kind, judge, **settings):
+        policy, own = directories
+        module = kind(
+            ModelConfig(load=str(own), judge=judge, frozen=True, **settings),
+            Context(model="judge", tokenizer=str(policy), samples_per_prompt=4),
+        )
+        module.setup()
+        return module, responses(AutoTokenizer.from_pretrained(policy))
+
+    return build
+
+
+def questions(texts):
+    """Token ids of what the judge is asked: its own template's."""
+    tokenizer = tiny_tokenizer()
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], chat_template=CHATML, add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]
+
+
+def hugging_face(directory, prompt, new):
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0)
+    return tiny_tokenizer().decode(out[0, len(prompt) :], skip_special_tokens=True)
+
+
+def test_a_judge_answers_in_words(build, directories):
+    judge, batch = build(
+        JudgeModule,
+        {"fn": "tests.backends.test_judge:Sums"},
+        module="judge",
+        sampling={"max_new_tokens": 9, "temperature": 0.0},
+    )
+    asked = [prompt + text for _, prompt, texts in GROUPS for text in texts]
+    said = [hugging_face(directories[1], prompt, 9) for prompt in questions(asked)]
+    sums = [sum(map(ord, text)) % 10 for text in said]
+    expected = [total / 10 if total > 3 else float("nan") for total in sums]
+    assert any(v == v for v in expected) and any(v != v for v in expected)  # the example shows both
+    out = judge.forward_step(batch, into="reward/judge")
+    assert out["reward/judge"].tolist() == pytest.approx(expected, nan_ok=True)
+    assert [s == Status.ERROR for s in out["status"].tolist()] == [v != v for v in expected]
+    failed = sum(v != v for v in expected)
+    assert out["reward/judge/failed/unreadable"].value == failed
+    assert out["reward/judge/verdict"].count == len(expected) - failed
+
+
+def scripted(judge, answers, asked=None):
+    """Puts answers into the judge's mouth."""
+
+    def generate(questions, *, samples):
+        if asked is not None:
+            asked.extend(judge.tokenizer.decode(row["tokens"]) for row in questions.rows())
+        return answered(questions, answers, judge.tokenizer)
+
+    judge.generate = generate
+
+
+def test_a_pairwise_judge_sees_both_orders(build):
+    judge, batch = build(JudgeModule, PAIR, module="judge")
+    batch = batch.select([0, 1, 3, 4])
+    asked = []
+    scripted(judge, ["Verdict: A", "Verdict: B", "Verdict: A", "Verdict: A"], asked)
+    out = judge.forward_step(batch)
+    assert asked == [
+        f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        for text in ("12+30= 42 or 43?", "12+30= 43 or 42?", "1+1= 2 or 11?", "1+1= 11 or 2?")
+    ]
+    assert out["reward"].tolist() == [1.0, 0.0, 0.5, 0.5]
+    assert out["reward/verdict"].value == 0.75  # of those shown first
+
+
+def test_what_cannot_be_read_is_no_reward(build, caplog):
+    judge, batch = build(JudgeModule, PAIR, module="judge")
+    scripted(judge, ["Verdict: A", "Verdict: B", "no idea", "Verdict: B", "?", "?", "Verdict: B", "Verdict: A"])
+    out = judge.forward_step(batch)
+    # 42 beats 43; of 42 and 4 one order is missing, and of 43 and 4 both.
+    assert out["reward"].tolist() == pytest.approx([1.0, 0.0, float("nan"), 0.0, 1.0], nan_ok=True)
+    assert out["status"].tolist() == [Status.OK, Status.OK, Status.ERROR, Status.OK, Status.OK]
+    assert out["reward/failed/unreadable"].value == 3
+    assert "3 of 8 questions to the judge have no verdict; the first: unreadable: 'no idea'" in caplog.text
+
+
+def test_if_nothing_can_be_read_every_row_says_why(build):
+    judge, batch = build(JudgeModule, {"fn": "pointwise"}, module="judge")
+    scripted(judge, ["I would rather not say."] * 5)
+    out = judge.forward_step(batch, into="reward/judge")
+    assert out["reward/judge"].isnan().all() and (out["status"] == Status.ERROR).all()
+    assert out["reward/judge/failure"] == ["unreadable: 'I would rather not say.'"] * 5
+
+
+def test_samples_that_failed_or_go_on_are_not_shown(build):
+    judge, batch = build(JudgeModule, PAIR, module="judge")
+    status = torch.tensor([Status.OK, Status.ERROR, Status.TRUNCATED, Status.OK, Status.PARTIAL], dtype=torch.uint8)
+    asked = []
+    scripted(judge, ["Verdict: tie", "Verdict: A"], asked)
+    out = judge.forward_step(batch.with_(status=status))
+    assert len(asked) == 2 and "42 or 4?" in asked[0]
+    nan = float("nan")
+    assert out["reward"].tolist() == pytest.approx([0.25, nan, 0.75, nan, nan], nan_ok=True)
+    # The fourth has nobody left to be compared with.
+    expected = [Status.OK, Status.ERROR, Status.TRUNCATED, Status.ERROR, Status.PARTIAL]
+    assert out["status"].tolist() == expected
+
+
+def test_questions_that_are_too_long_are_counted(build):
+    judge, batch = build(JudgeModule, {"fn": "pointwise", "template": "{prompt}{response}"}, module="judge")
+    judge.examiner._longest = len(questions(["12+30=4"])[0])
+    scripted(judge, ["Grade: 10"] * 3)
+    out = judge.forward_step(batch)
+    nan = float("nan")
+    assert out["reward"].tolist() == pytest.approx([nan, nan, 1.0, 1.0, 1.0], nan_ok=True)
+    assert out["reward/failed/long"].value == 2
+
+
+def test_a_comparison_needs_two(build):
+    judge, batch = build(JudgeModule, PAIR, module="judge")
+    out = judge.forward_step(batch.select([0, 3]))
+    assert out["reward"].isnan().all()
+    assert all(text.startswith("nothing to compare with") for text in out["reward/failure"])
+
+
+def test_a_batch_without_anything_to_judge(build):
+    judge, batch = build(JudgeModule, PAIR, module="judge")
+    batch = batch.with_(status=torch.full((5,), int(Status.ERROR), dtype=torch.uint8))
+    assert judge.forward_step(batch)["reward"].isnan().all()
+
+
+def test_questions_about_one_group_draw_different_numbers(build):
+    """The judge may be sampled: the same question twice is then answered twice."""
+    judge, batch = build(
+        JudgeModule,
+        {"fn": "pairwise", "template": "Well?", "pattern": r"(\w)"},
+        module="judge",
+        sampling={"max_new_tokens": 12, "temperature": 1.0},
+    )
+    texts = []
+    judge.examiner.judging.verdict = lambda text: texts.append(text) or 1.0
+    judge.forward_step(batch)
+    assert len(texts) == 8 == len(set(texts))
+    again = list(texts)
+    texts.clear()
+    judge.forward_step(batch)
+    assert texts == again
+
+
+def test_a_preference_model_compares_two_labels(build, directories):
+    module, batch = build(PreferenceModule, PAIR | {"labels": ["x", "y"]}, module="preference")
+    out = module.forward_step(batch)
+    x, y = (tiny_tokenizer()(label)["input_ids"][0] for label in "xy")
+    model = AutoModelForCausalLM.from_pretrained(directories[1])
+
+    def chance(prompt, first, second):
+        (tokens,) = questions([f"{prompt} {first} or {second}?"])
+        logits = model(torch.tensor([tokens])).logits[0, -1].double()
+        return logits[[x, y]].softmax(0)[0].item()
+
+    expected = []
+    for _, prompt, texts in GROUPS:
+        for mine in texts:
+            wins = [(chance(prompt, mine, o) + 1 - chance(prompt, o, mine)) / 2 for o in texts if o != mine]
+            expected.append(sum(wins) / len(wins))
+    assert out["reward"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert len({round(value, 4) for value in expected}) > 3
+    assert out["reward/verdict"].count == 8
+
+
+@pytest.mark.parametrize("budget", [70, 90, 105])
+def test_a_preference_model_does_not_depend_on_micro_batches(build, budget):
+    """Which are filled by what fits: not in the order of the questions."""
+    whole, batch = build(PreferenceModule, PAIR, module="preference")
+    cut, _ = build(PreferenceModule, PAIR, module="preference", max_tokens_per_micro=budget)
+    a, b = whole.forward_step(batch)["reward"], cut.forward_step(batch)["reward"]
+    assert a.tolist() == pytest.approx(b.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "judge", "message"),
+    [
+        (JudgeModule, None, "models.judge.judge is missing"),
+        (JudgeModule, {"fn": "pairwize"}, "'pairwize' is not in .*did you mean 'Pairwise'"),
+        (JudgeModule, {"fn": "pairwise", "opponent": 2}, "models.judge.judge.opponent: unknown argument"),
+        (JudgeModule, {"fn": "pointwise", "low": "1"}, "models.judge.judge.low"),
+        (PreferenceModule, {"fn": "pairwise", "labels": ["first", "B"]}, "'first' is 5 tokens"),
+    ],
+)
+def test_what_it_refuses(build, kind, judge, message):
+    with pytest.raises(ValueError, match=message):
+        build(kind, judge)
+
+
+def test_a_preference_model_is_frozen(directories):
+    policy, own = directories
+    module = PreferenceModule(ModelConfig(load=str(own), judge=PAIR), Context(model="pm", tokenizer=str(policy)))
+    with pytest.raises(ValueError, match=r"models.pm.frozen: a preference model does not learn"):
+        module.setup()

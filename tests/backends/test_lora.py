@@ -1,0 +1,387 @@
+"""Adapters: what they compute, what they train, what leaves the model, what comes back from disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from coalign.backends import lora, pretrained
+from coalign.backends.engines.native.module import NativeModule
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.roles import Context
+from tests.backends.batches import rollout
+from tests.backends.test_fsdp import Watched, module, same, weights
+from tests.tiny import tiny_model_dir
+
+KINDS = [{"rank": 4}, {"rank": 4, "rslora": True}, {"rank": 4, "dora": True}]
+ids = lambda lora: "-".join(lora)  # noqa: E731
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(tiny_model_dir(tmp_path_factory.mktemp("model")))
+
+
+def trained(path, lora, steps=2, **config):
+    trainer = module(path, lora=lora, **config)
+    for seed in range(steps):
+        trainer.train_step(rollout(seed=seed))
+    return trainer
+
+
+def scores(trainer, **how):
+    [(_, column)] = trainer.forward_step(rollout(), **how).items()
+    return column
+
+
+# ---- which layers
+
+
+@pytest.mark.parametrize(
+    ("target", "layers"),
+    [
+        (["all-linear"], 14),
+        (["*.q_proj"], 2),
+        (["*.q_proj", "*.v_proj", "*.?_proj"], 8),
+        (["model.layers.1.*"], 7),
+        ("*.mlp.*", 6),
+    ],
+)
+def test_patterns_are_of_full_names(path, target, layers):
+    trainer = module(path, lora={"target": target, "rank": 2})
+    names = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert len(names) == 2 * layers and all("lora_" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("*.q_prj", r"models\.trainer\.lora\.target: '\*\.q_prj' matches none .*model\.layers\.0\.self_attn\.q_proj"),
+        (
+            "q_proj",
+            r"'q_proj' matches none of the linear layers of Qwen2ForCausalLM \(model\.layers\.0\.self_attn\.q_proj",
+        ),
+        ("zzz", r"'zzz' matches none .*down_proj, .*v_proj, …"),
+        ("*", r"matches the head 'lm_head', which takes no adapter"),
+        ("lm_head", r"matches the head 'lm_head'"),
+        ("*embed_tokens", r"matches the embeddings; adapters go into linear layers"),
+    ],
+)
+def test_a_bad_pattern_is_named(path, pattern, message):
+    with pytest.raises(ValueError, match=message):
+        module(path, lora={"target": ["*.v_proj", pattern]})
+
+
+def test_the_score_head_takes_no_adapter(path):
+    with pytest.raises(ValueError, match="matches the head 'score'"):
+        module(path, head="value", head_init="zero", lora={"target": "score"})
+
+
+def test_how_much_is_trained_is_logged(path, caplog):
+    with caplog.at_level(logging.INFO, "coalign"):
+        module(path, lora={"target": "*.q_proj", "rank": 2})
+    # 2 layers · rank 2 · (32 in + 32 out)
+    assert "models.trainer trains 256 of 29,216 parameters (0.88 %)" in caplog.text
+
+
+# ---- what it computes
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_the_same_as_pefts_own_model(path, tmp_path, kind):
+    """Log-probs of the trained adapters, from the directory that peft loads."""
+    trainer = trained(path, kind | {"alpha": 6.0})
+    trainer.save_adapter(tmp_path)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tmp_path)
+    ours, batch = scores(trainer), rollout()
+    for i, row in enumerate(batch.rows()):
+        tokens = row["tokens"].long()
+        with torch.no_grad():
+            logprobs = theirs(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        got = ours[batch.offsets[i] : batch.offsets[i + 1]][1:]
+        torch.testing.assert_close(got, logprobs * row["loss_mask"][1:], rtol=1e-5, atol=1e-5)
+    assert (ours - scores(trainer, base=True)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_only_adapters_learn(path, kind):
+    trainer = trained(path, kind, steps=0)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    for seed in range(2):  # B starts at zero, so the first step moves nothing of A
+        trainer.train_step(rollout(seed=seed))
+    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert len(trainer.optimizer.state) == len(moved)
+
+
+def test_the_gradient_of_the_factors(path):
+    """dL/dB = s · dL/dW Aᵀ at B = 0, where dL/dW is full training's gradient."""
+    only = {"target": "model.layers.1.mlp.down_proj", "rank": 3, "alpha": 7.5}
+    trainer, full = module(path, lora=only, kind=Watched), module(path, kind=Watched)
+    layer = trainer.model.model.model.layers[1].mlp.down_proj
+    a = layer.lora_A["default"].weight.detach().clone()
+    for each in (trainer, full):
+        each.optimizer_step = lambda: 1.0
+        each.train_step(rollout())
+    dense = full.model.model.model.layers[1].mlp.down_proj.weight.grad
+    torch.testing.assert_close(layer.lora_B["default"].weight.grad, 2.5 * dense @ a.T, rtol=1e-4, atol=1e-7)
+    assert not layer.lora_A["default"].weight.grad.any()
+
+
+@pytest.mark.parametrize("config", [{"max_tokens_per_micro": 21}, {"activation_checkpointing": "full"}], ids=ids)
+def test_gradients_do_not_depend_on_cuts_or_checkpointing(path, config):
+    gradients = []
+    for more in ({"max_tokens_per_micro": None, "share_prefix": False}, config):
+        trainer = trained(path, KINDS[2], steps=1, kind=OnlyTrained, **more)
+        trainer.train_step(rollout(seed=1))
+        gradients.append(trainer.gradient.double())
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-5
+
+
+class OnlyTrained(Watched):
+    def optimizer_step(self):
+        self.gradient = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.requires_grad])
+        return super(Watched, self).optimizer_step()
+
+
+def test_dropout_is_off_when_scoring_and_repeats_when_training(path):
+    still, dropped, again = (trained(path, {"rank": 4, "dropout": p}) for p in (0.0, 0.5, 0.5))
+    assert same(weights(dropped), weights(again)) and not same(weights(dropped), weights(still))
+    assert torch.equal(scores(dropped), scores(again))
+
+
+def test_the_adapters_are_drawn_from_the_seed(path):
+    drawn = [lora.trained(module(path, lora=KINDS[0], seed=seed).model.model) for seed in (1, 1, 2)]
+    assert same(drawn[0], drawn[1]) and not same(drawn[0], drawn[2])
+
+
+# ---- without the adapters
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_the_base_is_the_frozen_model_bit_for_bit(path, kind):
+    reference = scores(module(path, frozen=True))
+    trainer = trained(path, kind, steps=0)
+    assert torch.equal(scores(trainer, base=True), reference)
+    before = weights(trainer)
+    trainer.train_step(rollout())
+    assert torch.equal(scores(trainer, base=True), reference)
+    assert not torch.equal(scores(trainer), reference)  # they are back on
+    assert not same(weights(trainer), before)
+    moved = weights(trainer)
+    trainer.train_step(rollout())  # and learn
+    assert not same(weights(trainer), moved)
+
+
+def test_a_model_without_adapters_has_no_base(path):
+    for config in ({}, {"frozen": True}, {"frozen": True, "lora": KINDS[0]}):
+        with pytest.raises(ValueError, match=r"models\.trainer\.lora is not set"):
+            scores(module(path, **config), base=True)
+
+
+# ---- merged weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_exported_weights_are_those_of_pefts_merge(path, tmp_path, kind, dtype):
+    trainer = trained(path, kind, dtype=dtype)
+    base = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    exported = weights(trainer)
+    assert all(torch.equal(p, base[name]) for name, p in trainer.model.named_parameters() if name in base)
+    trainer.save_adapter(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).float()
+    merged = dict(peft.PeftModel.from_pretrained(plain, tmp_path).merge_and_unload().named_parameters())
+    assert exported.keys() == merged.keys()
+    for name, tensor in exported.items():
+        assert tensor.dtype == getattr(torch, dtype)
+        expected = merged[name].detach().to(tensor.dtype)
+        torch.testing.assert_close(tensor, expected, rtol=1e-6 if dtype == "float32" else 8e-3, atol=1e-7)
+
+
+def test_only_what_changes_is_exported_when_asked(path):
+    trainer = trained(path, {"target": "*.q_proj"})
+    changing = dict(trainer.export_weights(changing=True))
+    everything = weights(trainer)
+    start = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+    moved = {name for name in everything if not torch.equal(everything[name], start[name])}
+    assert moved == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+    # and what engines may compute as one with them
+    beside = {name.replace("q_proj", part) for name in moved for part in ("k_proj", "v_proj", "o_proj")}
+    assert set(changing) == moved | beside
+    assert same(changing, {name: everything[name] for name in changing})
+    assert len(dict(module(path).export_weights(changing=True))) == len(everything)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_the_hugging_face_directory_is_merged(path, tmp_path, kind):
+    trainer = trained(path, kind)
+    trainer.save_hf(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert same(dict(loaded.named_parameters()), weights(trainer))
+    torch.testing.assert_close(scores(module(str(tmp_path), frozen=True)), scores(trainer), rtol=0, atol=3e-6)
+
+
+# ---- adapters on disk
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_a_resumed_run_ends_with_the_same_weights(path, tmp_path, kind):
+    kind = kind | {"dropout": 0.2}
+    straight = trained(path, kind)
+    straight.save(tmp_path)
+    resumed = module(path, lora=kind, seed=0)
+    for p in lora.trained(resumed.model.model).values():
+        p.data.fill_(3.0)
+    resumed.load(tmp_path)
+    for trainer in (straight, resumed):
+        for seed in (2, 3):
+            trainer.train_step(rollout(seed=seed))
+    assert same(weights(straight), weights(resumed))
+
+
+def test_a_checkpoint_holds_only_what_is_trained(path, tmp_path):
+    trained(path, {"target": "*.q_proj", "rank": 1}).save(tmp_path)
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert size < 60_000  # the weights alone are 117 kB
+
+
+def test_a_checkpoint_of_another_rank_is_refused_by_name(path, tmp_path):
+    trained(path, {"rank": 4}).save(tmp_path)
+    with pytest.raises(ValueError, match=r"q_proj\.lora_A\.default\.weight is \(4, 32\) there and \(2, 32\) here"):
+        module(path, lora={"rank": 2}).load(tmp_path)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is missing there"):
+        module(path).load(tmp_path)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+def test_going_on_from_an_adapter(path, tmp_path, kind, frozen):
+    trainer = trained(path, kind)
+    trainer.save_adapter(tmp_path)
+    loaded = module(path, frozen=frozen, lora=kind | {"load": str(tmp_path)}, seed=5)
+    assert torch.equal(scores(loaded), scores(trainer))
+    assert same(weights(loaded), weights(trainer))
+    assert frozen or loaded.train_step(rollout())["loss/grad_norm"].value > 0
+
+
+def test_a_policy_on_its_own_samples_with_the_adapter(path, tmp_path):
+    trainer = trained(path, KINDS[0])
+    trainer.save_adapter(tmp_path)
+    config = {"load": path, "lora": KINDS[0] | {"load": str(tmp_path)}, "sampling": {"max_new_tokens": 6}}
+    policy = NativeModule(ModelConfig(module="native", **config), Context(model="policy", samples_per_prompt=2))
+    policy.setup()
+    prompts = Batch(torch.tensor([3, 4]), {"tokens": torch.arange(7).int()}, {"group": torch.arange(2)})
+    sampled = policy.generate(prompts)
+    own = trainer.forward_step(sampled)["ref_logprobs"]
+    torch.testing.assert_close(own, sampled["rollout_logprobs"], rtol=0, atol=1e-5)
+    assert (own - trainer.forward_step(sampled, base=True)["ref_logprobs"]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 2}, r"models\.trainer\.lora\.rank is 2, but 4 in the adapter"),
+        ({"alpha": 8.0}, r"models\.trainer\.lora\.alpha is 8\.0, but 32\.0 in the adapter"),
+        ({"dora": True}, r"models\.trainer\.lora\.dora is True, but False"),
+        ({"target": "*.q_proj"}, r"lora\.target is not that of .*k_proj\.lora_A\.weight is only there"),
+        ({"target": ["*.k_proj", "*.mlp.*"]}, r"mlp\.down_proj\.lora_A\.weight is not there"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(path, tmp_path, change, message):
+    kind = {"rank": 4, "target": ["*.q_proj", "*.k_proj"]}
+    trained(path, kind, steps=0).save_adapter(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        module(path, lora=kind | change | {"load": str(tmp_path)})
+
+
+def test_an_adapter_of_another_model_is_refused(path, tmp_path):
+    trained(str(tiny_model_dir(tmp_path / "other", hidden=16)), {"rank": 4}).save_adapter(tmp_path / "adapter")
+    with pytest.raises(
+        ValueError, match=r"of another model than models\.trainer\.load: .* \(4, 16\) there and \(4, 32\)"
+    ):
+        module(path, lora={"rank": 4, "load": str(tmp_path / "adapter")})
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no adapter_model\.safetensors there"):
+        module(path, lora={"rank": 4, "load": str(tmp_path / "adapter")})
+
+
+def test_layers_come_in_one_order(path, tmp_path):
+    """A directory does not depend on the order of Python's sets."""
+    trained(path, KINDS[0], steps=0).save_adapter(tmp_path)
+    targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert targets == sorted(targets)
+
+
+# ---- heads of one number
+
+
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_the_head_is_trained_whole(path, tmp_path, head):
+    trainer = module(path, head=head, head_init="zero", lora={"rank": 2}, loss={"fn": f"{__name__}:upwards"})
+    for _ in range(2):
+        trainer.train_step(rollout())
+    assert {n for n, p in trainer.model.named_parameters() if p.requires_grad and "lora_" not in n} == {
+        "model.score.weight"
+    }
+    assert weights(trainer)["score.weight"].any()
+    trainer.save_hf(tmp_path / "hf")
+    merged = module(str(tmp_path / "hf"), head=head, frozen=True)
+    torch.testing.assert_close(scores(merged), scores(trainer), rtol=1e-4, atol=1e-6)
+    trainer.save_adapter(tmp_path / "adapter")
+    again = module(path, head=head, head_init="zero", lora={"rank": 2, "load": str(tmp_path / "adapter")})
+    assert torch.equal(scores(again), scores(trainer))
+    plain = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert torch.equal(theirs.base_model.model.score.weight, weights(trainer)["score.weight"])
+
+
+def upwards(x):
+    from coalign.types import LossOutput
+
+    out = x.values if x.values is not None else x.scores[x.segment]
+    return LossOutput(-out)
+
+
+# ---- 4-bit base
+
+
+def test_a_base_in_4_bits(path, tmp_path):
+    trainer = trained(path, {"rank": 4, "base_bits": 4}, steps=0)
+    base = scores(trainer, base=True)
+    assert 0 < (base - scores(module(path, frozen=True))).abs().max() < 0.2
+    before = {n: p.clone() for n, p in trainer.model.named_parameters() if p.dtype == torch.uint8}
+    assert len(before) == 14
+    for seed in range(2):
+        trainer.train_step(rollout(seed=seed))
+    assert torch.equal(scores(trainer, base=True), base)
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before)
+    trainer.save_hf(tmp_path / "hf")
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.float32}
+    torch.testing.assert_close(scores(module(str(tmp_path / "hf"), frozen=True)), scores(trainer), rtol=0, atol=1e-5)
+    trainer.save(tmp_path / "checkpoint")
+    resumed = module(path, lora={"rank": 4, "base_bits": 4})
+    resumed.load(tmp_path / "checkpoint")
+    for each in (trainer, resumed):
+        each.train_step(rollout(seed=3))
+    assert same(weights(trainer), weights(resumed))
+
+
+@pytest.mark.parametrize(("more", "key"), [({"init": "random"}, "init"), ({"num_process": 2}, "num_process")])
+def test_where_a_base_in_4_bits_cannot_be(path, more, key):
+    with pytest.raises(ValueError, match=f"needs .*{key}"):
+        ModelConfig(load=path, lora={"base_bits": 4}, **more)
+
+
+def test_a_skeleton_has_the_same_names(path):
+    config = ModelConfig(load=path, lora=KINDS[2])
+    shapes = lambda model: {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}  # noqa: E731
+    assert shapes(pretrained.skeleton(config)) == shapes(pretrained.load(config, seed=0))

@@ -1,0 +1,129 @@
+"""`coalign merge`."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
+
+from coalign.cli import app
+from coalign.commands.merge import merge
+from tests.backends.batches import rollout
+from tests.backends.test_fsdp import module, same, weights
+from tests.tiny import tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tiny_model_dir(tmp_path_factory.mktemp("base") / "model")
+    GenerationConfig(temperature=0.3, do_sample=True, eos_token_id=[258, 256]).save_pretrained(path)
+    return path
+
+
+def adapter(base, to, **config):
+    trainer = module(str(base), **{"lora": {"rank": 4}} | config)
+    for seed in range(2):
+        trainer.train_step(rollout(seed=seed))
+    trainer.save_adapter(to)
+    return trainer
+
+
+def weights_of(path):
+    return load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", [{"rank": 4}, {"rank": 4, "dora": True}, {"rank": 2, "target": "*.q_proj"}])
+def test_the_weights_are_those_of_the_trainer(base, tmp_path, kind):
+    trainer = adapter(base, tmp_path / "adapter", lora=kind)
+    result = CliRunner().invoke(app, ["merge", str(base), str(tmp_path / "adapter"), "-o", str(tmp_path / "merged")])
+    assert result.exit_code == 0, result.output
+    merged = weights_of(tmp_path / "merged")
+    assert merged.keys() == weights(trainer).keys()
+    for name, tensor in weights(trainer).items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-6, atol=1e-7)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == [258, 256]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "merged"]
+
+
+def test_the_sum_is_rounded_once(base, tmp_path):
+    trainer = adapter(base, tmp_path / "adapter")
+    merge(base, tmp_path / "adapter", tmp_path / "half", dtype="bfloat16")
+    exact = {name: tensor.to(torch.bfloat16) for name, tensor in weights(trainer).items()}
+    for name, tensor in weights_of(tmp_path / "half").items():
+        torch.testing.assert_close(tensor, exact[name], rtol=8e-3, atol=0)
+    merge(tmp_path / "half", tmp_path / "adapter", tmp_path / "again")  # the base's dtype
+    assert {tensor.dtype for tensor in weights_of(tmp_path / "again").values()} == {torch.bfloat16}
+
+
+def test_an_adapter_of_peft_with_ranks_of_its_own(base, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "up_proj"], rank_pattern={"q_proj": 5}, init_lora_weights=False
+    )
+    theirs = peft.get_peft_model(model, config)
+    theirs.save_pretrained(tmp_path / "adapter")
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    expected = theirs.merge_and_unload()
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert same(dict(got.named_parameters()), dict(expected.named_parameters()))
+
+
+def test_a_reward_model_gets_its_head_from_the_adapter(base, tmp_path):
+    loss = {"fn": "tests.backends.test_lora:upwards"}
+    trainer = adapter(base, tmp_path / "adapter", head="reward", head_init="zero", loss=loss)
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.equal(loaded.score.weight, weights(trainer)["score.weight"])
+    merged = module(str(tmp_path / "merged"), head="reward", frozen=True)
+    torch.testing.assert_close(merged.forward_step(rollout())["reward"], trainer.forward_step(rollout())["reward"])
+
+
+def test_a_head_that_nobody_has_is_not_invented(base, tmp_path):
+    loss = {"fn": "tests.backends.test_lora:upwards"}
+    adapter(base, tmp_path, head="reward", head_init="zero", loss=loss)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    del tensors["base_model.model.score.weight"]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"neither .* nor .* has \['score\.weight'\]"):
+        merge(base, tmp_path, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"hidden": 16}, r"of another model: .*model\.layers\.0\.\S+\.weight is \(64, 32\), lora_A \(4, 16\)"),
+        ({"layers": 3}, r"of another model: there is no model\.layers\.2\."),
+        ({"kv_heads": 4}, r"k_proj\.weight is \(16, 32\), lora_B \(32, 4\)"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(base, tmp_path, other, message):
+    adapter(tiny_model_dir(tmp_path / "other", **other), tmp_path / "adapter")
+    with pytest.raises(ValueError, match=message):
+        merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_what_is_there_is_not_overwritten(base, tmp_path):
+    adapter(base, tmp_path / "adapter")
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"merged exists and is not empty"):
+        merge(base, tmp_path / "adapter", tmp_path / "merged")
+    (tmp_path / "merged" / "mine.txt").unlink()
+    merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert weights_of(tmp_path / "merged")
+
+
+def test_directories_of_another_kind_are_named(base, tmp_path):
+    with pytest.raises(ValueError, match=r"is not an adapter's directory \(no adapter_config\.json there\)"):
+        merge(base, base, tmp_path / "merged")
+    adapter(base, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="is not a Hugging Face model directory"):
+        merge(tmp_path / "adapter", tmp_path / "adapter", tmp_path / "merged")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(ValueError, match="adapter of type IA3; expected LORA"):
+        merge(base, tmp_path / "adapter", tmp_path / "merged")

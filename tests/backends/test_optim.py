@@ -1,0 +1,215 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from coalign.backends import optim
+from coalign.backends.optim import build, clip
+from coalign.config.schema import ModelConfig, OptimizerConfig
+from tests.backends.batches import rollout
+from tests.backends.test_fsdp import module, same, weights
+from tests.tiny import tiny_model_dir
+
+NAMES = ["adamw", "adamw_8bit", "adafactor", "muon"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(tiny_model_dir(tmp_path_factory.mktemp("model"), hidden=64))  # embeddings of 20480: 8 bits
+
+
+class Net(nn.Module):
+    """An embedding, one layer with a norm, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layer = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4, bias=False))
+        self.head = nn.Linear(4, 3)
+
+
+def pair() -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    ours, theirs = Net(), Net()
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def train(net: Net, *optimizers: torch.optim.Optimizer, steps: int = 4) -> list[torch.Tensor]:
+    for step in range(steps):
+        tokens = torch.randint(0, 7, (5,), generator=torch.Generator().manual_seed(step))
+        net.head(net.layer(net.embed(tokens))).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()]
+
+
+def build_for(net: Net, **config):
+    return build(net.parameters(), OptimizerConfig(lr=0.05, weight_decay=0.5, **config), layers=[net.layer])
+
+
+def vectors_apart(net: Net) -> list[dict]:
+    return [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def test_adamw_agrees_with_torch_and_spares_vectors_from_decay():
+    ours, theirs = pair()
+    reference = torch.optim.AdamW(vectors_apart(theirs), lr=0.05, betas=(0.8, 0.99), eps=1e-6)
+    mine = train(ours, build_for(ours, name="adamw", betas=(0.8, 0.99), eps=1e-6))
+    torch.testing.assert_close(mine, train(theirs, reference))
+
+
+def test_adafactor_agrees_with_torch_and_spares_vectors_from_decay():
+    ours, theirs = pair()
+    reference = torch.optim.Adafactor(vectors_apart(theirs), lr=0.05, foreach=False)
+    torch.testing.assert_close(train(ours, build_for(ours, name="adafactor")), train(theirs, reference))
+
+
+def test_adafactors_first_step_by_hand():
+    """Gradient [[1, 2], [3, 4]]: rows have mean squares 2.5 and 12.5, columns 5 and 10, all together 7.5."""
+    p = nn.Parameter(torch.full((2, 2), 2.0))
+    optimizer = build([p], OptimizerConfig(name="adafactor", lr=0.1), layers=[])
+    p.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    optimizer.step()
+    variance = torch.tensor([[2.5 * 5, 2.5 * 10], [12.5 * 5, 12.5 * 10]]) / 7.5
+    update = p.grad / variance.sqrt()
+    rms = float(update.square().mean().sqrt())
+    torch.testing.assert_close(p.detach(), 2.0 - 0.1 * 2.0 * update / max(1.0, rms))
+    assert {name: tuple(t.shape) for name, t in optimizer.state[p].items()} == {
+        "step": (),
+        "row_var": (2, 1),
+        "col_var": (1, 2),
+    }
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest():
+    ours, theirs = pair()
+    matrices = [theirs.layer[0].weight, theirs.layer[2].weight]
+    rest = [
+        {"params": [theirs.embed.weight, theirs.head.weight], "weight_decay": 0.5},
+        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    reference = (
+        torch.optim.Muon(matrices, lr=0.05, weight_decay=0.5, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.05, betas=(0.9, 0.999), eps=1e-8),
+    )
+    torch.testing.assert_close(train(ours, build_for(ours, name="muon")), train(theirs, *reference))
+
+
+def test_muon_finds_the_layers_of_a_model(path):
+    trainer = module(path, optimizer={"name": "muon"})
+    state = trainer.optimizer.state
+    chosen = {name for name, p in trainer.model.named_parameters() if "momentum_buffer" in state[p]}
+    assert len(chosen) == 2 * 7 and all(".layers." in name and "proj.weight" in name for name in chosen)
+
+
+def test_muons_step_is_nearly_orthogonal_and_of_adamws_size():
+    layer = nn.Linear(16, 8, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = build(layer.parameters(), OptimizerConfig(name="muon", lr=1.0), layers=[layer])
+    layer.weight.grad = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    stretch = torch.linalg.svdvals(before - layer.weight.detach()) / (0.2 * math.sqrt(16))
+    assert float(stretch.min()) > 0.6 and float(stretch.max()) < 1.3  # of U V^T all are 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_what_requires_a_gradient_is_optimised(name):
+    net, _ = pair()
+    net.embed.requires_grad_(False)
+    net.layer[0].requires_grad_(False)
+    optimizer = build_for(net, name=name)
+    chosen = {p for group in optimizer.param_groups for p in group["params"]}
+    assert chosen == set(optimizer.state) == {p for p in net.parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_to_train_is_refused(name):
+    net, _ = pair()
+    with pytest.raises(ValueError, match="nothing to train"):
+        build_for(net.requires_grad_(False), name=name)
+
+
+def test_muon_without_matrices_or_with_nothing_else():
+    net, _ = pair()
+    net.layer.requires_grad_(False)
+    assert len(build_for(net, name="muon").parts) == 1
+    layer = nn.Linear(3, 3, bias=False)
+    assert len(build(layer.parameters(), OptimizerConfig(name="muon"), layers=[layer]).parts) == 1
+
+
+def test_eight_bits_without_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(optim, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"`adamw_8bit` needs bitsandbytes \(pip install"):
+        build_for(pair()[0], name="adamw_8bit")
+
+
+def test_eight_bits_over_several_processes():
+    ModelConfig(optimizer={"name": "adamw_8bit"}, num_process=2, frozen=True)
+    with pytest.raises(ValueError, match="`adamw_8bit` cannot read parameters that 2 processes share"):
+        ModelConfig(optimizer={"name": "adamw_8bit"}, num_gpu=2)
+
+
+def test_eight_bits_stay_close_to_adamw(path):
+    pytest.importorskip("bitsandbytes")
+    batch = rollout()
+    moved = []
+    for name in ("adamw", "adamw_8bit"):
+        trainer = module(path, optimizer={"name": name, "lr": 1e-3})
+        before = weights(trainer)
+        for _ in range(3):
+            trainer.train_step(batch)
+        moved.append(torch.cat([(t - before[n]).flatten() for n, t in weights(trainer).items()]))
+    assert float((moved[1] - moved[0]).norm() / moved[0].norm()) < 0.1
+    assert any(
+        entry.dtype == torch.uint8
+        for entry in trainer.optimizer.state[trainer.model.model.lm_head.weight].values()
+        if isinstance(entry, torch.Tensor)
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_restored_optimizer_goes_on_bit_for_bit(path, tmp_path, name):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    config = {"optimizer": {"name": name, "lr": 1e-3}, "ema": {"decay": 0.9}}
+    straight = module(path, **config)
+    for seed in range(4):
+        if seed == 2:
+            straight.save(tmp_path)
+        straight.train_step(rollout(seed=seed))
+    resumed = module(path, init="random", seed=5, **config)
+    resumed.train_step(rollout(seed=9))  # whatever was there is replaced
+    resumed.load(tmp_path)
+    for seed in (2, 3):
+        resumed.train_step(rollout(seed=seed))
+    assert same(weights(straight), weights(resumed))
+    assert same(straight.average.tensors, resumed.average.tensors)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(path, tmp_path):
+    module(path).save(tmp_path)
+    with pytest.raises(ValueError, match=r"of another model or optimizer: optimizer\..*row_var is missing there"):
+        module(path, optimizer={"name": "adafactor"}).load(tmp_path)
+
+
+def test_clip_returns_the_norm_before_clipping():
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    assert clip([a, b], None) == 5.0
+    assert clip([a, b], 10.0) == 5.0 and a.grad.tolist() == [3.0, 0.0]
+    assert clip([a, b], 1.0) == 5.0
+    assert a.grad.tolist() == pytest.approx([0.6, 0.0]) and b.grad.tolist() == pytest.approx([0.8])
+
+
+def test_clip_leaves_what_is_not_finite_alone():
+    a = nn.Parameter(torch.zeros(2))
+    a.grad = torch.tensor([math.inf, 1.0])
+    assert clip([a], 1.0) == math.inf
+    a.grad = torch.tensor([math.nan, 1.0])
+    assert math.isnan(clip([a], 1.0))

@@ -1,0 +1,65 @@
+"""Language modelling on other data, beside what a run trains on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coalign.config import ConfigError
+from coalign.recipes.sft import SFT
+from tests.runs import metrics, run, settings, weights_hash
+
+
+def with_ptx(directory: Path, algorithm: str, *, kind: str = "documents", **runtime) -> dict:
+    config = settings(directory, algorithm, eval_at_start=False, **runtime)
+    config["data"].pop("eval")
+    rows = directory / "ptx.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"text": f"{i} is a number.", "prompt": "", "answer": "x"}) + "\n" for i in range(9))
+    )
+    return config | {"ptx": {"data": str(rows), "coef": 0.5, "rows_per_step": 2, "kind": kind}}
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo"])
+def test_every_step_reports_it_and_learns_from_it(tmp_path, algorithm):
+    config = with_ptx(tmp_path, algorithm, steps=2)
+    assert run(config) == 0
+    assert all(4.0 < line["loss/ptx"] < 8.0 for line in metrics(config))  # about log 320
+    plain = {k: v for k, v in config.items() if k != "ptx"} | {"output": str(tmp_path / "plain")}
+    run(plain)
+    assert metrics(plain)[0]["loss/value"] == metrics(config)[0]["loss/value"]
+    assert metrics(plain)[0]["tokens/trained"] == metrics(config)[0]["tokens/trained"]
+    assert weights_hash(plain, 2) != weights_hash(config, 2)
+
+
+def test_a_stopped_run_goes_on_with_the_same_rows(tmp_path):
+    whole = with_ptx(tmp_path, "sft", save_every=2)
+    whole["models"]["trainer"]["optimizer"]["schedule"] = "constant"
+    run(whole)
+    halves = whole | {"output": str(tmp_path / "halves")}
+    run(halves, "runtime.steps=2")
+    run(halves)
+    assert weights_hash(halves, 4) == weights_hash(whole, 4)
+    assert [line["loss/ptx"] for line in metrics(halves)] == [line["loss/ptx"] for line in metrics(whole)]
+    without = {k: v for k, v in halves.items() if k != "ptx"}
+    with pytest.raises(ValueError, match="is of a run with `ptx`; this one is without it"):
+        run(without, "runtime.steps=6")
+
+
+def test_without_rows_it_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"ptx.data: is missing"):
+        run(settings(tmp_path, "grpo") | {"ptx": {"coef": 0.1}})
+
+
+class Forgetful(SFT):
+    """A flow of one's own that hands on its batch alone."""
+
+    def train_flow(self, batch):
+        return self.trainer.train_step(batch)
+
+
+def test_a_flow_that_leaves_it_out_is_told(tmp_path):
+    config = with_ptx(tmp_path, "sft") | {"algorithm": "tests.engine.test_ptx:Forgetful"}
+    config["loss"] = {"fn": "sft"}
+    with pytest.raises(ValueError, match=r"ptx: train_flow leaves it out.*\*\*self.ptx\(\)"):
+        run(config)

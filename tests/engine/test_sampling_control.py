@@ -1,0 +1,217 @@
+"""Whole runs with a filter, with replay: what is trained on, what is counted, how a run goes on."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coalign.engine.hooks.recorder import Record
+from tests.runs import metrics, run, settings, weights_hash
+
+
+def odd_groups_differ(sample):
+    """Samples of even groups all earn the same, those of odd ones earn their index."""
+    return float(sample.index) if sample.group % 2 else 1.0
+
+
+def never_differs(sample):
+    return 0.5
+
+
+def even(group):
+    """A filter of one's own."""
+    return group % 2 == 0
+
+
+def not_a_mask(group):
+    return group
+
+
+def newest_only(*batches, twice: bool = False):
+    return batches[-1]
+
+
+def nothing(*batches):
+    return batches[-1].slice(0, 0)
+
+
+def online(tmp_path, **runtime):
+    config = settings(tmp_path, "grpo", **({"eval_at_start": False} | runtime))
+    config["data"].pop("eval")
+    return config | {"reward": {"fn": "tests.engine.test_sampling_control:odd_groups_differ"}}
+
+
+def samples(config):
+    lines = (Path(config["output"]) / "samples.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def stopped(config, step):
+    """Run until ``step``, as if the process had been asked to end."""
+    record = Record.after_step
+
+    def after_step(self, engine, stats, batch):
+        record(self, engine, stats, batch)
+        if engine.step == step:
+            engine.stop = "test"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Record, "after_step", after_step)
+        run(config)
+
+
+def assert_resumes_bit_for_bit(config, tmp_path, step):
+    """The run, and the same run cut after ``step``, end with the same weights and say the same on the way."""
+    run(config)
+    resumed = config | {"output": str(tmp_path / "resumed")}
+    stopped(resumed, step)
+    assert len(metrics(resumed)) == step
+    run(resumed)
+    last = config["runtime"]["steps"]
+    assert weights_hash(resumed, last) == weights_hash(config, last)
+    apart = ("time/", "idle/", "memory/", "throughput/", "sync/seconds")
+    for ours, theirs in zip(metrics(resumed), metrics(config), strict=True):
+        assert {k: v for k, v in ours.items() if not k.startswith(apart)} == {
+            k: v for k, v in theirs.items() if not k.startswith(apart)
+        }
+
+
+def test_a_step_trains_on_as_many_groups_as_it_would_without_the_filter(tmp_path):
+    config = online(tmp_path, steps=3, log_samples=16) | {"filter": {"fn": "varied"}}
+    run(config)
+    for line in metrics(config):
+        assert line["samples/count"] == 16
+        # Without a filter every second group earns the same; what was dropped has been drawn again.
+        assert line["filter/dropped"] >= 3
+        assert line["filter/kept"] + line["rollout/expired"] >= 4
+    trained = [s["group"] for s in samples(config)]
+    assert len(trained) == 48 and all(group % 2 for group in trained)
+    assert all(trained.count(group) == 4 for group in trained)  # whole, and once
+
+
+def test_later_rounds_begin_what_is_missing_by_what_the_filter_keeps(tmp_path):
+    config = online(tmp_path, steps=2) | {"filter": {"fn": "varied"}}
+    run(config)
+    first, second = metrics(config)
+    # Four prompts, of which groups 1 and 3 vary; then 2 / 1.0 prompts (1 kept); then 1 (none), 1 (one).
+    assert (first["rollout/rounds"], first["filter/kept"], first["filter/dropped"]) == (4, 4, 4)
+    # The second step knows that half of the groups stay, and begins twice as many.
+    assert (second["rollout/rounds"], second["filter/kept"], second["filter/dropped"]) == (1, 4, 4)
+
+
+def test_a_function_of_ones_own_is_a_filter(tmp_path):
+    config = online(tmp_path, steps=2, log_samples=16)
+    config |= {"filter": {"fn": "tests.engine.test_sampling_control:even"}}
+    run(config)
+    assert all(s["group"] % 2 == 0 for s in samples(config))
+
+
+def test_what_a_filter_lacks_or_returns_is_named(tmp_path):
+    config = online(tmp_path) | {"filter": {"fn": "tests.engine.test_sampling_control:not_a_mask"}}
+    with pytest.raises(Exception, match=r"`not_a_mask` returned torch.int64 \[16\]; expected torch.bool \[16\]"):
+        run(config)
+    with pytest.raises(ValueError, match=r"filter.min_sdt: unknown argument of varied.*min_std"):
+        run(config | {"filter": {"fn": "varied", "min_sdt": 0.1}})
+    with pytest.raises(ValueError, match=r"'variid' is not in coalign.algorithms.filters.*varied"):
+        run(config | {"filter": {"fn": "variid"}})
+
+
+def test_a_run_with_nothing_left_to_train_on_says_what_to_look_at(tmp_path):
+    config = online(tmp_path) | {"reward": {"fn": "tests.engine.test_sampling_control:never_differs"}}
+    config |= {"filter": {"fn": "varied", "max_rounds": 2}}
+    said = r"step 1: .*`varied` dropped all 8 groups of 2 roll-outs \(filter.max_rounds is 2\)\. Are"
+    with pytest.raises(RuntimeError, match=said):
+        run(config)
+
+
+def test_rounds_of_long_responses_are_told_apart_from_the_setting(tmp_path):
+    config = online(tmp_path) | {"reward": {"fn": "tests.engine.test_sampling_control:never_differs"}}
+    config |= {"filter": {"fn": "varied", "max_rounds": 2}, "rollout": {"round_tokens": 4}}
+    said = r"groups of 4 roll-outs \(filter.max_rounds is 2, each of the 2 that the longest response takes\)"
+    with pytest.raises(RuntimeError, match=said):
+        run(config)
+
+
+def test_rounds_end_with_what_there_is(tmp_path):
+    config = online(tmp_path, steps=1) | {"filter": {"fn": "varied", "max_rounds": 1}}
+    run(config)
+    assert metrics(config)[0]["samples/count"] == 8
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_filtered_run_goes_on_bit_for_bit(tmp_path, staleness):
+    config = online(tmp_path, steps=4, max_staleness=staleness) | {"filter": {"fn": "varied"}}
+    assert_resumes_bit_for_bit(config, tmp_path, 2)
+
+
+def test_a_surplus_is_kept_as_long_as_the_bound_on_staleness_allows(tmp_path):
+    config = online(tmp_path, steps=6, max_staleness=2) | {"filter": {"fn": "varied"}}
+    run(config)
+    lines = metrics(config)
+    assert all(line["samples/count"] == 16 for line in lines)
+    assert max(line["samples/staleness_max"] for line in lines) <= 2
+    kept, expired = (sum(line.get(name, 0) for line in lines) for name in ("filter/kept", "rollout/expired"))
+    assert kept == 24 + expired + lines[-1]["rollout/waiting"]
+
+
+def test_replay_adds_samples_of_the_steps_before(tmp_path):
+    config = online(tmp_path, steps=4, log_samples=99) | {"replay": {"fn": "mix", "steps": 2, "share": 0.5}}
+    run(config)
+    lines = metrics(config)
+    assert [line["samples/count"] for line in lines] == [16, 24, 24, 24]
+    assert [line["replay/sequences"] for line in lines] == [0, 8, 8, 8]
+    assert [line["tokens/generated"] > 0 for line in lines] == [True] * 4
+    by_step = {step: {s["group"] for s in samples(config) if s["step"] == step} for step in (1, 2, 3, 4)}
+    assert by_step[2] - set(range(4, 8)) < by_step[1]
+    assert by_step[4] - set(range(12, 16)) <= set(range(4, 12))  # the last two steps' own, nothing older
+    assert lines[0]["samples/staleness_max"] == 0
+    assert 1 <= max(line["samples/staleness_max"] for line in lines[1:]) <= 2
+
+
+def test_a_run_with_replay_goes_on_bit_for_bit(tmp_path):
+    config = online(tmp_path, steps=4) | {"replay": {"fn": "mix", "steps": 2, "share": 1.0}}
+    assert_resumes_bit_for_bit(config, tmp_path, 2)
+
+
+def test_a_function_of_ones_own_chooses_what_is_replayed(tmp_path):
+    config = online(tmp_path, steps=2)
+    config |= {"replay": {"fn": "tests.engine.test_sampling_control:newest_only", "steps": 1}}
+    run(config)
+    assert [line["samples/count"] for line in metrics(config)] == [16, 16]
+    with pytest.raises(RuntimeError, match=r"step 1: replay.fn returned no samples"):
+        run(config | {"output": str(tmp_path / "none"), "replay": {"fn": "tests.engine.test_sampling_control:nothing"}})
+    config["replay"]["thrice"] = True
+    with pytest.raises(ValueError, match=r"replay.thrice: unknown argument of newest_only"):
+        run(config)
+
+
+def test_a_run_with_a_curriculum_passes_over_what_is_solved(tmp_path):
+    """Prompts of even groups are always solved (reward 1), those of odd ones half the time."""
+    config = online(tmp_path, steps=9, log_samples=16) | {"curriculum": {"low": 0.0, "high": 0.9}}
+    config["data"]["shuffle"] = False  # 24 rows: the second pass starts in step 7
+    run(config)
+    lines = metrics(config)
+    assert [line["curriculum/passed_over"] for line in lines[:6]] == [0] * 6
+    assert sum(line["curriculum/passed_over"] for line in lines[6:]) == 12
+    assert all(line["samples/count"] == 16 for line in lines)
+    asked = {step: {s["row"]["_row"] for s in samples(config) if s["step"] == step} for step in range(1, 10)}
+    assert all(row % 2 for step in (7, 8, 9) for row in asked[step])
+
+
+def test_a_run_with_a_curriculum_goes_on_bit_for_bit(tmp_path):
+    config = online(tmp_path, steps=4, prompts_per_step=8) | {"curriculum": {"high": 0.9}}
+    assert_resumes_bit_for_bit(config, tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "given"),
+    [
+        ("filter", {"fn": "varied"}),
+        ("replay", {"fn": "mix"}),
+        ("curriculum", {}),
+        ("rollout", {"round_tokens": 8}),
+    ],
+)
+def test_learning_from_data_knows_no_samples(tmp_path, section, given):
+    with pytest.raises(ValueError, match=rf"{section}: `sft` learns from data"):
+        run(settings(tmp_path, "sft") | {section: given})

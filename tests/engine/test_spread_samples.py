@@ -1,0 +1,57 @@
+"""Single samples dealt out to replicas instead of whole prompts: another load, the same samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from coalign.config import load
+from coalign.config.errors import ConfigError
+from coalign.launch.build import recipe
+from coalign.launch.check import check
+from coalign.report.display import Display
+from tests.engine.test_partial_rollout import partial
+from tests.runs import metrics, run, weights_hash
+
+
+def spread(config, folder, *, cluster="local", processes=1):
+    policy, trainer = config["models"]["policy"], config["models"]["trainer"]
+    models = {"policy": policy | {"spread_samples": True, "num_process": processes}, "trainer": {"num_process": 1}}
+    models["trainer"] = trainer | models["trainer"]
+    runtime = config["runtime"] | {"cluster": cluster}
+    return config | {"output": str(folder), "models": config["models"] | models, "runtime": runtime}
+
+
+@pytest.mark.parametrize("rollout", [{}, {"round_tokens": 4}])
+def test_spread_samples_are_the_same_samples(tmp_path, rollout):
+    together = partial(tmp_path, rollout=rollout, steps=2)
+    apart = spread(together, tmp_path / "apart")
+    run(together)
+    run(apart)
+    assert weights_hash(apart, 2) == weights_hash(together, 2)
+    assert [line["loss/value"] for line in metrics(apart)] == [line["loss/value"] for line in metrics(together)]
+
+
+@pytest.mark.slow
+def test_on_two_replicas_too(tmp_path):
+    together = partial(tmp_path, rollout={}, steps=3, prompts_per_step=4)
+    apart = spread(together, tmp_path / "apart", cluster="ray", processes=2)
+    run(together)
+    run(apart)
+    assert weights_hash(apart, 3) == weights_hash(together, 3)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"oversample": 1.5, "round_tokens": 4}, "models.policy.spread_samples: rollout.oversample ends a roll-out by"),
+        ({"fn": "tests.engine.test_spread_samples:duel"}, "models.policy.spread_samples: .* plays the samples of a p"),
+    ],
+)
+def test_groups_that_need_one_replica(tmp_path, rollout, message):
+    config = spread(partial(tmp_path, rollout=rollout, steps=1), tmp_path / "apart")
+    with pytest.raises((ConfigError, ValueError), match=message):
+        check(load(config, [], defaults=lambda name: recipe(name).defaults), Display(quiet=True))
+
+
+async def duel(group):
+    """An environment of all samples of a prompt together."""

@@ -1,0 +1,176 @@
+"""An agent written against OpenAI's chat completions, trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+
+import pytest
+
+from coalign.environments.agent import agent
+from coalign.types import Status
+from tests.environments.helpers import TOKENIZER, episode, play
+
+HERE = "tests.environments.test_chat"
+QUESTION = [{"role": "user", "content": "2+3?"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+def agents(name: str, *says, **settings):
+    one = episode(*says)
+    running = play(agent, one, run=f"{HERE}:{name}", **settings)
+    return one, running.calls[0]
+
+
+def chosen(one) -> str:
+    return TOKENIZER.decode([t for t, mask in zip(one.log.tokens, one.log.loss_mask, strict=True) if mask])
+
+
+async def tool_agent(client, row, *, temperature: float = 0.3):
+    """As in OpenAI's own examples: the answer's message object goes back into the messages."""
+    messages = list(QUESTION)
+    for _ in range(3):
+        answer = await client.chat.completions.create(
+            model="gpt", messages=messages, tools=TOOLS, temperature=temperature, max_tokens=200
+        )
+        message = answer.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or []:
+            numbers = json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(numbers["a"] + numbers["b"])})
+        if answer.choices[0].finish_reason == "stop":
+            return float(message.content == row["answer"])
+    return 0.0
+
+
+def test_an_agent_runs_unchanged_and_its_tokens_are_recorded():
+    one, outcome = agents("tool_agent", "Let me see. " + CALL, "5")
+    assert outcome.error is None and one.status == Status.OK
+    assert chosen(one) == f"Let me see. {CALL}<|im_end|>5<|im_end|>"
+    text = TOKENIZER.decode(one.log.tokens)
+    assert text.startswith("<|im_start|>system\n[{") and "<|im_start|>tool\n5<|im_end|>" in text
+    assert one.log.turn_rewards[-1] == 1.0
+    assert [m["role"] for m in one.messages] == ["user", "assistant", "tool", "assistant"]
+    assert one.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3}
+
+
+def plain_agent(client, row):
+    """Blocking, and with dicts of its own instead of the objects."""
+    first = client.chat.completions.create(messages=QUESTION)
+    said = first.choices[0].message.content
+    again = [*QUESTION, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+    second = client.chat.completions.create(messages=again, max_completion_tokens=4)
+    assert second.usage.completion_tokens == 4 and second.choices[0].finish_reason == "length"
+    assert second.usage.prompt_tokens + 4 == second.usage.total_tokens
+
+
+def test_a_plain_function_runs_in_a_thread():
+    one, outcome = agents("plain_agent", "5", "Yes of course")
+    assert outcome.error is None
+    assert chosen(one) == "5<|im_end|>Yes "
+    assert one.status == Status.TRUNCATED and not any(one.log.turn_rewards)
+
+
+async def rewrites(client, row):
+    await client.chat.completions.create(messages=QUESTION)
+    await client.chat.completions.create(
+        messages=[*QUESTION, {"role": "assistant", "content": "6"}, {"role": "user", "content": "Sure?"}]
+    )
+
+
+async def asks_again(client, row):
+    for _ in range(2):
+        await client.chat.completions.create(messages=QUESTION)
+
+
+async def invents(client, row):
+    first = await client.chat.completions.create(messages=QUESTION)
+    said = [first.choices[0].message, {"role": "assistant", "content": "And more"}]
+    await client.chat.completions.create(messages=[*QUESTION, *said])
+
+
+async def changes_tools(client, row):
+    first = await client.chat.completions.create(messages=QUESTION)
+    said = [first.choices[0].message, {"role": "user", "content": "Go on"}]
+    await client.chat.completions.create(messages=[*QUESTION, *said], tools=TOOLS)
+
+
+async def wants_two(client, row):
+    await client.chat.completions.create(messages=QUESTION, n=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (rewrites, "message 1 is not what it was: .*'6'.* instead of .*'5'.*cannot be changed"),
+        (asks_again, "after 2 messages there is no new message"),
+        (invents, "an answer that the policy did not give"),
+        (changes_tools, "tools are not those of the first call"),
+        (wants_two, "one answer at a time"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_an_episode_cannot_record_is_refused(wrong, message):
+    one, outcome = agents(wrong.__name__, "5", "6")
+    assert one.status == Status.ERROR
+    assert re.search(message, str(outcome.error))
+
+
+async def two_at_once(client, row):
+    await asyncio.gather(*(client.chat.completions.create(messages=QUESTION) for _ in range(2)))
+
+
+def test_one_turn_at_a_time():
+    one, outcome = agents("two_at_once", "5", "6")
+    assert one.status == Status.ERROR and "one turn at a time" in str(outcome.error)
+
+
+def broken_call_agent(client, row):
+    answer = client.chat.completions.create(messages=QUESTION, tools=TOOLS)
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.tool_calls is None
+    assert "{oops" in answer.choices[0].message.content
+
+
+def test_a_call_that_cannot_be_read_stays_text():
+    one, outcome = agents("broken_call_agent", "<tool_call>{oops</tool_call>")
+    assert outcome.error is None and one.counts["tool_failed/bad_json"] == 1
+
+
+def post(address: str, body: dict) -> dict:
+    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def http_agent(address, row):
+    assert address.startswith("http://127.0.0.1:") and address.endswith("/v1")
+    url = f"{address}/chat/completions"
+    first = post(url, {"model": "m", "messages": QUESTION})["choices"][0]["message"]
+    second = post(url, {"model": "m", "messages": [*QUESTION, first, {"role": "user", "content": "Sure?"}]})
+    assert second["object"] == "chat.completion"
+    for wrong, code in (({"messages": QUESTION}, 400), ({}, 400)):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(url, wrong)
+        assert refused.value.code == code and b"message" in refused.value.read()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        post(f"{address}/completions", {})
+    return float(second["choices"][0]["message"]["content"] == "Yes")
+
+
+def test_the_same_over_http():
+    one, outcome = agents("http_agent", "5", "Yes", serve_http=True)
+    assert outcome.error is None
+    assert chosen(one) == "5<|im_end|>Yes<|im_end|>" and one.log.turn_rewards[-1] == 1.0
+
+
+def configured(client, row, *, k: int):
+    pass
+
+
+def test_an_agents_own_arguments_are_checked():
+    _, outcome = agents("configured", arguments={"j": 1})
+    assert "rollout.arguments" in str(outcome.error)

@@ -1,0 +1,258 @@
+"""Episodes with the real engine: the token log against Hugging Face, determinism, concurrency, the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coalign.backends.engines.episodes import EpisodesFailed
+from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.samples import begin
+from coalign.config.schema import ModelConfig
+from coalign.data.batch import Batch
+from coalign.data.templates import load_template, read_samples
+from coalign.environments.parsers import ToolRequest
+from coalign.environments.tools import Toolbox
+from coalign.rewards import episode as episode_reward
+from coalign.roles import Context
+from coalign.types import Status, Total
+from tests.environments.helpers import TOOLS_CHATML
+from tests.tiny import tiny_model_dir, tiny_tokenizer
+
+HERE = "tests.environments.test_native"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tiny_model_dir(tmp_path_factory.mktemp("model"))
+    tiny_tokenizer(path, chat_template=TOOLS_CHATML)
+    return path
+
+
+def module(directory, fn: str, *, samples=2, tokens=60, timeout=60.0, native=None, **arguments) -> NativeModule:
+    config = {"module": "native", "load": str(directory), "sampling": {"max_new_tokens": tokens}}
+    made = NativeModule(
+        ModelConfig(**config, native=native or {}),
+        Context(
+            samples_per_prompt=samples,
+            seed=3,
+            tokenizer=str(directory),
+            rollout={"fn": fn if ":" in fn or fn in ("tool_use", "self_play") else f"{HERE}:{fn}", "timeout": timeout}
+            | arguments,
+        ),
+    )
+    made.setup()
+    return made
+
+
+def prompts(directory, count: int = 3) -> Batch:
+    template = load_template(tiny_tokenizer(directory, chat_template=TOOLS_CHATML))
+    asked = [[{"role": "user", "content": f"What is {i}+{i}?"}] for i in range(count)]
+    tokens = [template.prompt(messages) for messages in asked]
+    rows = [{"messages": asked[i], "prompt": f"What is {i}+{i}?", "answer": str(2 * i)} for i in range(count)]
+    flat = torch.tensor([t for some in tokens for t in some], dtype=torch.int32)
+    return Batch(torch.tensor([len(t) for t in tokens]), {"tokens": flat}, {"group": torch.arange(count), "rows": rows})
+
+
+async def calculates(episode, *, turns: int = 3):
+    """The calculator's environment, with a policy of random weights: what it says is taken for a call."""
+    box = Toolbox.of(["calculator"], timeout=10, max_chars=100)
+    episode.begin(tools=box.descriptions)
+    for turn in range(turns):
+        said = await episode.generate(max_new_tokens=8)
+        wish = f"{len(said.tokens)}*{turn + 2}"
+        [answer] = await box.answer(episode, [ToolRequest("calculator", {"expression": wish})])
+        episode.reward(float(answer["content"]) / 100)
+        if turn < turns - 1:
+            episode.say(answer)
+
+
+def test_masks_log_probs_and_rewards_follow_from_the_token_log(directory):
+    """Nothing is taken from the batch but tokens: all else is computed again, by Hugging Face and by the rules."""
+    out, _ = module(directory, "calculates").generate(prompts(directory))
+    tokenizer = tiny_tokenizer(directory, chat_template=TOOLS_CHATML)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    header, end = "<|im_start|>assistant\n", tokenizer.eos_token_id
+    opened = tokenizer(header, add_special_tokens=False)["input_ids"]
+    assert len(out) == 6
+    for row, sample in zip(out.rows(), read_samples(out, tokenizer), strict=True):
+        tokens = row["tokens"].tolist()
+        # Mask: after each header up to the end token or eight tokens.
+        mask, rewards, at, turn = [False] * len(tokens), [0.0] * len(tokens), 0, 0
+        while (start := _find(tokens, opened, at)) is not None:
+            stop = next((i + 1 for i in range(start, start + 8) if tokens[i] == end), start + 8)
+            mask[start:stop] = [True] * (stop - start)
+            rewards[stop - 1] = (stop - start) * (turn + 2) / 100
+            at, turn = stop, turn + 1
+        assert turn == 3
+        assert row["loss_mask"].tolist() == mask
+        assert row["turn_rewards"].tolist() == pytest.approx(rewards)
+        assert episode_reward(sample) == pytest.approx(sum(rewards))
+        assert int(row["prompt_length"]) == mask.index(True)
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        chosen = row["loss_mask"][1:]
+        torch.testing.assert_close(row["rollout_logprobs"][1:][chosen], expected[chosen], rtol=0, atol=1e-5)
+        assert not row["rollout_logprobs"][1:][~chosen].any()
+        assert (row["versions"] == torch.where(row["loss_mask"], 0, -1)).all()
+        # What the tool said is in the log as the template writes it.
+        results = re.findall(r"<\|im_start\|>tool\n(\d+)<\|im_end\|>", tokenizer.decode(tokens))
+        assert len(results) == 2
+        assert sample.messages[-1]["content"] == sample.response
+
+
+def _find(tokens: list[int], part: list[int], since: int) -> int | None:
+    """Where ``part`` ends for the first time."""
+    found = (i for i in range(since, len(tokens) - len(part) + 1) if tokens[i : i + len(part)] == part)
+    first = next(found, None)
+    return None if first is None else first + len(part)
+
+
+async def chats(episode, *, turns: int = 3, delay: float = 0.0):
+    for turn in range(turns):
+        await episode.generate(max_new_tokens=7)
+        await asyncio.sleep(delay * episode.random.random())
+        episode.say({"role": "user", "content": f"{turn}, {episode.random.random()}"})
+
+
+TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "turn_rewards")
+
+
+def test_company_and_delays_change_nothing(directory):
+    """Also with a cache that has to grow, and one that never holds all."""
+    whole, _ = module(directory, "chats").generate(prompts(directory))
+    for settings in ({"max_sequences": 2}, {"kv_tokens": 300}):
+        out, _ = module(directory, "chats", delay=0.05, native=settings).generate(prompts(directory))
+        assert all(torch.equal(out[name], whole[name]) for name in TOKEN_COLUMNS), settings
+    parts = [module(directory, "chats").generate(part)[0] for part in prompts(directory).split(2, by="sequences")]
+    joined = Batch.concat(parts)
+    assert all(torch.equal(joined[name], whole[name]) for name in TOKEN_COLUMNS)
+    assert joined["messages"] == whole["messages"]
+
+
+def test_a_turn_prefills_what_the_policy_has_not_read(directory):
+    """All that it did not choose, once, and the last token of each answer, which was never fed."""
+    out, stats = module(directory, "chats").generate(prompts(directory))
+    turns = stats["episode/turns"].sum
+    assert turns == 3 * len(out)
+    assert stats["episode/tokens_prefilled"].sum == int((~out["loss_mask"]).sum()) + turns - len(out)
+    _, poor = module(directory, "chats", native={"max_sequences": 2}).generate(prompts(directory))
+    sums = [sum(s[f"episode/tokens_{name}"].value for name in ("prefilled", "kept")) for s in (stats, poor)]
+    assert sums[0] == sums[1]
+    assert poor["episode/tokens_prefilled"].value > stats["episode/tokens_prefilled"].value
+
+
+async def one_turn(episode):
+    await episode.generate()
+
+
+def test_an_episode_of_one_turn_is_a_response(directory):
+    episodes, _ = module(directory, "one_turn").generate(prompts(directory))
+    plain = module(directory, "coalign.environments:single_turn").generate(prompts(directory))
+    for name in ("tokens", "loss_mask", "rollout_logprobs", "versions", "status", "prompt_length", "index"):
+        assert torch.equal(episodes[name], plain[name]), name
+
+
+def test_plain_generation_takes_no_part_in_this(directory):
+    plain = module(directory, "coalign.environments:single_turn")
+    assert plain.runner is None and isinstance(plain.generate(prompts(directory)), Batch)
+
+
+async def crashes(episode, *, index: int = 1):
+    await episode.generate(max_new_tokens=3)
+    episode.count("points", episode.group)
+    if episode.index == index:
+        raise LookupError("no such thing")
+
+
+def test_failures_are_counted_and_shown_once(directory, caplog):
+    made = module(directory, "crashes")
+    for time_ in range(2):
+        caplog.clear()
+        out, stats = made.generate(prompts(directory))
+        assert out["status"].tolist() == [1, 2] * 3
+        assert stats["episode/failed/LookupError"] == Total(3.0)
+        assert stats["episode/points"].value == 1.0 and stats["episode/turns"].value == 1.0
+        assert "in 3 of 6 calls; first on group 0: LookupError: 'no such thing'" in caplog.text.replace('"', "'") or (
+            "in 3 of 6 calls; first on group 0: LookupError: no such thing" in caplog.text
+        )
+        assert ("Traceback" in caplog.text) == (time_ == 0)
+
+
+async def always_crashes(episode):
+    raise LookupError("no such thing")
+
+
+def test_nothing_but_failures_ends_the_run(directory):
+    made = module(directory, "always_crashes")
+    with pytest.raises(EpisodesFailed, match="6 of 6 calls") as raised:
+        made.generate(prompts(directory))
+    assert isinstance(raised.value.__cause__, LookupError)
+    with pytest.raises(EpisodesFailed):  # and the engine is free again
+        made.generate(prompts(directory))
+
+
+async def lags(episode):
+    await episode.generate(max_new_tokens=3)
+    await asyncio.sleep(100 * episode.group)
+    await episode.generate(max_new_tokens=3)
+
+
+def test_enough_groups_end_the_call(directory):
+    out, stats = module(directory, "lags").generate(prompts(directory), enough=1 / 3)
+    assert out["status"].tolist()[2:] == [Status.PARTIAL] * 4
+    assert Status.PARTIAL not in out["status"].tolist()[:2]
+    assert stats["episode/turns"].count == 2
+
+
+def test_samples_that_have_begun_are_refused(directory):
+    made = module(directory, "one_turn")
+    begun, _ = made.generate(prompts(directory), round_tokens=None)
+    with pytest.raises(ValueError, match=r"'one_turn' cannot go on .* unset rollout\.round_tokens"):
+        made.generate(begun)
+    fresh, _ = made.generate(begin(prompts(directory), 2))
+    assert torch.equal(fresh["tokens"], begun["tokens"])
+
+
+def test_both_sides_of_a_game_are_samples(directory):
+    out, stats = module(directory, "self_play", samples=4, settings={"sticks": 6}).generate(prompts(directory))
+    assert len(out) == 12 and stats["episode/illegal_moves"].count == 12
+    rewards = [episode_reward(s) for s in read_samples(out, tiny_tokenizer())]
+    assert set(rewards) <= {1.0, -1.0, 0.0}
+
+
+def test_tools_through_the_module(directory):
+    out, stats = module(directory, "tool_use", tools=["calculator"], max_turns=2).generate(prompts(directory))
+    assert '"calculator"' in read_samples(out, tiny_tokenizer(directory))[0].prompt
+    assert stats["episode/turns"].value >= 1.0
+
+
+async def waits(episode, *, seconds: float, turns: int):
+    for _ in range(turns):
+        await episode.generate(max_new_tokens=4)
+        pause = seconds * episode.random.random()
+        episode.count("waited", pause)
+        await asyncio.sleep(pause)
+        episode.say({"role": "user", "content": "Go on"})
+
+
+@pytest.mark.slow
+def test_64_episodes_take_as_long_as_the_slowest(directory):
+    """Delays of 0 to 2 s between turns: the batch takes less than 1.3 times the longest chain of delays."""
+    made = module(directory, "waits", samples=8, seconds=2.0, turns=4)
+    made.generate(prompts(directory, 1), samples=1)  # loads the model
+    begun, computed = time.perf_counter(), time.process_time()
+    out, stats = made.generate(prompts(directory, 8))
+    took, computed = time.perf_counter() - begun, time.process_time() - computed
+    assert len(out) == 64 and Status.ERROR not in out["status"].tolist()
+    drawn = [Random(f"3/{group}/{index}") for group in range(8) for index in range(8)]
+    longest = max(sum(2.0 * random.random() for _ in range(4)) for random in drawn)
+    assert 5 < longest <= stats["episode/seconds_max"].value
+    assert took < 1.3 * longest, f"of which {computed:.1f} s were computed: is the machine busy?"

@@ -1,0 +1,153 @@
+"""GRPO with the calculator's environment: in one process, and on Ray, killed and gone on with."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from coalign.config import load
+from coalign.environments.episode import Turn
+from coalign.environments.parsers import ToolRequest
+from coalign.launch.build import prepare, recipe
+from tests.engine.test_processes import finish, wait_for_step
+from tests.environments.helpers import TOOLS_CHATML
+from tests.runs import command, metrics, run, run_in_two_parts, settings, stopping_after, weights_hash
+from tests.tiny import tiny_model_dir
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def calculating(directory: Path, **runtime) -> dict:
+    config = settings(directory, "grpo", eval_at_start=False, **runtime)
+    config["data"] |= {"chat_template": TOOLS_CHATML}
+    config["data"].pop("eval")
+    config["rollout"] = {"fn": "tests.environments.test_native:calculates", "turns": 2}
+    config["reward"] = [{"fn": "episode"}, {"fn": "tests.runs:digits", "weight": 0.1}]
+    config["models"]["policy"] |= {"sampling": {"max_new_tokens": 20}, "max_tokens_per_micro": 2048}
+    return config
+
+
+def test_grpo_learns_from_episodes(tmp_path):
+    config = calculating(tmp_path, steps=2, save_every=1)
+    assert run(config) == 0
+    for line in metrics(config):
+        assert line["episode/turns"] == 2.0 and line["episode/tool_calls"] == 2.0
+        assert line["samples/count"] == 16 and line["reward/episode/mean"] > 0
+        assert line["loss/mismatch"] < 1e-4  # the trainer computes what the sampler saw, tool tokens included
+    for line in (Path(config["output"]) / "samples.jsonl").read_text().splitlines():
+        assert [m["role"] for m in json.loads(line)["messages"]] == ["user", "assistant", "tool", "assistant"]
+    resumed = config | {"output": str(tmp_path / "resumed")}
+    with stopping_after(1):
+        run(resumed)
+    assert [line["step"] for line in metrics(resumed)] == [1]
+    assert run(resumed) == 0
+    assert weights_hash(resumed, 2) == weights_hash(config, 2)
+
+
+def always_calls(turn: Turn) -> tuple[str, list[ToolRequest]]:
+    """A parser for policies of random weights: whatever they say is a sum."""
+    return turn.text, [ToolRequest("calculator", {"expression": f"{len(turn.tokens)}+{turn.tokens[0]}"})]
+
+
+def test_a_run_with_tools_that_is_stopped_ends_with_the_same_weights(tmp_path):
+    """Stopped while the episodes of a later step are under way."""
+    whole = calculating(tmp_path, steps=4, save_every=2, max_staleness=1)
+    parser = "tests.environments.test_training:always_calls"
+    whole["rollout"] = {"fn": "tool_use", "tools": ["calculator"], "max_turns": 3, "parser": parser}
+    whole["reward"] = {"fn": "tests.runs:digits"}
+    stop = list("abcdefghijklmnopqrstuvwxyz")  # such policies end no turn by themselves
+    whole["models"]["policy"]["sampling"] = {"max_new_tokens": 60, "stop": stop}
+    assert run(whole) == 0
+    assert all(line["episode/turns"] > 1.5 and line["episode/tool_calls"] > 0.5 for line in metrics(whole))
+    cut = run_in_two_parts(whole)
+    assert weights_hash(cut, 4) == weights_hash(whole, 4)
+    names = ("reward/mean", "episode/turns", "episode/tokens_prefilled", "episode/tokens_kept", "loss/value")
+    assert [[line[n] for n in names] for line in metrics(cut)] == [[line[n] for n in names] for line in metrics(whole)]
+
+
+async def silent(episode):
+    """Asks the policy for nothing."""
+
+
+async def talkative(episode):
+    """One episode of a group hears more than anybody could read."""
+    await episode.generate(max_new_tokens=4)
+    episode.say({"role": "user", "content": "no " * (400 if episode.index == 2 else 2)})
+    await episode.generate(max_new_tokens=4)
+
+
+def test_a_policy_that_is_never_asked_ends_the_run(tmp_path):
+    config = calculating(tmp_path, steps=2)
+    config |= {"rollout": {"fn": "tests.environments.test_training:silent"}, "reward": {"fn": "tests.runs:digits"}}
+    with pytest.raises(RuntimeError, match=r"step 1: .*test_training:silent` \(rollout.fn\) has asked .* for no turn"):
+        run(config)
+    with pytest.raises(RuntimeError, match=r"has asked .* for no turn"):
+        run(config, "filter={fn: varied}")
+
+
+def test_an_episode_that_hears_too_much_is_cut_and_the_run_goes_on(tmp_path):
+    config = calculating(tmp_path, steps=2)
+    config |= {"rollout": {"fn": "tests.environments.test_training:talkative"}, "reward": {"fn": "tests.runs:digits"}}
+    config["models"]["policy"]["max_tokens_per_micro"] = 300
+    assert run(config) == 0
+    for line in metrics(config):
+        assert line["episode/out_of_room"] == 0.25 and line["samples/count"] == 16
+        assert line["tokens/response_max"] <= 8 and line["samples/truncated"] >= 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_on_ray_killed_and_gone_on_with_the_weights_are_the_same(tmp_path):
+    pytest.importorskip("ray")
+    config = calculating(tmp_path, steps=4, save_every=1)
+    run(config)
+    there = config | {"output": str(tmp_path / "ray")}
+    placed = ["runtime.cluster=ray", "models.policy.num_process=2", "models.trainer.num_process=1"]
+    process = command(there, *placed)
+    wait_for_step(process, there, 2, seconds=300)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    finish(command(there, *placed))
+    assert weights_hash(there, 4) == weights_hash(config, 4)
+
+
+def test_the_example_with_a_calculator(tmp_path, monkeypatch):
+    rows = "".join(json.dumps({"question": f"{i}+{i}?", "answer": str(2 * i)}) + "\n" for i in range(8))
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+        (tmp_path / name).write_text(rows)
+    monkeypatch.setenv("GSM8K", str(tmp_path))
+    monkeypatch.setenv("MODEL", str(tiny_model_dir(tmp_path / "model")))
+    runtime = [
+        "steps=1",
+        "prompts_per_step=2",
+        "samples_per_prompt=2",
+        "eval_every=0",
+        "eval_at_start=false",
+        "threads=1",
+    ]
+    changes = {
+        "data.chat_template": json.dumps(TOOLS_CHATML),
+        "models.policy.sampling.max_new_tokens": "12",
+        "models.policy.compute_dtype": "float32",
+        "output": str(tmp_path / "run"),
+    }
+    overrides = [f"runtime.{key}" for key in runtime] + [f"{key}={value}" for key, value in changes.items()]
+    assert run(ROOT / "examples" / "gsm8k_calculator.yaml", *overrides) == 0
+    [line] = metrics({"output": tmp_path / "run"})
+    assert line["episode/turns"] >= 1.0
+
+
+def test_an_environment_is_checked_before_anything_loads(tmp_path):
+    def wrong(**rollout):
+        config = load(calculating(tmp_path) | {"rollout": rollout}, defaults=lambda name: recipe(name).defaults)
+        return prepare(config)
+
+    with pytest.raises(ValueError, match=r"(?s)rollout.*tols"):
+        wrong(fn="tool_use", tols=["calculator"])
+    with pytest.raises(ValueError, match=r"tool_user.*did you mean 'tool_use'"):
+        wrong(fn="tool_user")
+    with pytest.raises(ValueError, match=r"rollout\.round_tokens: .* `tool_use` cannot be cut"):
+        wrong(fn="tool_use", tools=["calculator"], round_tokens=8)
