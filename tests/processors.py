@@ -20,7 +20,7 @@ EMULATIONS = {
         "MKL_CBWR": "COMPATIBLE",
     },
 }
-NUMERIC = [f"tests/{part}" for part in ("algorithms", "native", "generation", "modules", "conformance", "golden")]
+NUMERIC = [f"tests/{part}" for part in ("algorithms", "backends", "conformance", "golden")]
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

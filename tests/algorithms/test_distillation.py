@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from coalign.algorithms.losses import supervised
+from coalign.algorithms.losses import distillation
 from coalign.algorithms.traits import needs, per
 from coalign.types import LossInput
 
@@ -36,26 +36,26 @@ class TestWorkedByHand:
 
     def test_forward(self):
         expected = 0.5 * math.log(2) + 0.25 * math.log(0.5)
-        assert supervised(self.X).value.item() == pytest.approx(expected)
+        assert distillation(self.X).value.item() == pytest.approx(expected)
 
     def test_reverse(self):
         expected = 0.25 * math.log(0.5) + 0.5 * math.log(2)
-        assert supervised(self.X, divergence="reverse").value.item() == pytest.approx(expected)
+        assert distillation(self.X, divergence="reverse").value.item() == pytest.approx(expected)
 
     def test_jsd(self):
         # Mixture at β = 0.5: (0.375, 0.25, 0.375)
         kl = 0.5 * math.log(0.5 / 0.375) + 0.25 * math.log(0.25 / 0.375)
-        assert supervised(self.X, divergence="jsd").value.item() == pytest.approx(kl)  # both halves alike
+        assert distillation(self.X, divergence="jsd").value.item() == pytest.approx(kl)  # both halves alike
         # β = 0.1: m = 0.1 teacher + 0.9 student = (0.275, 0.25, 0.475)
         teacher = 0.5 * math.log(0.5 / 0.275) + 0.25 * math.log(0.25 / 0.475)
         student = 0.25 * math.log(0.25 / 0.275) + 0.5 * math.log(0.5 / 0.475)
-        value = supervised(self.X, divergence="jsd", jsd_beta=0.1).value.item()
+        value = distillation(self.X, divergence="jsd", jsd_beta=0.1).value.item()
         assert value == pytest.approx(0.1 * teacher + 0.9 * student)
 
     def test_share_of_the_negative_log_likelihood(self):
         x = replace(self.X, logprobs=T([-2.0], dtype=torch.float64))
-        kl = supervised(x).value.item()
-        out = supervised(x, kd_coef=0.4)
+        kl = distillation(x).value.item()
+        out = distillation(x, kd_coef=0.4)
         assert out.value.item() == pytest.approx(0.6 * 2.0 + 0.4 * kl)
         assert out.stats["kd"].value == pytest.approx(kl) and out.stats["nll"].value == 2.0
         assert out.stats["teacher_tail"].value == pytest.approx(0.25)
@@ -66,21 +66,21 @@ class TestCandidates:
         student, teacher = distributions()
         x = given(student, teacher)
         forward = F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
-        torch.testing.assert_close(supervised(x).value, forward, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(distillation(x).value, forward, rtol=1e-12, atol=1e-12)
         reverse = F.kl_div(teacher, student, log_target=True, reduction="none").sum(-1)
-        torch.testing.assert_close(supervised(x, divergence="reverse").value, reverse, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(distillation(x, divergence="reverse").value, reverse, rtol=1e-12, atol=1e-12)
 
     def test_the_whole_vocabulary_in_float32(self):
         student, teacher = distributions(vocabulary=20_000, dtype=torch.float32)
         x = replace(given(student, teacher), candidate_logprobs=student, columns={"teacher_logprobs": teacher})
         for name, (q, p) in {"forward": (student, teacher), "reverse": (teacher, student)}.items():
             exact = F.kl_div(q.double(), p.double(), log_target=True, reduction="none").sum(-1)
-            torch.testing.assert_close(supervised(x, divergence=name).value, exact, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(distillation(x, divergence=name).value, exact, rtol=1e-5, atol=1e-5)
 
     def test_gradient_at_the_whole_vocabulary_is_that_of_the_logits(self):
         _, teacher = distributions()
         logits = torch.randn(6, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        supervised(given(logits.log_softmax(-1), teacher)).value.sum().backward()
+        distillation(given(logits.log_softmax(-1), teacher)).value.sum().backward()
         torch.testing.assert_close(logits.grad, logits.detach().softmax(-1) - teacher.exp(), rtol=1e-9, atol=1e-9)
 
     @pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
@@ -89,7 +89,7 @@ class TestCandidates:
         order = teacher.argsort(-1, descending=True)
         student, teacher = student.gather(-1, order), teacher.gather(-1, order)
         values = [
-            supervised(given(student[:, :k], teacher[:, :k]), divergence=divergence).value for k in (1, 4, 16, 50)
+            distillation(given(student[:, :k], teacher[:, :k]), divergence=divergence).value for k in (1, 4, 16, 50)
         ]
         for fewer, more in pairwise(values):
             assert (fewer <= more + 1e-9).all()
@@ -99,7 +99,7 @@ class TestCandidates:
     def test_equal_distributions_have_neither_value_nor_gradient(self, divergence):
         logits = torch.randn(4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
         student = logits.log_softmax(-1)[:, :5]
-        value = supervised(given(student, student.detach()), divergence=divergence).value
+        value = distillation(given(student, student.detach()), divergence=divergence).value
         value.sum().backward()
         assert value.abs().max() < 1e-12 and logits.grad.abs().max() < 1e-9
 
@@ -115,7 +115,7 @@ class TestSafety:
         def run(leaf):
             student = leaf.log_softmax(-1)
             x = given(student[:, :3], teacher, student[:, 0])
-            return supervised(x, divergence=divergence, kd_coef=0.7, jsd_beta=0.3).value
+            return distillation(x, divergence=divergence, kd_coef=0.7, jsd_beta=0.3).value
 
         assert torch.autograd.gradcheck(run, (leaf,))
 
@@ -125,20 +125,20 @@ class TestSafety:
         rows = T([[math.log(0.5) + 1e-7, math.log(0.5) + 1e-7], [0.0, -800.0], [-900.0, -1000.0]], dtype=torch.float64)
         for student, teacher in ((rows, rows.flip(0)), (rows.flip(0), rows)):
             leaf = student.clone().requires_grad_()
-            value = supervised(given(leaf, teacher), divergence=divergence).value
+            value = distillation(given(leaf, teacher), divergence=divergence).value
             value.sum().backward()
             assert value.isfinite().all() and leaf.grad.isfinite().all()
 
     def test_bad_configuration(self):
         x = given([[-1.0]], [[-1.0]])
         with pytest.raises(ValueError, match=r"kd_coef is 1\.5"):
-            supervised(x, kd_coef=1.5)
+            distillation(x, kd_coef=1.5)
         with pytest.raises(ValueError, match="jsd_beta is 1"):
-            supervised(x, divergence="jsd", jsd_beta=1.0)
+            distillation(x, divergence="jsd", jsd_beta=1.0)
 
     def test_traits_and_missing_inputs(self):
-        assert per(supervised) == "token" and needs(supervised, {}) == ("candidate_logprobs",)
+        assert per(distillation) == "token" and needs(distillation, {}) == ("candidate_logprobs",)
         with pytest.raises(ValueError, match="column `teacher_logprobs`"):
-            supervised(replace(given([[-1.0]], [[-1.0]]), columns={}))
+            distillation(replace(given([[-1.0]], [[-1.0]]), columns={}))
         with pytest.raises(ValueError, match="needs `candidate_logprobs`"):
-            supervised(replace(given([[-1.0]], [[-1.0]]), candidate_logprobs=None))
+            distillation(replace(given([[-1.0]], [[-1.0]]), candidate_logprobs=None))

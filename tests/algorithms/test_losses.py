@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from coalign.algorithms.losses import policy, policy_gradient, supervised
+from coalign.algorithms.losses import policy_gradient, sft, value
 from coalign.algorithms.traits import needs
 from coalign.types import LossInput
 
@@ -114,33 +114,33 @@ class TestPolicyGradient:
 def test_entropy_is_asked_for_only_where_it_is_used():
     assert needs(policy_gradient, {}) == ()
     assert needs(policy_gradient, {"entropy_coef": 0.01, "clip_low": 0.1}) == ("entropy",)
-    assert needs(supervised, {}) == ()
+    assert needs(sft, {}) == ()
 
 
 class TestValue:
     def test_worked_by_hand(self):
         # (2 - 1)²/2, (0 - 3)²/2
-        out = policy(given(values=[2.0, 0.0], returns=[1.0, 3.0]))
+        out = value(given(values=[2.0, 0.0], returns=[1.0, 3.0]))
         assert out.value.tolist() == [0.5, 4.5]
         assert out.stats["squared_error"].value == 5.0
 
     def test_clip_worked_by_hand(self):
         # V 2, old 1, R 3, c 0.2: max((2 - 3)², (1.2 - 3)²)/2 = 1.62.  V 2, old 1, R 0: max(4, 1.44)/2 = 2.
-        out = policy(given(values=[2.0, 2.0], old_values=[1.0, 1.0], returns=[3.0, 0.0]), clip=0.2)
+        out = value(given(values=[2.0, 2.0], old_values=[1.0, 1.0], returns=[3.0, 0.0]), clip=0.2)
         assert out.value.tolist() == pytest.approx([1.62, 2.0])
         assert out.stats["clip_fraction"].value == 0.5
 
     def test_gradcheck(self):
         values = T([2.0, 2.0, 1.1], dtype=torch.float64, requires_grad=True)
-        run = lambda v: policy(given(values=v, old_values=[1.0] * 3, returns=[3.0, 0.0, 4.0]), clip=0.2).value  # noqa: E731
+        run = lambda v: value(given(values=v, old_values=[1.0] * 3, returns=[3.0, 0.0, 4.0]), clip=0.2).value  # noqa: E731
         assert torch.autograd.gradcheck(run, (values,))
 
     def test_clip_needs_the_old_values(self):
         with pytest.raises(ValueError, match=r"needs `old_values` because loss\.clip is set"):
-            policy(given(values=[0.0], returns=[0.0]), clip=0.2)
+            value(given(values=[0.0], returns=[0.0]), clip=0.2)
 
 
 def test_sft_is_the_negative_log_likelihood():
-    out = supervised(given(logprobs=[-1.0, -3.0]))
+    out = sft(given(logprobs=[-1.0, -3.0]))
     assert out.value.tolist() == [1.0, 3.0]
     assert out.stats["nll"].value == 2.0

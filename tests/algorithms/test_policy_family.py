@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from coalign.algorithms.aggregate import Totals, aggregation_weights, trained_sequences
-from coalign.algorithms.losses import policy as cispo
-from coalign.algorithms.losses import policy as gspo
-from coalign.algorithms.losses import policy_gradient
+from coalign.algorithms.losses import cispo, gspo, policy_gradient
 from coalign.algorithms.losses.terms import Surrogate, policy_loss, surrounded
 from coalign.algorithms.traits import check_aggregation, needs
 from coalign.config.errors import ConfigError

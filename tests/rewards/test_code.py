@@ -7,7 +7,7 @@ import pytest
 
 from coalign.rewards.calls import RewardFunction
 from coalign.rewards.code import code, extract, read_tests
-from coalign.rewards.sandbox.sandbox import sandbox
+from coalign.rewards.sandbox import sandbox
 from tests.rewards.samples import sample
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")

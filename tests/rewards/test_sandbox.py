@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from coalign.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError, Unenforceable, demand, sandbox, shortfalls
+from coalign.rewards.sandbox import sandbox
+from coalign.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError, Unenforceable, demand, shortfalls
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 SECRET = "coalign-test-secret"

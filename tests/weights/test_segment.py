@@ -10,8 +10,8 @@ import signal
 import pytest
 import torch
 
+from coalign.weights.sync import segment
 from coalign.weights.sync.segment import NoRoom, SharedMemorySegment, State, SyncJournal, TensorEntry, aligned
-from coalign.weights.sync.sync import segment
 from coalign.weights.sync.transport import WeightError
 
 FORK = multiprocessing.get_context("fork")

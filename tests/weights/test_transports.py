@@ -13,9 +13,10 @@ from coalign.cluster.worker import Worker
 from coalign.config.schema import SyncConfig
 from coalign.roles import Context
 from coalign.types import Total
+from coalign.weights.sync import broadcast, segment, shared_memory
 from coalign.weights.sync.copying import copied
 from coalign.weights.sync.object_store import verify_buckets
-from coalign.weights.sync.sync import WeightSync, broadcast, segment, shared_memory
+from coalign.weights.sync.sync import WeightSync
 from coalign.weights.sync.transport import WeightError
 from tests.weights import modules
 
