@@ -13,7 +13,7 @@ help:
 	@echo "make test-backends  slow tests of parallel backends, Megatron and conversion (under twenty minutes)"
 	@echo "make test-processors  the numeric tests as other processors compute them, four times"
 	@echo "make test-all  all of the slow tests too"
-	@echo "make lint      ruff"
+	@echo "make lint      ruff and pyright"
 	@echo "make bench     install TRL, then time Coalign against it and compare losses"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -48,6 +48,7 @@ test-all: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
