@@ -36,6 +36,7 @@ def measure(path: str, setting: str, steps: int, rows: int, length: int, micro: 
     """Train in this process; seconds of the steps after the first one."""
     import torch
 
+    from coalign.backends.objective import Objective
     from coalign.backends.hf.fsdp import FSDPModule
     from coalign.config.schema import ModelConfig
     from coalign.data.batch import Batch
@@ -47,7 +48,7 @@ def measure(path: str, setting: str, steps: int, rows: int, length: int, micro: 
 
         return {"peak": peak_mib()}
     config = ModelConfig(load=path, max_tokens_per_micro=micro, optimizer={"lr": 1e-4}, **SETTINGS[setting])
-    trainer = FSDPModule(config, Context(model="trainer", steps=steps, loss={"fn": "sft"}))
+    trainer = FSDPModule(config, Context(model="trainer", steps=steps, loss=Objective("sft")))
     trainer.setup()
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 16000, (rows * length,), generator=draw, dtype=torch.int32)

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -67,7 +68,8 @@ class Observed(FSDPModule):
 
 def module(load: str, loss: dict | None = None, **config) -> Observed:
     made = Observed(
-        ModelConfig(load=load, frozen=loss is None, max_tokens_per_micro=MICRO, **config), Context(loss=loss)
+        ModelConfig(load=load, frozen=loss is None, max_tokens_per_micro=MICRO, **config),
+        Context(loss=Objective(**loss) if loss else None),
     )
     made.setup()
     return made

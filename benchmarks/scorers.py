@@ -112,7 +112,7 @@ def main() -> None:
             engine.step = number
             timeline.after_step(engine, {}, None)
             ratios.append(over_the_slowest(out, scored))
-            own = ", ".join(f"{future.label} {future.seconds:.3f} s" for future in scored)
+            own = ", ".join(f"{future.call} {future.seconds:.3f} s" for future in scored)
             print(f"step {number}: {own}; together {ratios[-1]:.3f} × the slowest", flush=True)
     print(f"median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}")
     print(plot_timeline(arguments.output / f"step_{arguments.steps}.json", arguments.output / "timeline.png"))

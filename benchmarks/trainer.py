@@ -17,6 +17,7 @@ import torch
 from transformers import Qwen2Config
 
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -46,7 +47,7 @@ def main() -> None:
             max_tokens_per_micro=options.micro,
             activation_checkpointing="full" if options.checkpointing else None,
         )
-        trainer = FSDPModule(config, Context(loss={"fn": "policy_gradient", "kl_coef": 0.04}))
+        trainer = FSDPModule(config, Context(loss=Objective("policy_gradient", kl_coef=0.04)))
         trainer.setup()
         step = lambda: trainer.train_step(batch)  # noqa: E731
         step()

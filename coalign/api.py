@@ -70,7 +70,7 @@ def load_config(
 
     Raises ConfigError with one line for every problem.
     """
-    from coalign.launch.build import recipe
+    from coalign.launch.plan import find_recipe
 
     functions = {name: value for name, value in (("reward", reward), ("loss", loss)) if value is not None}
     if isinstance(source, RunConfig):
@@ -79,7 +79,7 @@ def load_config(
         source = parse(dump(source), "configuration")[0]
     if functions:
         overrides = {**(overrides or {}), **functions}
-    return load(source, overrides or (), defaults=lambda algorithm: recipe(algorithm).defaults)
+    return load(source, overrides or (), defaults=lambda algorithm: find_recipe(algorithm).defaults)
 
 
 def train(

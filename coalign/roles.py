@@ -11,7 +11,10 @@ from coalign.types import Stats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from coalign.backends.objective import Objective
+    from coalign.config.schema import RewardConfig
     from coalign.data.batch import Batch
+    from coalign.environments.loop import EnvironmentFunction
 
 
 class Scorer(Protocol):
@@ -54,13 +57,11 @@ class Context:
     tokens: int | None = None  # tokens to train on before the run ends: the length of one that counts tokens
     samples_per_prompt: int = 1
     sample_tokens: int | None = None  # of the longest sample, its prompt included, that all models which read it take
-    loss: Mapping[str, Any] | None = (
-        None  # {"fn": ..., "aggregation": ..., **arguments}: the loss this model trains with
-    )
-    rewards: tuple[Mapping[str, Any], ...] = ()  # reward functions, for the reward module
+    loss: Objective | None = None  # what the model trains with
+    rewards: tuple[RewardConfig, ...] = ()  # reward functions, for the reward module
     adapter_rank: int | None = None  # of the adapters that travel beside the weights of this model, not merged
     whole_groups: bool = True  # whether the rows of a group have to be on one rank: for the loss, to share the prompt
-    rollout: Mapping[str, Any] | None = None  # {"fn": ..., "timeout": ..., **arguments}: the environment of a policy
+    environment: EnvironmentFunction | None = None  # how a policy's samples come about; None: one response to a prompt
     tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
     chat_template: str = "auto"  # as `data.chat_template` says it, for what an environment says
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet

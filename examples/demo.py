@@ -11,7 +11,7 @@ from pathlib import Path
 from arithmetic import make_data, make_model
 
 from coalign.config import load
-from coalign.launch.build import recipe
+from coalign.launch.plan import find_recipe
 from coalign.launch.run import train
 from coalign.report.display import Display
 
@@ -21,7 +21,7 @@ SHOWN = 3
 
 def run(name: str, display: Display) -> Path:
     """Train what examples/<name>.yaml says; its run folder."""
-    config = load(HERE / f"{name}.yaml", [], defaults=lambda algorithm: recipe(algorithm).defaults)
+    config = load(HERE / f"{name}.yaml", [], defaults=lambda algorithm: find_recipe(algorithm).defaults)
     train(config, display)
     return Path(config.output)
 

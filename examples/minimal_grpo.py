@@ -14,6 +14,7 @@ from arithmetic import make_model
 from coalign.algorithms.advantages import group as group_advantages
 from coalign.backends.engines.native.module import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig, OptimizerConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import read_samples
@@ -32,7 +33,7 @@ def train(model: str) -> list[float]:
     sampling, optimizer = SamplingConfig(max_new_tokens=8), OptimizerConfig(lr=3e-3)
     policy = NativeModule(ModelConfig(load=model, sampling=sampling), Context("policy"))
     trainer = FSDPModule(
-        ModelConfig(load=model, optimizer=optimizer), Context("trainer", steps=STEPS, loss={"fn": "policy_gradient"})
+        ModelConfig(load=model, optimizer=optimizer), Context("trainer", steps=STEPS, loss=Objective("policy_gradient"))
     )
     policy.setup()
     trainer.setup()

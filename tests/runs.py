@@ -58,7 +58,7 @@ def write_data(directory: Path, algorithm: str, rows: int = 24) -> Path:
 
 def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
     """The configuration of a run of a few seconds in ``directory`` (made once: model and data stay)."""
-    from coalign.launch.build import recipe
+    from coalign.launch.plan import find_recipe
 
     model = directory / "model"
     if not model.exists():
@@ -75,9 +75,9 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
     }
     model_keys = {"load": str(model), "max_tokens_per_micro": 256}
     others = {}
-    if "teacher" in recipe(algorithm).models:
+    if "teacher" in find_recipe(algorithm).models:
         others["teacher"] = {"load": str(other_model(directory / "teacher", seed=5)), "candidates": 8}
-    if recipe(algorithm).source != "prompts":
+    if find_recipe(algorithm).source != "prompts":
         config["models"] = {"trainer": model_keys | {"optimizer": {"lr": 3e-3}}, **others}
         return config
     config["reward"] = {"fn": "tests.runs:digits"}
@@ -98,11 +98,11 @@ def other_model(directory: Path, **settings: Any) -> Path:
 def run(config: dict[str, Any], *overrides: str) -> int:
     """Train in this process; the exit code."""
     from coalign.config import load
-    from coalign.launch.build import recipe
+    from coalign.launch.plan import find_recipe
     from coalign.launch.run import train
     from coalign.report.display import Display
 
-    return train(load(config, list(overrides), defaults=lambda name: recipe(name).defaults), Display(quiet=True))
+    return train(load(config, list(overrides), defaults=lambda name: find_recipe(name).defaults), Display(quiet=True))
 
 
 @contextmanager

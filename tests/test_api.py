@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import coalign
 from coalign.cli import app
 from coalign.config import ConfigError
-from coalign.launch.build import prepare
+from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from tests.runs import ROOT, digits, settings
 from tests.tiny import tiny_model_dir

@@ -163,7 +163,7 @@ class TrainableModule(Module):
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
-        self._objectives: dict[str | None, Objective] = {}  # bound once: of the configured loss (None), and by name
+        self._objectives: dict[str, Objective] = {}  # of calls that name another loss than the configured one
 
     # ---- what a backend supplies
 
@@ -400,21 +400,17 @@ class TrainableModule(Module):
         return micros + [IDLE] * (int(most) - len(micros))
 
     def _objective(self, name: str | None) -> Objective:
-        if name not in self._objectives:
-            self._objectives[name] = self._bind_loss(name)
-        return self._objectives[name]
-
-    def _bind_loss(self, name: str | None) -> Objective:
-        own = self.config.loss
-        settings = own.model_dump(exclude_none=True) if own else dict(self.context.loss or {})
+        """The loss of the configuration, or the one called ``name``. ValueError without any."""
         if name is not None:
-            settings = {"fn": name}
-        if not settings:
+            if name not in self._objectives:
+                self._objectives[name] = Objective(name)
+            return self._objectives[name]
+        if self.context.loss is None:
             where = f"models.{self.context.model}.loss"
             raise ValueError(
                 f"model '{self.context.model}' is to be trained, but there is neither a `loss` nor a `{where}`"
             )
-        return Objective(**settings)
+        return self.context.loss
 
     def _mismatch(self, batch: Batch) -> Stats:
         if self.config.head != "lm" or "rollout_logprobs" not in batch:

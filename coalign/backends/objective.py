@@ -14,6 +14,7 @@ from coalign.algorithms.importance import mismatch_stats
 from coalign.algorithms.traits import check_aggregation, needs, per
 from coalign.backends.layout import trained
 from coalign.config.functions import bind, resolve
+from coalign.config.schema import LossConfig
 from coalign.data.batch import Batch
 from coalign.types import LossInput, Stats
 
@@ -34,16 +35,40 @@ class Objective:
     """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss."""
 
     def __init__(
-        self, fn: str, *, aggregation: str = "token_mean", constant_length: int | None = None, **arguments: Any
+        self,
+        fn: str,
+        *,
+        aggregation: str = "token_mean",
+        constant_length: int | None = None,
+        where: str = "loss",
+        **arguments: Any,
     ) -> None:
+        """``fn`` names the loss; ``where`` is the dotted path of its section, for errors.
+
+        Raises ConfigError for wrong arguments, ValueError for a loss that is not there or an aggregation that has no
+        meaning for it.
+        """
         loss = resolve(fn, home="coalign.algorithms.losses")
-        arguments = bind(loss, arguments, where="loss")
-        check_aggregation(loss, fn, aggregation)
+        arguments = bind(loss, arguments, where)
+        check_aggregation(loss, fn, aggregation, where)
+        self.name = fn
+        self.where = where
         self.loss = partial(loss, **arguments)
         self.needs = needs(loss, arguments)
         self.per = per(loss)
         self.aggregation = aggregation
         self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
+
+    @classmethod
+    def of(cls, config: LossConfig, where: str) -> Objective:
+        """The loss that the section at ``where`` describes."""
+        return cls(
+            config.fn,
+            aggregation=config.aggregation,
+            constant_length=config.constant_length,
+            where=where,
+            **config.arguments,
+        )
 
     def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: Totals) -> tuple[Tensor, Stats]:
         """The scalar to differentiate, and the loss's statistics; where the sampler's log-probs are known, also how

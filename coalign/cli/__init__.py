@@ -62,7 +62,7 @@ def _refusal(error: Exception) -> Exception | None:
         from coalign.cluster.future import WorkerError  # slow to import
 
         if isinstance(error, WorkerError):
-            error = error.cause if error.label.endswith(".setup") else None
+            error = error.cause if error.call.method == "setup" else None
     # A module that is missing inside of other code is for whoever wrote that.
     mendable = isinstance(error, (ValueError, OSError, ImportError, NotImplementedError))
     return error if mendable and not isinstance(error, ModuleNotFoundError) else None

@@ -86,7 +86,7 @@ def inspect_data(
 def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):
     """Print a commented YAML for a recipe: every key with its meaning, the recipe's defaults filled in."""
     from coalign.config.export import to_commented_yaml
-    from coalign.launch.build import recipe as find
+    from coalign.launch.plan import find_recipe as find
 
     typer.echo(to_commented_yaml({"algorithm": recipe, **find(recipe).defaults}))
 

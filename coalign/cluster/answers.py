@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Span, Store, WorkerError, WorkerFailure
+from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, Span, Store, WorkerError, WorkerFailure
 from coalign.types import merge_stats
 
 
@@ -53,7 +53,7 @@ def wait(future: Future, running: Sequence[Running], timeout: float) -> list[Met
     where = {each.meta: each.where for each in running}
     try:
         for done in concurrent.futures.as_completed(where, timeout):
-            _raise_failure(future.label, where[done], done)
+            _raise_failure(future.call, where[done], done)
     except TimeoutError:
         raise silence(future, running, timeout) from None
     metas = [each.meta.result() for each in running]
@@ -66,14 +66,14 @@ def silence(future: Future, running: Sequence[Running], timeout: float) -> Worke
     """The error of workers that have not answered for ``timeout`` s."""
     late = ", ".join(each.where for each in running if not each.meta.done())
     message = f"no answer within {timeout:g} s (runtime.call_timeout)"
-    return WorkerError(future.label, late, WorkerFailure("TimeoutError", message, ""))
+    return WorkerError(future.call, late, WorkerFailure("TimeoutError", message, ""))
 
 
-def _raise_failure(label: str, where: str, done: concurrent.futures.Future[Meta]) -> None:
+def _raise_failure(call: Call, where: str, done: concurrent.futures.Future[Meta]) -> None:
     if lost := done.exception():
-        raise WorkerError(label, where, WorkerFailure("worker lost", str(lost).strip(), "")) from None
+        raise WorkerError(call, where, WorkerFailure("worker lost", str(lost).strip(), "")) from None
     if failure := done.result().failure:
-        raise WorkerError(label, where, failure) from failure.exception
+        raise WorkerError(call, where, failure) from failure.exception
 
 
 def by_share(metas: Sequence[Meta], counts: Sequence[int]) -> list[Meta]:

@@ -16,7 +16,7 @@ from coalign.cluster import stacks
 from coalign.cluster.answers import WorkerHandle, combine, wait
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.functions import name_of
-from coalign.cluster.future import BatchRef, CallQueue, Future, Meta, Outcome, Store, Task, start_thread
+from coalign.cluster.future import BatchRef, Call, CallQueue, Future, Meta, Outcome, Store, Task, start_thread
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign, seats
 from coalign.cluster.placement.slots import Footprint, Slot, distinct, plan
 from coalign.cluster.residency import Residency
@@ -48,7 +48,7 @@ class Cluster(ABC):
         self.error: BaseException | None = None
         self._pending: set[Future] = set()
         self._lock = threading.Lock()
-        self._lanes: list[CallQueue] = []
+        self._queues: list[CallQueue] = []
         self.slots = planned(config.models if models is None else models, config.runtime.colocation)
         memory = config.runtime.device_memory
         capacity = None if memory is None else int(memory * 2**30)
@@ -96,7 +96,7 @@ class Cluster(ABC):
             added = [outcome.result] if isinstance(outcome.result, BatchRef) else []  # no columns: statistics alone
             return replace(outcome, result=BatchRef.join([given, *added]), stats=dropped | outcome.stats)
 
-        return self.launch(name_of(function), work, start_thread)
+        return self.launch(Call(None, name_of(function)), work, start_thread)
 
     def join(self, *inputs: BatchRef | Batch | Future) -> Future:
         """The columns of several batches of the same sequences as one BatchRef, without the rows whose status is ERROR.
@@ -105,7 +105,7 @@ class Cluster(ABC):
         def work(future: Future) -> Outcome:
             return Outcome(*BatchRef.join(self._batches("join", future, inputs)).without_errors())
 
-        return self.launch("join", work, start_thread)
+        return self.launch(Call(None, "join"), work, start_thread)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """A pure function from whole batches to another one (other rows, other tokens), in a CPU worker: a BatchRef.
@@ -117,7 +117,7 @@ class Cluster(ABC):
             shares = [ref.share for ref in self._batches("transform", future, inputs)]
             return self._compute(future, "transform", function, shares, keywords)
 
-        return self.launch(name_of(function), work, start_thread)
+        return self.launch(Call(None, name_of(function)), work, start_thread)
 
     def shutdown(self) -> None:
         """End every call and every worker. Safe to call twice."""
@@ -126,10 +126,10 @@ class Cluster(ABC):
         self._cancel(RuntimeError("the cluster has been shut down"))
         concurrent.futures.wait(releasing, CLOSE_SECONDS)
         self._kill()
-        for lane in self._lanes:
-            lane.close()
-        for lane in self._lanes:
-            lane.join(CLOSE_SECONDS)
+        for queue in self._queues:
+            queue.close()
+        for queue in self._queues:
+            queue.join(CLOSE_SECONDS)
 
     def __enter__(self) -> Cluster:
         return self
@@ -140,10 +140,10 @@ class Cluster(ABC):
     # ---- what models use ------------------------------------------------------------------------------------------
 
     def launch(
-        self, label: str, work: Callable[[Future], Outcome], submit: Callable[[Task], None], fatal: bool = True
+        self, call: Call, work: Callable[[Future], Outcome], submit: Callable[[Task], None], fatal: bool = True
     ) -> Future:
         """A Future for ``work(future)``, done by the thread that ``submit`` gives it to."""
-        future = Future(label)
+        future = Future(call)
         with self._lock:
             self._pending.add(future)
             error = self.error
@@ -163,10 +163,10 @@ class Cluster(ABC):
         """The Python stacks of every process of the run, by what it is called (`driver`, `policy, replica 0`)."""
         return {"driver": stacks.own()}
 
-    def lane(self, name: str) -> CallQueue:
+    def call_queue(self, name: str) -> CallQueue:
         """A thread of this cluster, ended with it."""
-        self._lanes.append(CallQueue(name))
-        return self._lanes[-1]
+        self._queues.append(CallQueue(name))
+        return self._queues[-1]
 
     def resolve(self, value: Any) -> Any:
         """An argument of a call once it is there: Futures waited for, Batches put, everything else as it is."""
@@ -198,7 +198,7 @@ class Cluster(ABC):
         refs = [self.resolve(value) for value in inputs]
         for ref in refs:
             if not isinstance(ref, BatchRef):
-                raise TypeError(f"{verb}({future.label}, ...): expected batches, got a {type(ref).__name__}")
+                raise TypeError(f"{verb}({future.call}, ...): expected batches, got a {type(ref).__name__}")
         return refs
 
     def _compute(self, future: Future, verb: str, *arguments: Any) -> Outcome:

@@ -28,7 +28,7 @@ from coalign.cluster.answers import (
     when_answered,
 )
 from coalign.cluster.balance import By, Shares, in_order, joined, shard_rows, shard_updates
-from coalign.cluster.future import BatchRef, Future, Meta, Outcome
+from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory.arena import PARTS
@@ -87,7 +87,7 @@ class DistModel:
         self._counted = [self._share_of.index(share) for share in range(max(self._share_of) + 1)] if spmd else None
         self._whole_groups = True
         self._shares_each = 1 if spmd else config.shares_per_replica
-        self._lane = cluster.lane(name)
+        self._queue = cluster.call_queue(name)
 
     def generate(self, prompts: BatchRef | Future, **keywords: Any) -> Future:
         """Responses to prompts: a BatchRef."""
@@ -152,7 +152,7 @@ class DistModel:
             running, metas = self._everywhere(future, "run", needs, function, *arguments)
             return replace(combine(running, metas, self.store), result=[meta.value for meta in metas])
 
-        return self._launch(function.__name__, work, fatal)
+        return self.cluster.launch(Call(self.name, function.__name__), work, self._queue.submit, fatal)
 
     def takes_turns_with(self, other: DistModel) -> bool:
         """Whether a call of one of the two may have to wait until a call of the other one has ended."""
@@ -185,16 +185,13 @@ class DistModel:
                 running = [rank.execute("setup", self.config, each) for rank, each in pairs]
                 return self._outcome(future, "setup", running)
 
-        return self._launch("setup", work)
+        return self.cluster.launch(Call(self.name, "setup"), work, self._queue.submit)
 
     def release(self) -> list[Running]:
         """Let the modules give back what they took."""
         return [rank.execute("close") for rank in self._ranks]
 
     # ---- inside ----------------------------------------------------------------------------------------------------
-
-    def _launch(self, method: str, work: Callable[[Future], Outcome], fatal: bool = True) -> Future:
-        return self.cluster.launch(f"{self.name}.{method}", work, self._lane.submit, fatal)
 
     def _call(
         self,
@@ -215,14 +212,14 @@ class DistModel:
             # No tuple from a generator that waits: a thread that looks at all objects (memory_report) would break it.
             ready = [self.cluster.resolve(value) for value in arguments]
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            shares = self._shares(future.label, tuple(ready), named, by, self._shares_each, updates)
+            shares = self._shares(future.call, tuple(ready), named, by, self._shares_each, updates)
             with self._turn(future, method, needs):
                 running, metas, counts = self._share_out(future, method, shares)
                 outcome = combine(running, metas, self.store, self._counted)
                 told = by_share(metas, counts)
                 return shares.restored(outcome, told if self._counted is None else [told[i] for i in self._counted])
 
-        return self._launch(method, work, fatal)
+        return self.cluster.launch(Call(self.name, method), work, self._queue.submit, fatal)
 
     def _share_out(self, future: Future, method: str, shares: Shares) -> tuple[list[Running], list[Meta], list[int]]:
         """Each share to its rank, all at once; or, if there are more, to whichever replica is free. What is under way,
@@ -284,7 +281,7 @@ class DistModel:
         named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
         done: dict[int, Outcome] = {}
         for bundles in arriving(batch, self.store, len(self._ranks)):
-            shares = {at: self._shares(future.label, (rows,), named, "cost") for at, rows in bundles.items()}
+            shares = {at: self._shares(future.call, (rows,), named, "cost") for at, rows in bundles.items()}
             with self._turn(future, method, needs):
                 calls = [(at, rank.execute("call", method, *own)) for at in shares for rank, own in shares[at].calls]
                 metas = self._wait(future, method, [running for _, running in calls])
@@ -299,15 +296,14 @@ class DistModel:
         def work(future: Future) -> Outcome:
             return combine(*self._everywhere(future, verb, {}, *arguments), self.store)
 
-        return self._launch(verb, work, fatal=False)
+        return self.cluster.launch(Call(self.name, verb), work, self._queue.submit, fatal=False)
 
     def _everywhere(
         self, future: Future, verb: str, needs: Mapping[str, Sequence[str]], *arguments: Any
     ) -> tuple[list[Running], list[Meta]]:
-        method = future.label.partition(".")[2]
-        with self._turn(future, method, needs):
+        with self._turn(future, future.call.method, needs):
             running = [rank.execute(verb, *arguments) for rank in self._ranks]
-            return running, self._wait(future, method, running)
+            return running, self._wait(future, future.call.method, running)
 
     def _wait(self, future: Future, method: str, running: list[Running]) -> list[Meta]:
         metas = wait(future, running, self.cluster.timeout)
@@ -320,7 +316,7 @@ class DistModel:
 
     def _shares(
         self,
-        label: str,
+        call: Call,
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
         by: By,
@@ -335,7 +331,7 @@ class DistModel:
             return Shares([(rank, (arguments, keywords)) for rank in self._ranks])
         alike = [key for key in batches if key not in keywords]
         if len(sizes := {len(batches[key]) for key in alike}) > 1:
-            raise ValueError(f"{label}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
+            raise ValueError(f"{call}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
         count = (max(self._share_of) + 1) * each
         named = "loss" in keywords  # another one than the context's, of which nothing is known here
         whole = not self.config.spread_samples if by == "work" else self._whole_groups or named

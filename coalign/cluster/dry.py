@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from coalign.cluster.functions import apply_columns, merge_columns, name_of, transform_batches
-from coalign.cluster.future import BatchRef, Future, Meta, Outcome
+from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
 from coalign.cluster.local import Cell, LocalStore
 from coalign.cluster.worker import module_class
 from coalign.config.functions import columns_of
@@ -28,13 +28,14 @@ from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Stats
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call: the columns it reads, by the call that made them, and those it makes.
+class TracedCall:
+    """One call: the columns it reads, by the call that made them, and those it makes. ``label`` is unique.
 
     ``batch`` is its stand-in input with all columns merged (None for a call without one).
     """
 
     label: str
+    made_by: Call
     reads: dict[str, tuple[str, ...]]
     makes: tuple[str, ...]
     batch: Batch | None = field(default=None, repr=False, compare=False)
@@ -44,13 +45,14 @@ class Call:
 class Graph:
     """The calls in the order in which the flow made them; labels are unique (`gae`, `gae#2`)."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
 
-    def add(self, label: str, reads: dict[str, list[str]], makes: list[str], batch: Batch | None = None) -> str:
+    def add(self, call: Call, reads: dict[str, list[str]], makes: list[str], batch: Batch | None = None) -> str:
         """Record a call; the label it got."""
-        count = sum(call.label.partition("#")[0] == label for call in self.calls)
-        label = f"{label}#{count + 1}" if count else label
-        self.calls.append(Call(label, {source: tuple(names) for source, names in reads.items()}, tuple(makes), batch))
+        count = sum(each.made_by == call for each in self.calls)
+        label = f"{call}#{count + 1}" if count else str(call)
+        named = {source: tuple(names) for source, names in reads.items()}
+        self.calls.append(TracedCall(label, call, named, tuple(makes), batch))
         return label
 
     @property
@@ -103,7 +105,7 @@ class DryCluster:
     def put(self, batch: Batch, label: str = "data") -> BatchRef:
         """A batch of the driver, as a node called ``label``."""
         names = _columns(batch)
-        label = self.graph.add(label, {}, names)
+        label = self.graph.add(Call(None, label), {}, names)
         return self._keep(batch, dict.fromkeys(names, label))
 
     def apply(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
@@ -113,13 +115,15 @@ class DryCluster:
         needed, optional = columns_of(function)
         reads = _by_source(sources, [name for name in (*needed, *optional) if name in sources])
         columns, stats = apply_columns(function, given, keywords)
-        return self.answer(name_of(function), given.with_(**columns), stats, reads, list(columns), sources, given)
+        return self.answer(
+            Call(None, name_of(function)), given.with_(**columns), stats, reads, list(columns), sources, given
+        )
 
     def join(self, *inputs: BatchRef | Batch | Future) -> Future:
         """The columns of all, each as made by whom it was made by."""
         refs = [self.resolve(value) for value in inputs]
         given = merge_columns([ref.fetch() for ref in refs])
-        return self.answer("join", given, {}, {}, [], self.sources(refs), given)
+        return self.answer(Call(None, "join"), given, {}, {}, [], self.sources(refs), given)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """Runs the function; every column of its result counts as made by it."""
@@ -128,7 +132,7 @@ class DryCluster:
         batch, stats = transform_batches(function, given, keywords)
         sources = self.sources(refs)
         reads = _by_source(sources, list(sources))
-        return self.answer(name_of(function), batch, stats, reads, _columns(batch), {}, given[0])
+        return self.answer(Call(None, name_of(function)), batch, stats, reads, _columns(batch), {}, given[0])
 
     def shutdown(self) -> None:
         """Nothing was started."""
@@ -150,7 +154,7 @@ class DryCluster:
 
     def answer(
         self,
-        label: str,
+        call: Call,
         batch: Batch | None,
         stats: Stats,
         reads: dict[str, list[str]],
@@ -159,11 +163,11 @@ class DryCluster:
         given: Batch | None,
     ) -> Future:
         """A finished Future, recorded: ``batch`` with ``made`` from this call and the rest from ``sources``."""
-        node = self.graph.add(label, reads, made, given)
+        node = self.graph.add(call, reads, made, given)
         result: Any = stats
         if batch is not None:
             result = self._keep(batch, {name: node if name in made else sources[name] for name in _columns(batch)})
-        future = Future(label)
+        future = Future(call)
         future.succeed(Outcome(result, stats))
         if self.on_call:
             self.on_call(future)
@@ -188,10 +192,10 @@ class DryModel:
         ref = self._batch("generate", prompts)
         given, sources = ref.fetch(), self.cluster.sources([ref])
         batch = _responses(given, samples or self.context.samples_per_prompt)
-        if (self.context.rollout or {}).get("fn", "single_turn") != "single_turn":
+        if self.context.environment is not None:
             batch = batch.with_(turn_rewards=torch.zeros(batch.tokens_total), messages=[[] for _ in range(len(batch))])
         reads = _by_source(sources, [name for name in _columns(given) if name in batch])
-        return self.cluster.answer(f"{self.name}.generate", batch, {}, reads, _columns(batch), {}, given)
+        return self.cluster.answer(Call(self.name, "generate"), batch, {}, reads, _columns(batch), {}, given)
 
     def top_logprobs(self, batch: BatchRef | Future) -> Future:
         """What a teacher tells, of two candidates."""
@@ -203,7 +207,7 @@ class DryModel:
         }
         reads = _by_source(self.cluster.sources([ref]), ["tokens"])
         made = Batch(given.lengths, columns)
-        return self.cluster.answer(f"{self.name}.top_logprobs", made, {}, reads, list(columns), {}, given)
+        return self.cluster.answer(Call(self.name, "top_logprobs"), made, {}, reads, list(columns), {}, given)
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None, **_: Any) -> Future:
         """The module's columns, zero; ``into`` renames the first."""
@@ -213,7 +217,7 @@ class DryModel:
         per_token = self.config.head != "reward" and self.config.judge is None
         made = Batch(given.lengths, *_zeros(given, names, per_token=per_token))
         reads = _by_source(self.cluster.sources([ref]), ["tokens"])
-        return self.cluster.answer(f"{self.name}.forward_step", made, {}, reads, names, {}, given)
+        return self.cluster.answer(Call(self.name, "forward_step"), made, {}, reads, names, {}, given)
 
     def train_step(self, batch: BatchRef | Future, **_: Any) -> Future:
         """Nothing is learned."""
@@ -228,12 +232,12 @@ class DryModel:
         refs = [self.cluster.resolve(value) for value in (*arguments, *keywords.values())]
         refs = [ref for ref in refs if isinstance(ref, BatchRef)]
         if not refs:
-            return self.cluster.answer(f"{self.name}.{method}", None, {}, {}, [], {}, None)
+            return self.cluster.answer(Call(self.name, method), None, {}, {}, [], {}, None)
         names = list(getattr(getattr(module_class(self.config), method), "produces", ()))
         given, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
         made = Batch(given.lengths, *_zeros(given, names, per_token=True)) if names else None
         reads = _by_source(sources, list(sources))
-        return self.cluster.answer(f"{self.name}.{method}", made, {}, reads, names, {}, given)
+        return self.cluster.answer(Call(self.name, method), made, {}, reads, names, {}, given)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         if method.startswith("_"):
@@ -250,7 +254,7 @@ class DryModel:
         ref = self._batch(method, batch)
         sources = self.cluster.sources([ref])
         return self.cluster.answer(
-            f"{self.name}.{method}", None, {}, _by_source(sources, list(sources)), [], {}, ref.fetch()
+            Call(self.name, method), None, {}, _by_source(sources, list(sources)), [], {}, ref.fetch()
         )
 
 

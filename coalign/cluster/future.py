@@ -235,16 +235,27 @@ class Meta:
         return Meta(batch.lengths, batch.get("group"), work, batch.get("status"), columns, stats)
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a flow: a ``method`` of a ``model``, or a function (``model`` is None). As text `policy.generate`."""
+
+    model: str | None
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.model}.{self.method}" if self.model else self.method
+
+
 class WorkerError(RuntimeError):
     """A call failed in a worker. Says which call, model, replica and rank, with the traceback from there.
 
     ``cause`` is the worker's own exception where it could travel (None if the process died or timed out).
     """
 
-    def __init__(self, label: str, where: str, failure: WorkerFailure) -> None:
-        text = f"{label} failed in {where}: {failure.kind}: {failure.message}"
+    def __init__(self, call: Call, where: str, failure: WorkerFailure) -> None:
+        text = f"{call} failed in {where}: {failure.kind}: {failure.message}"
         super().__init__(f"{text}\n\n{failure.traceback}" if failure.traceback else text)
-        self.label, self.where, self.failure = label, where, failure
+        self.call, self.where, self.failure = call, where, failure
 
     @property
     def cause(self) -> BaseException | None:
@@ -274,7 +285,7 @@ class Outcome:
 
 
 class Future:
-    """A call under way. ``label`` is `model.method` or the applied function's name.
+    """A ``call`` under way.
 
     ``result()`` waits: a BatchRef, merged Stats or a plain value; WorkerError (or the first error of the run, if that
     ended this call) otherwise. After it ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of
@@ -285,8 +296,8 @@ class Future:
     it, when it has done it (empty if the rows are of no use before all are there).
     """
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self, call: Call) -> None:
+        self.call = call
         self.made = time.time()
         self.running: list[Running] = []
         self.spans: list[Span] = []
@@ -333,7 +344,7 @@ class Future:
         try:
             settle()
         except concurrent.futures.InvalidStateError:
-            return  # two threads may end a call: its own lane, and the one that saw the run's first error
+            return  # two threads may end a call: its own queue, and the one that saw the run's first error
         self.running = []
         self.comes_in([])
 

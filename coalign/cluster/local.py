@@ -82,7 +82,7 @@ class LocalCluster(Cluster):
 
     def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
         super().__init__(config, models)
-        self._cpu = self.lane("cpu")
+        self._cpu = self.call_queue("cpu")
         self._arenas: dict[str, Arena] = {}  # by device: models that share tensors have to agree about them
         self._threads = config.runtime.threads
         self._device = accelerator(config.runtime.accelerator).device
@@ -96,13 +96,13 @@ class LocalCluster(Cluster):
         if processes > 1:
             raise ValueError(f"models.{name} asks for {processes} processes; use `runtime.cluster: ray`")
         devices = self.seats[name][0].devices
-        lane = self.lane(f"{name}-worker") if devices or not exclusive else self._cpu
+        calls = self.call_queue(f"{name}-worker") if devices or not exclusive else self._cpu
         device = f"{self._device}:{devices[0]}" if devices else "cpu"
         arena = None
         if self.residency.slots and exclusive:
             limit = self.residency.capacity if slot.name in self.residency.slots else None
             arena = self._arenas.setdefault(device, Arena(device, limit))
-        return [DistActor([LocalWorker(name, Worker(self.store, threads, arena), lane.submit)], device)]
+        return [DistActor([LocalWorker(name, Worker(self.store, threads, arena), calls.submit)], device)]
 
     def _hold(self, slot: Slot, *models: str) -> AbstractContextManager[None]:
         in_order = not slot.devices and slot.name not in self.residency.slots  # on one thread as it is

@@ -12,7 +12,8 @@ from rich.table import Table
 from coalign.cluster.start import start
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
-from coalign.launch.build import build, prepare, recipe
+from coalign.launch.build import build
+from coalign.launch.plan import find_recipe, prepare
 from coalign.report.display import Display
 from coalign.roles import Rollout
 from coalign.types import Stat
@@ -35,20 +36,20 @@ def check_run(config: RunConfig, display: Display) -> bool:
     """Start the models between which weights travel, sync, and compare what they hold and what they compute; whether
     all of it agrees. ValueError for a recipe in which none travel."""
     names = _travelling(config)
-    cls, models = prepare(config)
+    plan = prepare(config).restrict(names)
     with start(config) as cluster:
-        engine = build(cls, models, config, cluster, only=names)
+        engine = build(plan, cluster)
         engine.trainers.sync(0)
         good = True
         for sync in engine.trainers.syncs:
             good &= _check_tensors(sync, display)
-            if type(engine).roles(config)[sync.target.name] is Rollout:
+            if plan.roles[sync.target.name] is Rollout:
                 good &= _check_logprobs(engine, sync, display)
         return good
 
 
 def _travelling(config: RunConfig) -> list[str]:
-    pairs = recipe(config.algorithm).sync
+    pairs = find_recipe(config.algorithm).sync
     if not pairs:
         raise ValueError(f"algorithm: in `{config.algorithm}` no weights travel from one model to another")
     return [name for pair in pairs for name in pair]

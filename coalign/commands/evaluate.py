@@ -15,19 +15,20 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
     The reference and other frozen models stay those of the run."""
     from coalign.cluster.start import start
     from coalign.engine.hooks.run_folder import flatten
-    from coalign.launch.build import build, prepare, recipe
+    from coalign.launch.build import build
+    from coalign.launch.plan import find_recipe, prepare
 
-    names = recipe(config.algorithm).evaluates
+    names = find_recipe(config.algorithm).evaluates
     if not config.data.eval:
         raise ValueError("data.eval: there is nothing to evaluate on; name a file")
     if model is not None:
         given = {"load": str(model), "init": "load", "head_init": "load", "lora": None}
         main = config.models[names[0]].model_copy(update=given)
         config = config.model_copy(update={"models": {**config.models, names[0]: main}})
-    cls, models = prepare(config)
+    plan = prepare(config).restrict(names)
     cluster = start(config)
     try:
-        engine = build(cls, models, config, cluster, only=names)
+        engine = build(plan, cluster)
         stats, _ = engine.evaluator.evaluate()
     finally:
         cluster.shutdown()
@@ -37,10 +38,12 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
 def inspect(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
     """Show the first rows of the training data as the trainer will see them."""
     from coalign.commands.inspect_data import describe, groups
-    from coalign.launch.build import load_tokenizer, loader, recipe
+    from coalign.launch.build import load_split, load_tokenizer
+    from coalign.launch.plan import prepare
 
-    tokenizer = load_tokenizer(config)
-    data = loader(config, recipe(config.algorithm), tokenizer, "train")
+    plan = prepare(config)
+    tokenizer = load_tokenizer(plan)
+    data = load_split(plan, tokenizer, "train")
     drawn = list(islice((group for _ in count() for group in groups(data.next())), rows))
     display.show(data.report())  # a stream knows only of rows that were drawn
     for group in drawn:

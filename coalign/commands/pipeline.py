@@ -32,7 +32,7 @@ from coalign.config.pipelines import PipelineFile
 from coalign.config.schema import Section
 from coalign.engine.hooks.run_folder import lock
 from coalign.files import move_aside
-from coalign.launch.build import recipe
+from coalign.launch.plan import find_recipe
 from coalign.report.display import Display
 from coalign.report.step_line import number
 
@@ -127,7 +127,7 @@ def plan(file: PipelineFile) -> list[Stage]:
         outputs: Record = {}
         for index, given in enumerate(header.stages):
             names = {"output": header.output, "round": round, "model": model, "stages": outputs}
-            settings = file.settings(index, names, made, lambda algorithm: recipe(algorithm).defaults)
+            settings = file.settings(index, names, made, lambda algorithm: find_recipe(algorithm).defaults)
             with file.located(index):
                 settings = KINDS[given.kind].complete(settings, stages[-1].output if index else None, model)
                 KINDS[given.kind].check(settings)

@@ -19,11 +19,10 @@ from coalign.config.schema import (
     SelectConfig,
     SourceConfig,
 )
-from coalign.launch.build import prepare, recipe
 from coalign.launch.check import trace
+from coalign.launch.plan import prepare
 from coalign.launch.run import train
 from coalign.report.display import Display
-from coalign.roles import Trainable
 
 Settings = TypeVar("Settings", bound=Section)
 Outcome = tuple[dict[str, float], int]  # counts, exit code
@@ -120,7 +119,7 @@ class Train(Kind[RunConfig]):
         prepare(settings)
 
     def try_out(self, settings: RunConfig) -> None:
-        trace(*prepare(settings), settings)
+        trace(prepare(settings))
 
     def about(self, settings: RunConfig) -> str:
         return settings.algorithm
@@ -138,9 +137,7 @@ KINDS: dict[str, Kind] = {"generate": Generate(), "score": Score(), "select": Se
 
 def trains_a_policy(config: RunConfig) -> bool:
     """Whether the main model of a run is a language model: what it becomes is the pipeline's current model."""
-    roles = recipe(config.algorithm).roles(config)
-    main = next(name for name, role in roles.items() if role is Trainable)
-    return config.models[main].head == "lm"
+    return prepare(config).learning[0].config.head == "lm"
 
 
 def _check_rewards(settings: JudgeConfig) -> None:

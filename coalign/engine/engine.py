@@ -1,39 +1,55 @@
-"""The engine: a flow over models, and the one loop that runs it.
+"""The engine: models, the flow between them, and the one loop that runs it.
 
-A recipe subclasses Engine and writes two methods. Everything else (what a step is, when weights move, when a checkpoint
-is taken) is here, once, for synchronous and asynchronous training alike.
-
-What hangs off the loop. A hook sees the engine after each step.
-
-The training side of an engine: one ``train_flow``, then the new weights go to whoever generates with them.
-
-The evaluation side of an engine: mean@n and pass@k over a held-out set, or whatever ``eval_flow`` measures.
+A recipe subclasses ``Engine`` and writes two methods. Everything else is here, once, for synchronous and asynchronous
+training alike: what a step is, when weights move, what hooks see. ``Trainer`` is the training side of the loop and
+``Evaluator`` the evaluation side; the roll-out side is in environment.py.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import comb
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from coalign.cluster.future import BatchRef, Future
-from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig
+from coalign.data.batch import Batch
 from coalign.data.loader import Loader
+from coalign.engine.buffer import Buffer
 from coalign.engine.environment import Environment
+from coalign.engine.filters import control
 from coalign.engine.ledger import Ledger
 from coalign.engine.metrics import watch
-from coalign.roles import Trainable
+from coalign.engine.reference import BaseWeights
+from coalign.engine.reward import Reward
 from coalign.types import Metric, Stat, Stats, Total, merge_stats
 from coalign.weights.sync.sync import WeightSync
 
 if TYPE_CHECKING:
-    from coalign.cluster.future import BatchRef
+    from transformers import PreTrainedTokenizerBase
+
+    from coalign.backends.objective import Objective
+    from coalign.cluster.base import Cluster
+    from coalign.cluster.dist import DistModel
+    from coalign.launch.plan import Plan
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run: its tokenizer, the loaders, and the ``steps`` of the run at most."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Loader
+    steps: int
+    eval: Loader | None = None
+    ptx: Loader | None = None
 
 
 class Hook:
@@ -66,7 +82,7 @@ class Trainer:
     """
 
     def __init__(
-        self, cluster: Any, flow: Callable[[BatchRef], Any], syncs: Sequence[WeightSync], main: str | None
+        self, cluster: Cluster, flow: Callable[[BatchRef], Any], syncs: Sequence[WeightSync], main: str | None
     ) -> None:
         self.cluster = cluster
         self.flow = flow
@@ -116,7 +132,7 @@ def score(
 class Evaluator:
     """Runs ``flow(prompts) -> Future`` (an engine's ``eval_flow``) over a whole evaluation set."""
 
-    def __init__(self, cluster: Any, flow: Callable[[BatchRef], Any], loader: Loader, limit: int | None) -> None:
+    def __init__(self, cluster: Cluster, flow: Callable[[BatchRef], Any], loader: Loader, limit: int | None) -> None:
         self.cluster = cluster
         self.flow = flow
         self.loader = loader
@@ -126,7 +142,9 @@ class Evaluator:
         """(metrics named `eval/…`, the batches as their flow left them)."""
         begun = time.perf_counter()
         with watch(self.cluster) as calls:
-            futures = [self.flow(self.cluster.put(self._apart(prompts))) for prompts in self.loader.all(self.limit)]
+            futures = [
+                self.flow(self.cluster.put(_separate_groups(prompts))) for prompts in self.loader.all(self.limit)
+            ]
         results = [future.result() for future in futures]
         stats = {
             f"eval/{name}": metric
@@ -135,17 +153,17 @@ class Evaluator:
         }
         return merge_stats([stats, {"time/eval": Total(time.perf_counter() - begun)}]), results
 
-    @staticmethod
-    def _apart(prompts: Any) -> Any:
-        """Evaluation prompts get negative groups, so that they never share random numbers with training prompts."""
-        return prompts.with_(group=-1 - prompts["group"])
+
+def _separate_groups(prompts: Batch) -> Batch:
+    """Evaluation prompts get negative groups, so that they never share random numbers with training prompts."""
+    return prompts.with_(group=-1 - prompts["group"])
 
 
 class Engine:
     """Models, the flow between them, and the loop.
 
     ``models`` names every model of the recipe and the role it plays (Rollout, Scorer, Trainable); each is an attribute
-    (``self.policy``) whose methods return Futures. ``sync`` lists (source, target) pairs: after each step the target
+    (``self.policy``) whose methods return Futures, or None in a run that does without it. ``sync`` lists (source, target) pairs: after each step the target
     gets the source's weights. ``source`` says what the data set's rows become (a key of coalign.data.kinds).
     ``defaults`` is configuration in the shape of the YAML, beneath the person's own. ``unread`` names sections of it
     that the flows have no use for, so that nobody sets them in vain.
@@ -154,32 +172,78 @@ class Engine:
     models: ClassVar[Mapping[str, type]] = {}
     sync: ClassVar[list[tuple[str, str]]] = []
     source: ClassVar[str] = "prompts"
+    tokenizer: PreTrainedTokenizerBase
+    environment: Environment
+    trainers: Trainer
+    evaluator: Evaluator | None
+    ptx_loader: Loader | None = None
     evaluates: ClassVar[tuple[str, ...]] = ("policy", "reward")  # the models that eval_flow calls
     defaults: ClassVar[dict[str, Any]] = {}
     unread: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, config: RunConfig, cluster: Any) -> None:
-        self.config = config
+    def __init__(self, plan: Plan, cluster: Cluster, data: RunData | None = None) -> None:
+        """Start the models of ``plan`` on ``cluster``, each an attribute by its name; a model of the recipe that the run
+        does without is None. Without ``data`` the flows can be called, and there is no loop (`coalign check`).
+
+        ValueError for a model whose name the engine uses itself.
+        """
+        self.plan = plan
+        self.config = plan.config
         self.cluster = cluster
         self.step = 0
         self.tokens = 0  # that the main model was trained on
-        self.last = 0
+        self.last = data.steps if data else 1
         self.stop: str | None = None  # why the loop should end before its last step
         self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
         self.late: Stats = {}  # metrics that came up after their step was recorded: they go into the next one's
-        self.phase: Callable[[str], None] = lambda text: None  # told what the loop is waiting for
-        self.ledger = Ledger(cluster, config.rollout, config.runtime.samples_per_prompt)
-        self.environment: Environment
-        self.trainers: Trainer
-        self.ptx_loader: Loader | None = None
-        self.evaluator: Evaluator | None = None
         self.hooks: list[Hook] = []
-        self.models_running: dict[str, Any] = {}
-        self.rewards: Any = None  # the combination behind self.reward (coalign.engine.reward), for a checkpoint
-        self.tokenizer: Any = None
-        if config.advantage:
-            fn = resolve(config.advantage.fn, "coalign.algorithms.advantages")
-            self.advantage = partial(fn, **bind(fn, config.advantage.arguments, "advantage"))
+        self.phase_listeners: list[Callable[[str], None]] = []  # told what the loop is waiting for
+        self.advantage = plan.advantage
+        self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
+        self.ledger = Ledger(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
+        self.running = self._start_models()
+        self.rewards: Reward | None = None  # the sum behind self.reward
+        scorers = self.running | {
+            name: BaseWeights(self.running[model.base_of]) for name, model in plan.models.items() if model.base_of
+        }
+        if plan.rewards:
+            self.rewards = Reward(cluster, plan.rewards, scorers)
+        self._set_models(
+            {**dict.fromkeys(self.models), **scorers, **({"reward": self.rewards} if self.rewards else {})}
+        )
+        if data is not None:
+            self._prepare_loop(data)
+
+    def _start_models(self) -> dict[str, DistModel[Any]]:
+        planned = [model for model in self.plan.models.values() if model.base_of is None]
+        return {m.name: self.cluster.spawn(m.name, m.config, replace(m.context, steps=self.last)) for m in planned}
+
+    def _set_models(self, models: Mapping[str, Any]) -> None:
+        for name, model in models.items():
+            if hasattr(self, name):
+                raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename it")
+            setattr(self, name, model)
+
+    def _prepare_loop(self, data: RunData) -> None:
+        config = self.config
+        if self.source == "prompts":  # their flows join and filter
+            self.cluster.expect_functions()
+        self.tokenizer = data.tokenizer
+        self.ptx_loader = data.ptx
+        buffer = Buffer(config.runtime.max_staleness, data.steps)
+        decided = control(self.plan, self.cluster, data.train)
+        self.environment = Environment(self.cluster, self.env_flow, data.train, buffer, self.ledger, decided)
+        syncs = [self._sync_between(*pair) for pair in self.plan.syncs]
+        self.trainers = Trainer(self.cluster, self.train_flow, syncs, next(iter(self.learning), None))
+        limit = config.runtime.eval_prompts
+        self.evaluator = Evaluator(self.cluster, self.eval_flow, data.eval, limit) if data.eval else None
+
+    def _sync_between(self, source: str, target: str) -> WeightSync:
+        config = self.config
+        directory = Path(config.sync.directory or Path(config.output) / "sync", f"{source}-{target}")
+        settings = config.sync.model_copy(update={"directory": str(directory.absolute())})
+        overlap = config.runtime.max_staleness > 0
+        return WeightSync(self.running[source], self.running[target], settings, overlap=overlap)
 
     # ---- what a recipe writes --------------------------------------------------------------------------------------
 
@@ -207,12 +271,12 @@ class Engine:
         """Take back what ``state_dict`` gave."""
 
     @classmethod
-    def roles(cls, config: RunConfig) -> Mapping[str, type]:
+    def roles(cls, config: RunConfig, loss: Objective | None) -> Mapping[str, type]:
         """The models that this configuration needs; a recipe leaves out those it would not call."""
         return cls.models
 
     @classmethod
-    def check(cls, config: RunConfig) -> None:
+    def check(cls, config: RunConfig, loss: Objective | None) -> None:
         """Refuse (ValueError) what the schema cannot see, before anything loads."""
 
     # ---- what a flow uses ------------------------------------------------------------------------------------------
@@ -241,26 +305,14 @@ class Engine:
 
     def ptx(self) -> dict[str, Any]:
         """Keywords for the train_step of the main model: the next rows of the section `ptx`; without it, none."""
-        if self.ptx_loader is None:
+        if self.config.ptx is None or self.ptx_loader is None:
             return {}
         return {"ptx": self.cluster.put(self.ptx_loader.next()), "ptx_coef": self.config.ptx.coef}
-
-    @property
-    def learning(self) -> list[str]:
-        """The models that learn, the main one (whose weights are the run's product) first."""
-        return [name for name, role in self.roles(self.config).items() if role is Trainable]
 
     @property
     def eval_sampling(self) -> dict[str, Any]:
         """The sampling settings of evaluation; those that are None stay the policy's own."""
         return self.config.runtime.eval_sampling.model_dump(exclude_none=True)
-
-    def attach(self, models: Mapping[str, Any]) -> None:
-        """Make each model an attribute. ValueError for a name that the engine uses itself."""
-        for name, model in models.items():
-            if hasattr(self, name):
-                raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename it")
-            setattr(self, name, model)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -274,6 +326,11 @@ class Engine:
     def served(self) -> int:
         """The weight version that the models which generate were given last, by the schedule (`sync.every`)."""
         return self.step - self.step % self.config.sync.every
+
+    def phase(self, name: str) -> None:
+        """Tell all listeners what the loop is waiting for now."""
+        for listener in self.phase_listeners:
+            listener(name)
 
     def learn(self) -> None:
         """Train until the run is complete, or a hook sets ``stop``."""

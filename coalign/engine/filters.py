@@ -13,32 +13,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from coalign.cluster.base import footprint
-from coalign.cluster.functions import bind as bind_columns
-from coalign.cluster.functions import name_of
-from coalign.config.functions import bind, resolve
+from coalign.cluster.functions import bind, name_of
 from coalign.config.schema import RunConfig
-from coalign.config.schema.rollout import FilterConfig, RolloutConfig
+from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
 from coalign.data.loader import Loader
 from coalign.engine.curriculum import Curriculum, first_rows, row_key
-from coalign.engine.replay import Replay, replay_function
+from coalign.engine.replay import Replay
 from coalign.types import SEQUENCE_COLUMNS, Stats, Total
 
-
-def filter_function(config: FilterConfig) -> partial[Any]:
-    """The filter with its arguments checked. A short name is one of coalign.algorithms.filters.
-
-    Raises ConfigError for wrong arguments, ValueError if there is no such function.
-    """
-    fn = resolve(config.fn, "coalign.algorithms.filters")
-    return partial(fn, **bind(fn, config.arguments, "filter"))
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
+    from coalign.launch.plan import Plan
 
 
 def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mapping[str, Any]) -> tuple[Batch, Stats]:
@@ -48,7 +41,7 @@ def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mappi
     """
     if not len(batch):
         return batch, {}
-    kept = keep(*bind_columns(keep, batch), **arguments)
+    kept = keep(*bind(keep, batch), **arguments)
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (len(batch),):
         found = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
         raise ValueError(f"filter `{name_of(keep)}` returned {found}; expected torch.bool [{len(batch)}]")
@@ -143,12 +136,8 @@ class Control:
     budget: Callable[[Batch], Batch] = lambda prompts: prompts  # adds what each prompt may cost, see budgets
 
 
-def check_control(config: RunConfig) -> None:
-    """Refuse (ValueError) a filter, a replay, a budget or a bound on age that cannot work."""
-    if config.filter:
-        filter_function(config.filter)
-    if config.replay:
-        replay_function(config.replay)
+def check_limits(config: RunConfig) -> None:
+    """Refuse (ValueError) a token budget or a bound on age that cannot work."""
     budget, samples = config.rollout.group_tokens, config.runtime.samples_per_prompt
     if budget is not None and budget < samples:
         raise ValueError(
@@ -184,10 +173,10 @@ def max_age(config: RunConfig) -> int:
     return config.runtime.max_staleness + carried
 
 
-def control(config: RunConfig, cluster: Any, loader: Loader) -> Control:
+def control(plan: Plan, cluster: Cluster, loader: Loader) -> Control:
     """A step takes a fixed number of groups where something decides which they are."""
-    rollout = config.rollout
-    decided = config.filter or rollout.oversample > 1 or rollout.round_tokens
+    config, rollout = plan.config, plan.config.rollout
+    decided = plan.filter or rollout.oversample > 1 or rollout.round_tokens
     budgets = {}
     if rollout.samples_key or rollout.max_new_tokens_key or rollout.group_tokens:
         own = config.runtime.samples_per_prompt, config.models["policy"].sampling.max_new_tokens
@@ -197,8 +186,8 @@ def control(config: RunConfig, cluster: Any, loader: Loader) -> Control:
         max_rounds=config.filter.max_rounds if config.filter else ROUNDS,
         rounds_of_a_response=rounds_of_a_response(config),
         max_age=max_age(config),
-        keep=filter_function(config.filter) if config.filter else None,
-        replay=Replay(cluster, config.replay) if config.replay else None,
+        keep=plan.filter,
+        replay=Replay(cluster, plan.replay, config.replay.steps) if plan.replay and config.replay else None,
         curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,
         lengths=Lengths() if replicas(config) > 1 else None,
         **budgets,

@@ -32,11 +32,11 @@ class Calls:
         parts: list[dict[str, Metric]] = []
         for future in self.futures:
             future.result()
-            model, _, method = future.label.partition(".")
-            mine = main is None or not method or model == main
+            model = future.call.model
+            mine = main is None or model is None or model == main
             parts.append(dict(future.stats) if mine else {f"{model}/{k}": v for k, v in future.stats.items()})
-            parts.append({f"time/{future.label}": Total(future.seconds)})
-            if method:
+            parts.append({f"time/{future.call}": Total(future.seconds)})
+            if model:
                 parts.append({f"memory/{model}": Max(future.peak_memory / 2**20)})
         return merge_stats(parts)
 

@@ -4,32 +4,29 @@ weights beneath adapters, or from a cache."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from coalign.algorithms.traits import needs
 from coalign.cluster.future import BatchRef, Future
-from coalign.config.functions import bind, resolve
-from coalign.config.schema import LossConfig, ModelConfig
-from coalign.roles import Trainable
 
 if TYPE_CHECKING:
+    from coalign.backends.objective import Objective
+    from coalign.cluster.dist import DistModel
     from coalign.engine.engine import Engine
     from coalign.report.display import Display
+    from coalign.roles import Trainable
 
 
-def with_reference_where_read(roles: Mapping[str, type], loss: LossConfig | None) -> Mapping[str, type]:
+def with_reference_where_read(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
     """``roles`` without `reference` unless ``loss`` reads its log-probs."""
     if loss is None:
         return roles
-    fn = resolve(loss.fn, "coalign.algorithms.losses")
-    read = needs(fn, bind(fn, loss.arguments, "loss"))
-    return {name: role for name, role in roles.items() if name != "reference" or "ref" in read}
+    return {name: role for name, role in roles.items() if name != "reference" or "ref" in loss.needs}
 
 
 class BaseWeights:
     """The weights beneath a model's adapters, as a scorer: ``forward_step`` with the adapters off."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: DistModel[Trainable]) -> None:
         self.model = model
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
@@ -37,25 +34,9 @@ class BaseWeights:
         return self.model.forward_step(batch, into=into, base=True)
 
 
-def shared_bases(models: Mapping[str, ModelConfig], roles: Mapping[str, type]) -> dict[str, str]:
-    """{frozen model: trained model whose adapters lie on the same weights}: the former need not be loaded.
-
-    A model with a cache is left as it is: once filled, it costs neither memory nor time.
-    """
-    trained = [n for n in models if roles[n] is Trainable and models[n].lora and not models[n].lora.load]
-    shared = {}
-    for name in models:
-        for other in trained:
-            mine, its = models[name], models[other]
-            plain = mine.frozen and not mine.cache and not (mine.lora and mine.lora.load)
-            if plain and _weights(mine) == _weights(its):
-                shared[name] = other
-    return shared
-
-
 def precompute(engine: Engine, display: Display) -> None:
     """Let every model that has a cache see all rows of the run's data once, then unload it."""
-    cached = {n: model for n, model in engine.models_running.items() if model.config.cache}
+    cached = {n: model for n, model in engine.running.items() if model.config.cache}
     loaders = [engine.environment.loader, *([engine.evaluator.loader] if engine.evaluator else [])]
     if not cached:
         return
@@ -67,9 +48,3 @@ def precompute(engine: Engine, display: Display) -> None:
             advance(len(set(rows["group"].tolist())))
     for model in cached.values():
         model.unload().result()
-
-
-def _weights(model: ModelConfig) -> tuple[Any, ...]:
-    bits = model.lora.base_bits if model.lora else None
-    sampled_at = model.sampling.temperature or 1.0
-    return (model.module, model.load, model.init, model.head, model.dtype, model.compute_dtype, bits, sampled_at)

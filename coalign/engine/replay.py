@@ -7,22 +7,22 @@ computed anew for them (they were sampled by older weights), and the importance 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.future import BatchRef, Future
-from coalign.config.functions import bind, resolve
-from coalign.config.schema.rollout import ReplayConfig
+
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
 
 
 class Replay:
     """The last ``steps`` batches besides the newest, and the function that makes of them what is trained on."""
 
-    def __init__(self, cluster: Any, config: ReplayConfig) -> None:
+    def __init__(self, cluster: Cluster, function: partial[Any], steps: int) -> None:
         self.cluster = cluster
-        self.function = replay_function(config)
-        self.remembered: deque[BatchRef] = deque(maxlen=config.steps + 1)
+        self.function = function
+        self.remembered: deque[BatchRef] = deque(maxlen=steps + 1)
 
     def mix(self, batch: BatchRef) -> Future:
         """What to train on, now that ``batch`` is the newest: a BatchRef."""
@@ -37,10 +37,3 @@ class Replay:
         """Take back what ``state_dict`` gave."""
         self.remembered.clear()
         self.remembered.extend(self.cluster.put(batch) for batch in state)
-
-
-def replay_function(config: ReplayConfig) -> partial[Any]:
-    """The function with its arguments checked: ``fn(*batches, ...)``, newest last. A short name is one of
-    coalign.data.transforms. Raises ConfigError for wrong arguments, ValueError if there is no such function."""
-    fn: Callable[..., Any] = resolve(config.fn, "coalign.data.transforms")
-    return partial(fn, **bind(fn, config.arguments, "replay"))

@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
 from coalign.algorithms.combine import Term, combine, moments_of
-from coalign.backends.scorers.reward import named
 from coalign.cluster.functions import merge_columns
 from coalign.cluster.future import BatchRef, Future
-from coalign.config.functions import resolve
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import at_their_end
-from coalign.launch.validate import reads_alike, tokenizer_directory
-from coalign.rewards import episode
 from coalign.rewards.calls import RewardError
 from coalign.types import Stat, Stats, Status, Total
+
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
+    from coalign.cluster.dist import DistModel
+    from coalign.roles import Scorer
 
 
 class Reward:
@@ -32,7 +33,9 @@ class Reward:
     depend on what is computed first.
     """
 
-    def __init__(self, cluster: Any, parts: Sequence[RewardConfig], models: Mapping[str, Any]) -> None:
+    def __init__(
+        self, cluster: Cluster, parts: Sequence[RewardConfig], models: Mapping[str, DistModel[Scorer]]
+    ) -> None:
         """``models`` holds what ``parts`` name, and FUNCTIONS if there are functions."""
         self._cluster = cluster
         self._models = models
@@ -183,56 +186,24 @@ def reward_parts(config: RunConfig) -> list[RewardConfig]:
     return [RewardConfig(model="reward")] if "reward" in config.models else []
 
 
-def turn_weight(config: RunConfig) -> float:
-    """How much an environment's reward for a turn counts within `reward`: the weight of its part `episode`, if it has
-    one. Normalised or bounded that part is no sum over turns any more, and counts for the response alone: 0."""
-    return sum(
-        part.weight
-        for part in config.reward
-        if part.fn and resolve(part.fn, "coalign.rewards") is episode and part.normalise == "none" and not part.clip
-    )
-
-
-def reward_names(config: RunConfig) -> list[str]:
-    """The models behind `self.reward`: those that `reward` lists, and the worker of its functions."""
-    parts = reward_parts(config)
+def reward_names(parts: Sequence[RewardConfig]) -> list[str]:
+    """The models that compute the parts of a reward, and the worker of its functions."""
     functions = [FUNCTIONS] if any(part.fn for part in parts) else []
     return [*dict.fromkeys(part.model for part in parts if part.model), *functions]
 
 
-def reward_models(config: RunConfig) -> dict[str, ModelConfig]:
-    """The models of `reward_names`: frozen, and each with the template by which it reads, if it is not to read the
-    policy's tokens. Raises what coalign.backends.scorers.reward.named raises."""
-    for i, part in enumerate(config.reward):
-        if part.fn:
-            named(part, f"reward.{i}")
-    models = {}
-    for name in reward_names(config):
-        if name == FUNCTIONS:
-            models[name] = ModelConfig(module="coalign.backends.scorers.reward:RewardModule", head="reward")
-            continue
-        model = config.models[name]
-        alike = reads_alike(model, tokenizer_directory(config))
-        template = model.chat_template or (None if alike else "auto")
-        models[name] = model.model_copy(update={"frozen": True, "chat_template": template})
-    return models
-
-
-def composition(models: Mapping[str, ModelConfig], config: RunConfig) -> str:
-    """What the reward of a run is made of, in words: a line for each part. Empty if it has none of ``models``."""
-    if not any(name in models for name in reward_names(config)):
-        return ""
+def describe_reward(parts: Sequence[RewardConfig], models: Mapping[str, ModelConfig]) -> str:
+    """What the reward of a run is made of, in words: a line for each part. Empty without one."""
     lines = []
-    for part in reward_parts(config):
+    for part in parts:
         source = f"function {part.fn}" if part.fn else f"model {part.model}"
         if part.model and models[part.model].chat_template:
             source += " (reads text with its own tokenizer)"
         scale = f", normalised by {part.normalise}" if part.normalise != "none" else ""
         bound = f", within ±{part.clip:g}" if part.clip else ""
-        lines.append(
-            f"  {part.weight:+g} × {part.called}: {source}{scale}{bound}" + ("" if part.weight else ", logged")
-        )
-    return "\n".join(["reward", *lines])
+        logged = "" if part.weight else ", logged"
+        lines.append(f"  {part.weight:+g} × {part.called}: {source}{scale}{bound}{logged}")
+    return "\n".join(["reward", *lines]) if lines else ""
 
 
 def _running(terms: Sequence[Term]) -> list[str]:

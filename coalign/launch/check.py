@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import cast
 
 import torch
 from rich.table import Table
 
 from coalign.algorithms.aggregate import Totals
-from coalign.cluster.base import planned
-from coalign.cluster.dry import Call, DryCluster, Graph, draw_graph
+from coalign.backends.base import Module
+from coalign.backends.objective import Objective, loss_input
+from coalign.cluster.base import Cluster, planned
+from coalign.cluster.dry import DryCluster, Graph, TracedCall, draw_graph
 from coalign.cluster.placement.devices import accelerator
 from coalign.cluster.placement.slots import distinct
 from coalign.cluster.residency import movable
 from coalign.cluster.standins import STANDINS
-from coalign.cluster.worker import module_class
 from coalign.config import located
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.engine.engine import Engine
 from coalign.engine.hooks.guards import check_reported
-from coalign.engine.reward import composition
-from coalign.launch.build import context, models_with_processes, prepare, requested_layout, roles_of, spawn
+from coalign.engine.reward import describe_reward
+from coalign.launch.layout import requested_layout
 from coalign.launch.memory_estimate import Estimate, estimate, largest_phase
-from coalign.launch.validate import is_trained_by_loss, loss_of
+from coalign.launch.plan import Plan, PlannedModel, prepare
 from coalign.report.display import Display
 from coalign.types import LossInput
 
@@ -35,86 +35,88 @@ OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
 
 def check(config: RunConfig, display: Display) -> None:
     """Print what the run would do. Raises ValueError for whatever would stop it."""
-    cls, models = prepare(config)
-    graph = trace(cls, models, config)
-    count = f"{len(models)} models" if len(models) > 1 else "1 model"
+    plan = prepare(config)
+    graph = trace(plan)
+    count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw_graph(graph) + "\n")
     with located(config):
-        _try_backends(models, config)
-        notes = [f"{name}: {note}" for name, model in models.items() for note in _notes(model)]
-    if rewards := composition(models, config):
+        for model in plan.models.values():
+            _check_backend(model, config)
+        notes = [
+            f"{model.name}: {note}"
+            for model in plan.models.values()
+            if model.config.load
+            for note in model.module.notes(model.config)
+        ]
+    if rewards := describe_reward(plan.rewards, plan.configs):
         display.show(rewards + "\n")
     with located(config):
-        display.show(requested_layout(models_with_processes(cls, models, config), config))
+        display.show(requested_layout(plan.started, config))
     display.show("")
-    display.show(_memory(cls, models, config))
-    for line in [*_sharing(cls, models, config), *notes]:
+    display.show(_memory_table(plan))
+    for line in [*_device_memory(plan), *notes]:
         display.show(line)
     display.show("\nno problem found")
 
 
-def trace(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Graph:
+def trace(plan: Plan) -> Graph:
     """The calls of one step, from a run of the flows on stand-ins. ValueError for a column that nobody produces, a loss
     that cannot do with what it gets, or a guard on what the loss does not report."""
-    with DryCluster(config) as cluster:
-        engine = cls(config, cluster)
-        spawn(engine, models, {name: context(name, model, config, steps=1) for name, model in models.items()})
-        make = STANDINS[cls.source]
-        engine.train_flow(cluster.resolve(engine.env_flow(cluster.put(make(), cls.source))))
+    with DryCluster(plan.config) as cluster:
+        engine = plan.recipe(plan, cast(Cluster, cluster))  # it has the part of a cluster's interface that flows use
+        make = STANDINS[plan.recipe.source]
+        engine.train_flow(cluster.resolve(engine.env_flow(cluster.put(make(), plan.recipe.source))))
         training = list(cluster.graph.calls)
-        if config.data.eval:
-            engine.eval_flow(cluster.put(make(), cls.source))
+        if plan.config.data.eval:
+            engine.eval_flow(cluster.put(make(), plan.recipe.source))
     for call in training:
-        name, _, method = call.label.partition("#")[0].partition(".")
-        if method == "train_step" and is_trained_by_loss(models[name]):
-            reported = _try_loss(name, models[name], config, call)
-            if name == engine.learning[0]:
-                check_reported(config.runtime.guards, reported)
+        model = plan.models.get(call.made_by.model or "")
+        if model is not None and model.objective is not None and call.made_by.method == "train_step":
+            reported = _try_loss(model, model.objective, call)
+            if model is plan.learning[0]:
+                check_reported(plan.config.runtime.guards, reported)
     return Graph(training)
 
 
-def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> list[str]:
+def _try_loss(model: PlannedModel, objective: Objective, call: TracedCall) -> list[str]:
     """Run a model's loss on the stand-ins that its train_step receives; the names of the metrics it reports."""
-    from coalign.backends.objective import Objective, loss_input
-
-    loss, _ = loss_of(name, model, config)
-    trained = call.batch["loss_mask"]
-    sizes = {"logprobs": int(trained.sum()), "values": int(trained.sum()), "scores": len(call.batch)}
-    outputs = {output: torch.zeros(sizes[output], requires_grad=True) for output in OUTPUTS[model.head]}
-    objective = Objective(**loss.model_dump())
+    batch = call.batch
+    assert batch is not None, "train_step takes a batch"
+    trained = batch["loss_mask"]
+    sizes = {"logprobs": int(trained.sum()), "values": int(trained.sum()), "scores": len(batch)}
+    outputs = {output: torch.zeros(sizes[output], requires_grad=True) for output in OUTPUTS[model.config.head]}
     for measured in {"entropy", "collision"} & set(objective.needs):
         outputs[measured] = torch.zeros(sizes["logprobs"])
-    if "candidate_logprobs" in objective.needs and "candidates" in call.batch:
-        outputs["candidate_logprobs"] = torch.zeros(call.batch["candidates"][trained].shape)
-    have: LossInput = loss_input(call.batch, outputs)
+    if "candidate_logprobs" in objective.needs and "candidates" in batch:
+        outputs["candidate_logprobs"] = torch.zeros(batch["candidates"][trained].shape)
+    have: LossInput = loss_input(batch, outputs)
     try:
-        _, stats = objective(call.batch, outputs, Totals(1.0, 1.0, 1.0))
+        _, stats = objective(batch, outputs, Totals(1.0, 1.0, 1.0))
     except (TypeError, AttributeError, ValueError) as problem:
         missing = sorted(
             f for f in ("ref", "advantages", "returns", "old_values", "scores") if getattr(have, f) is None
         )
         raise ValueError(
-            f"models.{name}: the loss `{loss.fn}` fails on what the flow gives it ({problem}); "
+            f"models.{model.name}: the loss `{objective.name}` fails on what the flow gives it ({problem}); "
             f"of its inputs these are not there: {', '.join(missing)}"
         ) from problem
     return [f"loss/{stat}" for stat in stats]
 
 
-def _try_backends(models: Mapping[str, ModelConfig], config: RunConfig) -> None:
-    """Raise what the setup of each model would raise before it reads weights."""
-    for name, model in models.items():
-        device = torch.device(accelerator(config.runtime.accelerator).device if model.num_gpu else "cpu")
-        # A cache, or a template to read by, and the backend behind it.
-        for module in dict.fromkeys((module_class(model), resolve_class(model.module, "coalign.backends"))):
-            module.check_settings(model, name, device)
-            if model.load:
-                _try_architecture(module, model, name)
-            if _runs_here(device, config):
-                module.check_machine(model, name, device)
+def _check_backend(model: PlannedModel, config: RunConfig) -> None:
+    """Raise what the setup of a model would raise before it reads weights."""
+    device = torch.device(accelerator(config.runtime.accelerator).device if model.config.num_gpu else "cpu")
+    # A cache, or a template to read by, and the backend behind it.
+    for module in dict.fromkeys((model.module, resolve_class(model.config.module, "coalign.backends"))):
+        module.check_settings(model.config, model.name, device)
+        if model.config.load:
+            _check_architecture(module, model.config, model.name)
+        if _runs_here(device, config):
+            module.check_machine(model.config, model.name, device)
 
 
-def _try_architecture(module: type, model: ModelConfig, name: str) -> None:
+def _check_architecture(module: type[Module], model: ModelConfig, name: str) -> None:
     try:
         module.check_architecture(model, name)
     except (ValueError, NotImplementedError) as problem:
@@ -128,44 +130,42 @@ def _runs_here(device: torch.device, config: RunConfig) -> bool:
     return not config.runtime.ray_address and (device.type == "cpu" or torch.cuda.is_available())
 
 
-def _notes(model: ModelConfig) -> Sequence[str]:
-    return module_class(model).notes(model) if model.load else ()
-
-
-def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Any:
+def _memory_table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, title="memory, over all processes of a model", title_justify="left")
     for column in ("model", "size", "weights", "gradients", "optimizer", "activations", "KV", "total"):
         table.add_column(column, justify="left" if column == "model" else "right")
-    for name, role in roles_of(cls, config).items():
-        if models[name].load is None:
+    for model in plan.models.values():
+        if model.config.load is None:
             continue
-        e: Estimate = estimate(models[name], role, config)
+        e: Estimate = estimate(model.config, model.role, plan.config)
         parts = (e.weights, e.gradients, e.optimizer, e.activations, e.cache, e.total)
-        table.add_row(name, f"{e.parameters / 1e6:,.1f}M", *map(_size, parts))
+        table.add_row(model.name, f"{e.parameters / 1e6:,.1f}M", *map(_size, parts))
     return table
 
 
-def _sharing(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> Iterator[str]:
+def _device_memory(plan: Plan) -> Iterator[str]:
     """What models that share devices take of each, and whether that is there."""
-    roles, slots = roles_of(cls, config), planned(models, config.runtime.colocation)
+    models, runtime = plan.configs, plan.config.runtime
+    slots = planned(models, runtime.colocation)
     for slot in (slot for slot in distinct(slots) if len(slot.places) > 1):
-        sizes = {name: _per_place(models[name], roles[name], config) for name in slot.places if models[name].load}
+        sizes = {
+            name: _estimate_per_device(plan.models[name], plan.config) for name in slot.places if models[name].load
+        }
         if not sizes:
             continue
         leaves = {name: movable(models[name], slot.footprints[name].devices, colocated=True) for name in sizes}
         turns, together = largest_phase(sizes, leaves), largest_phase(sizes, {})
         text = f"{slot.name} on each device: {_size(turns)} at most"
         yield f"{text} ({_size(together)} if nothing left it)" if turns < together else text
-        memory = config.runtime.device_memory
-        if memory is not None and turns > memory * 2**30:
-            yield f"  more than runtime.device_memory ({memory:g} GiB)"
+        if runtime.device_memory is not None and turns > runtime.device_memory * 2**30:
+            yield f"  more than runtime.device_memory ({runtime.device_memory:g} GiB)"
 
 
-def _per_place(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
+def _estimate_per_device(model: PlannedModel, config: RunConfig) -> Estimate:
     """The share of a model that one device has: of a group of processes a part, of a replica all of it."""
-    shared = module_class(model).one_group(model)
-    shards = model.processes // model.dp_replicate if shared else model.tensor_parallel
-    whole = asdict(estimate(model, role, config))
+    own = model.config
+    shards = own.processes // own.dp_replicate if model.module.one_group(own) else own.tensor_parallel
+    whole = asdict(estimate(own, model.role, config))
     return Estimate(**{name: number // shards for name, number in whole.items()})
 
 

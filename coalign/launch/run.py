@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from coalign.engine.hooks.run_folder import RunFolder
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, watching
 from coalign.engine.reference import precompute
-from coalign.launch.build import assigned_layout, build, models_with_processes, prepare
+from coalign.launch.build import build
 from coalign.launch.check import trace
+from coalign.launch.layout import assigned_layout
+from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from coalign.report.plots import plot_run
 from coalign.types import Stats
@@ -38,17 +40,17 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
     code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did.
 
     ``hooks`` see each step after evaluation and before it is recorded and saved."""
-    cls, models = prepare(config)
-    trace(cls, models, config)
+    plan = prepare(config)
+    trace(plan)
     folder = RunFolder(config.output)
     with _logged(folder, display):
         with located(config):
-            cluster = start(config, models_with_processes(cls, models, config))
+            cluster = start(config, plan.started)
         try:
             if kind(config) == "ray":
                 log.info("placement:\n%s", "\n".join(assigned_layout(cluster.slots, cluster.seats, cluster.nodes)))
             with watching(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
-                engine = build(cls, models, config, cluster)
+                engine = build(plan, cluster)
                 return _learn(engine, folder, display, watchdog, hooks)
         finally:
             display.close()
@@ -65,7 +67,7 @@ def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchd
     timeline = Timeline(folder.path / "timeline", config.runtime.timeline_every)
     profile = [Profile(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
     engine.cluster.on_end = timeline.note
-    engine.hooks = [guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save]
+    engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save])
     _refuse_namesakes(engine.hooks)
     if (found := _resume_from(config, folder, checkpoints)) is not None:
         restore(engine, found)
@@ -74,7 +76,7 @@ def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchd
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
-    engine.phase = _tell(watchdog.phase, display.phase, *(each.phase for each in (timeline, *profile)))
+    engine.phase_listeners.extend([watchdog.phase, display.phase, *(each.phase for each in (timeline, *profile))])
     with _stop_on_signal(engine) as caught:
         engine.learn()
     if config.data.stream:  # only now is it known what became of the rows
@@ -92,14 +94,6 @@ def _refuse_namesakes(hooks: Sequence[Hook]) -> None:
     for name, count in Counter(type(hook).__name__ for hook in hooks).items():
         if count > 1:
             raise ValueError(f"hooks: {count} of them are called {name}; give each class a name of its own")
-
-
-def _tell(*listeners: Callable[[str], None]) -> Callable[[str], None]:
-    def phase(name: str) -> None:
-        for listener in listeners:
-            listener(name)
-
-    return phase
 
 
 def _evaluation(engine: Engine, record: Record) -> list[Hook]:

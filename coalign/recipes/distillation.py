@@ -3,10 +3,8 @@
 on_policy_distillation
 """
 
-from coalign.algorithms.traits import needs
-from coalign.config.functions import bind, resolve
 from coalign.engine.reward import reward_parts
-from coalign.launch.validate import check_same_vocabulary
+from coalign.engine.vocabulary import check_same_vocabulary
 from coalign.recipes.offline import Offline
 from coalign.recipes.online import Online
 from coalign.roles import Rollout, Scorer, Trainable
@@ -33,7 +31,7 @@ class Distill(Offline):
     }
 
     @classmethod
-    def check(cls, config):
+    def check(cls, config, loss):
         if {"trainer", "teacher"} <= set(config.models):
             check_same_vocabulary(config.models["trainer"], config.models["teacher"], ("trainer", "teacher"))
 
@@ -64,17 +62,17 @@ class OnPolicyDistillation(Online):
         },
     }
 
-    def __init__(self, config, cluster):
-        super().__init__(config, cluster)
-        loss = resolve(config.loss.fn, "coalign.algorithms.losses")
-        self.wants_distribution = "candidate_logprobs" in needs(loss, bind(loss, config.loss.arguments, "loss"))
+    @property
+    def wants_distribution(self):
+        """Whether the loss compares distributions, not the tokens that the student chose."""
+        return self.plan.loss is not None and "candidate_logprobs" in self.plan.loss.needs
 
     @classmethod
-    def roles(cls, config):
+    def roles(cls, config, loss):
         return {name: role for name, role in cls.models.items() if name != "reward" or reward_parts(config)}
 
     @classmethod
-    def check(cls, config):
+    def check(cls, config, loss):
         if not {"policy", "teacher"} <= set(config.models):
             return
         student, teacher = config.models["policy"], config.models["teacher"]
@@ -100,7 +98,7 @@ class OnPolicyDistillation(Online):
     def eval_flow(self, prompts):
         out = self.policy.generate(prompts, samples=1)  # as it is trained: a divergence is one of distributions
         measured = self.apply(teacher_kl, out, self.teacher.forward_step(out))
-        return super().eval_flow(prompts) if hasattr(self, "reward") else measured
+        return super().eval_flow(prompts) if self.reward else measured
 
 
 def teacher_kl(rollout_logprobs, ref_logprobs, loss_mask):

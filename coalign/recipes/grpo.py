@@ -29,11 +29,11 @@ class GRPO(Online):
     }
 
     @classmethod
-    def roles(cls, config):
-        return with_reference_where_read(cls.models, config.loss)
+    def roles(cls, config, loss):
+        return with_reference_where_read(cls.models, loss)
 
     @classmethod
-    def check(cls, config):
+    def check(cls, config, loss):
         need_several_samples(config)
         if config.kl:
             raise ValueError(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
 from coalign.engine.reference import with_reference_where_read
 from coalign.roles import Scorer, Trainable
+
+if TYPE_CHECKING:
+    from coalign.backends.objective import Objective
+    from coalign.cluster.dist import DistModel
+    from coalign.engine.reference import BaseWeights
 
 
 class Offline(Engine):
@@ -18,17 +23,20 @@ class Offline(Engine):
     ``reference`` is there when the loss reads its log-probs.
     """
 
+    trainer: DistModel[Trainable]
+    reference: DistModel[Scorer] | BaseWeights | None
+
     models = {"trainer": Trainable, "reference": Scorer}
     evaluates = ("trainer", "reference")
     unread = ("reward", "truncated", "advantage", "pairs", "kl")
 
     @classmethod
-    def roles(cls, config: RunConfig) -> Mapping[str, type]:
-        return with_reference_where_read(cls.models, config.loss)
+    def roles(cls, config: RunConfig, loss: Objective | None) -> Mapping[str, type]:
+        return with_reference_where_read(cls.models, loss)
 
     def env_flow(self, batch: BatchRef) -> Any:
         """The rows with the reference's log-probs where the loss reads them. They do not depend on what is learned."""
-        return self.join(batch, self.reference.forward_step(batch)) if hasattr(self, "reference") else batch
+        return self.join(batch, self.reference.forward_step(batch)) if self.reference else batch
 
     def prepare(self, batch: BatchRef | Future) -> Any:
         """What is added to a batch with the weights of the moment, right before it is learned from or evaluated."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from coalign.algorithms.kl import AdaptiveKL, FixedKL
+from coalign.algorithms.kl import FixedKL
 from coalign.algorithms.shaping import sequence_kl_reward, shape_reward
 from coalign.cluster.future import BatchRef, Future
-from coalign.config.functions import bind, resolve
 from coalign.config.schema import RunConfig
-from coalign.engine.engine import Engine
-from coalign.engine.reward import turn_weight
+from coalign.engine.engine import Engine, RunData
 from coalign.roles import Rollout, Scorer, Trainable
 from coalign.types import Stats
+
+if TYPE_CHECKING:
+    from coalign.backends.objective import Objective
+    from coalign.cluster.base import Cluster
+    from coalign.cluster.dist import DistModel
+    from coalign.engine.reference import BaseWeights
+    from coalign.engine.reward import Reward
+    from coalign.launch.plan import Plan
 
 
 class Online(Engine):
@@ -22,6 +27,11 @@ class Online(Engine):
 
     ``scores`` names the models that say something of a sample; those that a configuration does without are left out.
     """
+
+    policy: DistModel[Rollout]
+    trainer: DistModel[Trainable]
+    reference: DistModel[Scorer] | BaseWeights | None
+    reward: Reward
 
     models = {"policy": Rollout, "reference": Scorer, "reward": Scorer, "trainer": Trainable}
     sync = [("trainer", "policy")]
@@ -36,18 +46,12 @@ class Online(Engine):
         },
     }
 
-    def __init__(self, config: RunConfig, cluster: Any) -> None:
-        super().__init__(config, cluster)
-        if config.truncated:
-            fn = resolve(config.truncated.fn, "coalign.algorithms.shaping")
-            self.truncated = partial(fn, **bind(fn, config.truncated.arguments, "truncated"))
-
     def env_flow(self, prompts: BatchRef) -> Any:
         return self.scored(self.generate(prompts))
 
     def scored(self, out: BatchRef | Future) -> Future:
         """Samples with what the other models say of them."""
-        scorers = [getattr(self, name) for name in self.scores if hasattr(self, name)]
+        scorers = [scorer for name in self.scores if (scorer := getattr(self, name)) is not None]
         return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
 
     def train_flow(self, batch: BatchRef) -> Any:
@@ -55,7 +59,7 @@ class Online(Engine):
 
     def shaped(self, batch: BatchRef | Future) -> Any:
         """The batch as advantages are taken of it."""
-        return self.apply(self.truncated, batch) if self.config.truncated else batch
+        return self.apply(self.plan.truncated, batch) if self.plan.truncated else batch
 
 
 class KLInReward(Online):
@@ -67,20 +71,17 @@ class KLInReward(Online):
 
     unread = ("pairs",)
 
-    def __init__(self, config: RunConfig, cluster: Any) -> None:
-        super().__init__(config, cluster)
-        self.kl: FixedKL | AdaptiveKL = FixedKL(coef=0.0)
-        if config.kl:
-            controller = resolve(config.kl.fn, "coalign.algorithms.kl")
-            self.kl = controller(**bind(controller, config.kl.arguments, "kl"))
+    def __init__(self, plan: Plan, cluster: Cluster, data: RunData | None = None) -> None:
+        super().__init__(plan, cluster, data)
+        self.kl = plan.kl() if plan.kl else FixedKL(coef=0.0)
 
     @classmethod
-    def roles(cls, config: RunConfig) -> Mapping[str, type]:
+    def roles(cls, config: RunConfig, loss: Objective | None) -> Mapping[str, type]:
         charged = config.kl is not None and config.kl.arguments.get("coef") != 0
         return {name: role for name, role in cls.models.items() if charged or name != "reference"}
 
     @classmethod
-    def check(cls, config: RunConfig) -> None:
+    def check(cls, config: RunConfig, loss: Objective | None) -> None:
         if config.loss.arguments.get("kl_coef", 0.0):
             raise ValueError(
                 f"loss.kl_coef: in `{config.algorithm}` the KL penalty is part of the reward; set kl.coef and leave "
@@ -92,7 +93,7 @@ class KLInReward(Online):
 
     def charged(self, batch: BatchRef | Future) -> Any:
         """The batch with rewards per token, the divergence subtracted."""
-        return self.apply(shape_reward, batch, kl_coef=self.kl.coef, turn_weight=turn_weight(self.config))
+        return self.apply(shape_reward, batch, kl_coef=self.kl.coef, turn_weight=self.plan.turn_weight)
 
     def after_step(self, stats: Stats) -> None:
         if "kl" in stats:
@@ -109,7 +110,7 @@ class KLOfResponse(KLInReward):
     """A response is one action: its whole divergence is subtracted from its reward, before anything is compared."""
 
     def charged(self, batch: BatchRef | Future) -> Any:
-        return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if hasattr(self, "reference") else batch
+        return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if self.reference else batch
 
 
 def need_several_samples(config: RunConfig) -> None:

@@ -1,9 +1,5 @@
 """Direct preference optimisation on the policy's own responses, compared by their rewards (2402.04792)."""
 
-from functools import partial
-
-from coalign.algorithms.traits import per
-from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
 from coalign.engine.reference import with_reference_where_read
 from coalign.recipes.online import Online
@@ -25,32 +21,26 @@ class OnlineDPO(Online):
         "loss": {"fn": "dpo", "beta": 0.1},
     }
 
-    def __init__(self, config, cluster):
-        super().__init__(config, cluster)
-        fn = resolve(config.pairs.fn, "coalign.algorithms.comparisons")
-        self.pairs = partial(fn, **bind(fn, config.pairs.arguments, "pairs"))
+    @classmethod
+    def roles(cls, config, loss):
+        return with_reference_where_read(cls.models, loss)
 
     @classmethod
-    def roles(cls, config):
-        return with_reference_where_read(cls.models, config.loss)
-
-    @classmethod
-    def check(cls, config):
+    def check(cls, config, loss):
         if config.runtime.samples_per_prompt == 1:
             raise ValueError(
                 "runtime.samples_per_prompt is 1: the responses to one prompt are compared with each other; use 2 or "
                 "more (4 is usual)"
             )
-        unit = per(resolve(config.loss.fn, "coalign.algorithms.losses"))
-        if unit not in ("group", "batch"):
+        if loss is not None and not loss.compares:
             raise ValueError(
-                f"loss.fn: `{config.loss.fn}` gives a value per {unit} and compares no responses; use a pairwise loss "
+                f"loss.fn: `{loss.name}` gives a value per {loss.per} and compares no responses; use a pairwise loss "
                 "(`dpo`, `ipo`, `simpo`, …)"
             )
 
     def train_flow(self, batch):
-        pairs = self.transform(compared, self.apply(self.pairs, self.shaped(batch)))
-        if hasattr(self, "reference"):
+        pairs = self.transform(compared, self.apply(self.plan.pairs, self.shaped(batch)))
+        if self.reference:
             pairs = self.join(pairs, self.reference.forward_step(pairs))
         return self.trainer.train_step(pairs, **self.ptx())
 

@@ -73,7 +73,7 @@ class KTO(Offline):
     }
 
     @classmethod
-    def check(cls, config):
+    def check(cls, config, loss):
         if config.runtime.prompts_per_step < 2:
             raise ValueError(
                 "runtime.prompts_per_step is 1: the reference point of `kto` is measured on responses to other prompts "

@@ -62,8 +62,8 @@ class RLOO(KLOfResponse):
     }
 
     @classmethod
-    def check(cls, config):
-        super().check(config)
+    def check(cls, config, loss):
+        super().check(config, loss)
         need_several_samples(config)
 
 

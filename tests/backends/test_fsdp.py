@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -22,7 +23,8 @@ def module(
     path: str, *, loss: dict | None = None, steps: int = 4, seed: int = 0, kind: type = FSDPModule, **config
 ) -> FSDPModule:
     settings = {"load": path, "optimizer": {"lr": 1e-2}} | config
-    context = Context(model="trainer", steps=steps, seed=seed, loss={"fn": "policy_gradient"} if loss is None else loss)
+    objective = Objective("policy_gradient") if loss is None else Objective(**loss) if loss else None
+    context = Context(model="trainer", steps=steps, seed=seed, loss=objective)
     made = kind(ModelConfig(**settings), context)
     made.setup()
     return made

@@ -7,6 +7,7 @@ import torch
 
 from coalign.backends.engines.native.module import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.backends.scorers.cached import CachedModule
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
@@ -27,7 +28,7 @@ def path(tmp_path_factory):
 
 
 def build(cls, path, name="trainer", **config):
-    context = Context(model=name, loss={"fn": "policy_gradient"}, samples_per_prompt=2)
+    context = Context(model=name, loss=Objective("policy_gradient"), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
     module.held()

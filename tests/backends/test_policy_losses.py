@@ -46,7 +46,7 @@ def path(tmp_path_factory):
 
 
 def module(path: str, loss: dict, **config) -> Watched:
-    context = Context(model="trainer", steps=4, loss={"constant_length": 8} | loss)
+    context = Context(model="trainer", steps=4, loss=Objective(**({"constant_length": 8} | loss)))
     made = Watched(ModelConfig(load=path, optimizer={"lr": 1e-2}, **config), context)
     made.setup()
     return made

@@ -29,7 +29,7 @@ def build(tokenizer_dir):
     modules = []
 
     def build(*rewards, tokenizer=tokenizer_dir):
-        entries = tuple(RewardConfig(**{"retries": 0} | reward).model_dump() for reward in rewards)
+        entries = tuple(RewardConfig(**{"retries": 0} | reward) for reward in rewards)
         modules.append(RewardModule(ModelConfig(module="reward"), Context(rewards=entries, tokenizer=tokenizer)))
         modules[-1].setup()
         return modules[-1]

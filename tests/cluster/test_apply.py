@@ -48,7 +48,7 @@ def test_the_same_on_both_clusters(cluster, prompts):
     assert torch.equal(out["advantage"], expected * 2.0)
     assert set(out.sequence) == {"group", "rows", "reward", "advantage"}
     assert future.stats == {"reward/mean": Stat.of(sums)}
-    assert future.label == "centre"
+    assert str(future.call) == "centre"
 
 
 def test_on_ray_it_runs_in_another_process(cluster, prompts):

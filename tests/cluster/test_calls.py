@@ -32,7 +32,7 @@ def test_columns_and_metrics_come_apart(cluster, prompts):
     future = cluster.models["judge"].forward_step(prompts)
     assert future.result().columns == ("reward",)
     assert future.stats == {"handled": Total(7)}
-    assert future.label == "judge.forward_step" and future.seconds > 0 and future.peak_memory > 2**20
+    assert str(future.call) == "judge.forward_step" and future.seconds > 0 and future.peak_memory > 2**20
 
 
 def test_metrics_alone_are_the_result(cluster, prompts):
@@ -93,7 +93,7 @@ def test_every_call_is_announced_on_the_thread_that_makes_it(cluster, prompts):
     future = cluster.models["judge"].forward_step(prompts)
     other = cluster.apply(_nothing, prompts)
     cluster.on_call = None
-    assert seen == [future, other] and other.label == "_nothing"
+    assert seen == [future, other] and str(other.call) == "_nothing"
 
 
 def _nothing(tokens):

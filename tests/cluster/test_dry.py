@@ -10,7 +10,8 @@ import torch
 
 from coalign.cluster import standins
 from coalign.cluster.dry import DryCluster, draw_graph
-from coalign.config.schema import ModelConfig, RunConfig
+from coalign.config.schema import ModelConfig, RolloutConfig, RunConfig
+from coalign.environments.conversation import find_environment
 from coalign.roles import Context
 from coalign.types import Stat
 
@@ -58,7 +59,7 @@ def test_generate_gives_the_columns_of_the_design(cluster):
 
 
 def test_episodes_have_rewards_of_their_turns(cluster):
-    context = Context(samples_per_prompt=2, rollout={"fn": "tool_use"})
+    context = Context(samples_per_prompt=2, environment=find_environment(RolloutConfig(fn="tool_use", tools=["calculator"])))
     cluster.spawn("player", ModelConfig(module="native"), context)
     out = cluster.models["player"].generate(standins.prompts()).result().fetch()
     assert len(out["turn_rewards"]) == out.tokens_total and len(out["messages"]) == len(out)
@@ -108,7 +109,7 @@ def test_metrics_and_announcements(cluster):
     seen = []
     cluster.on_call = seen.append
     assert flow(cluster).stats["reward/mean"].value == 0.0
-    assert [future.label for future in seen] == [
+    assert [str(future.call) for future in seen] == [
         "policy.generate",
         "reference.forward_step",
         "reward.forward_step",

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from coalign.cluster.answers import Running
-from coalign.cluster.future import DeviceMemoryUse, Future, Meta, WorkerError, WorkerFailure
+from coalign.cluster.future import Call, DeviceMemoryUse, Future, Meta, WorkerError, WorkerFailure
 from coalign.cluster.placement.slots import Footprint, plan
 from coalign.cluster.residency import PARTS, Residency, movable
 from coalign.config.schema import ModelConfig
@@ -222,7 +222,7 @@ def test_what_is_announced_comes_before_its_turn_if_it_fits():
     run = Run(capacity=6 * MIB)
     run.call("policy", "generate", ("weights", "kv"), extra=3 * MIB)  # 1 + 3, or 3.75: there is room for one
     residency, reference, trainer = run.residency, run.processes["reference"], run.processes["trainer"]
-    future = Future("policy.generate")
+    future = Future(Call("policy", "generate"))
     residency.prepare(future, "policy", "generate", {"policy": ("weights", "kv")})
     assert reference.held == {} and trainer.away["optimizer"]
     residency.announce("reference", ("weights",))
@@ -241,7 +241,7 @@ def test_nothing_is_announced_without_a_known_capacity_or_beside_a_call_of_unkno
         run = Run(capacity=capacity)
         run.call("reference", "forward_step", ("weights",))
         run.processes["trainer"].moves.clear()
-        run.residency.prepare(Future("policy.generate"), "policy", "generate", {"policy": ("weights",)})
+        run.residency.prepare(Future(Call("policy", "generate")), "policy", "generate", {"policy": ("weights",)})
         run.residency.announce("trainer", TRAIN)
         assert not any(to == "device" for to, _ in run.processes["trainer"].moves)
 
@@ -273,5 +273,5 @@ def test_slots_from_which_nothing_leaves_are_left_alone():
     slots = plan({name: Footprint(1, 0) for name in models}, [["a", "b"]])
     residency = Residency(slots, models, None, 10.0)
     residency.add("a", slots["a"], [Process("a", {"weights": MIB})])
-    residency.prepare(Future("a.forward_step"), "a", "forward_step", {"a": ("weights",)})
+    residency.prepare(Future(Call("a", "forward_step")), "a", "forward_step", {"a": ("weights",)})
     assert residency.slots == set() and residency.take() == {}

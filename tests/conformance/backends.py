@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from coalign.backends.base import TrainableModule
+from coalign.backends.objective import Objective
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -63,12 +64,13 @@ BACKENDS = [
 
 def build(backend: Backend, path: str, *, rank: int = 0, port: int = 0, **config: Any) -> TrainableModule:
     """The module of one rank, set up."""
+    loss = config.pop("loss", {"fn": "policy_gradient", "clip_low": LOW, "clip_high": HIGH})
     optimizer = {"lr": LR, "weight_decay": 0.1, "clip_grad_norm": CLIP}
     model = ModelConfig(**{"module": backend.module, "load": path, "optimizer": optimizer, **backend.config, **config})
     context = Context(
         rank=rank,
         world_size=backend.ranks,
-        loss={"fn": "policy_gradient", "clip_low": LOW, "clip_high": HIGH},
+        loss=Objective(**loss),
         rendezvous=f"127.0.0.1:{port}",
     )
     module = resolve_class(backend.module, "coalign.backends")(model, context)

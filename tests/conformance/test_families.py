@@ -11,6 +11,7 @@ from torch import nn
 
 from coalign.backends.hf import expert_parallel, tensor_parallel
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from tests.weights.families.checkpoints import MOE, NATIVE, native
@@ -32,7 +33,7 @@ def build(case: str, folder) -> FSDPModule:
     config = json.loads((folder / "config.json").read_text())
     config |= {key: 0.0 for key in config if "drop" in key and isinstance(config[key], float)}
     (folder / "config.json").write_text(json.dumps(config))
-    return FSDPModule(ModelConfig(load=str(folder)), Context(loss={"fn": "policy_gradient"}))
+    return FSDPModule(ModelConfig(load=str(folder)), Context(loss=Objective("policy_gradient")))
 
 
 @pytest.mark.parametrize("case", [case for case in NATIVE if case not in OWN_ATTENTION])

@@ -5,6 +5,7 @@ import torch
 
 from coalign.backends.engines.native.module import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -25,7 +26,7 @@ def prompts() -> Batch:
 def test_sampled_logprobs_are_the_trainers(tmp_path, family, adopt):
     path = str(tiny_model_dir(tmp_path, family=family))
     config = {"load": path, "sampling": SAMPLING, "optimizer": {"lr": 1e-2}}
-    trainer = FSDPModule(ModelConfig(**config), Context(loss={"fn": "policy_gradient"}))
+    trainer = FSDPModule(ModelConfig(**config), Context(loss=Objective("policy_gradient")))
     policy = NativeModule(ModelConfig(module="native", **config), Context(samples_per_prompt=4))
     trainer.setup()
     policy.setup()

@@ -15,8 +15,8 @@ from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.reward import Reward, combine_rewards, reward_models, turn_weight
-from coalign.launch.build import prepare, recipe
 from coalign.launch.check import check
+from coalign.launch.plan import find_recipe, prepare
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.roles import Context
@@ -220,7 +220,7 @@ def two_judges(directory, **runtime):
 
 
 def loaded(config, *overrides):
-    return load(config, list(overrides), defaults=lambda name: recipe(name).defaults)
+    return load(config, list(overrides), defaults=lambda name: find_recipe(name).defaults)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     for split in ("train", "test"):
         (tmp_path / f"gsm8k_{split}.jsonl").write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 4)
     file = str(ROOT / "examples" / "gsm8k_two_rewards.yaml")
-    check(load(file, [], defaults=lambda name: recipe(name).defaults), Display())
+    check(load(file, [], defaults=lambda name: find_recipe(name).defaults), Display())
     shown = capsys.readouterr().out
     assert "+0.5 × helpful: model helpful (reads text" in shown and "no problem found" in shown
     small = ["steps=2", "prompts_per_step=2", "samples_per_prompt=2", "eval_every=2", "threads=1", "cluster=local"]

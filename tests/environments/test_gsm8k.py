@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coalign.backends.engines.native.module import NativeModule
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples
+from coalign.environments.conversation import find_environment
 from coalign.environments.parsers import ToolRequest
 from coalign.rewards import math
 from coalign.roles import Context
@@ -54,7 +55,9 @@ def played(tmp_path_factory):
     rollout |= {"max_turns": TURNS, "tokens_per_turn": PER_TURN, "timeout": 60.0}
     module = NativeModule(
         ModelConfig(module="native", load=str(path), sampling=sampling),
-        Context(samples_per_prompt=4, seed=3, tokenizer=str(path), rollout=rollout),
+        Context(
+            samples_per_prompt=4, seed=3, tokenizer=str(path), environment=find_environment(RolloutConfig(**rollout))
+        ),
     )
     module.setup()
     batch, _ = module.generate(prompts)

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from coalign.backends.engines.episodes import EpisodesFailed
 from coalign.backends.engines.native.module import NativeModule
 from coalign.backends.engines.samples import begin
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples
+from coalign.environments.conversation import find_environment
 from coalign.environments.parsers import ToolRequest
 from coalign.environments.tools import Toolbox
 from coalign.rewards import episode as episode_reward
@@ -37,14 +38,14 @@ def directory(tmp_path_factory):
 
 def module(directory, fn: str, *, samples=2, tokens=60, timeout=60.0, native=None, **arguments) -> NativeModule:
     config = {"module": "native", "load": str(directory), "sampling": {"max_new_tokens": tokens}}
+    name = fn if ":" in fn or fn in ("tool_use", "self_play") else f"{HERE}:{fn}"
     made = NativeModule(
         ModelConfig(**config, native=native or {}),
         Context(
             samples_per_prompt=samples,
             seed=3,
             tokenizer=str(directory),
-            rollout={"fn": fn if ":" in fn or fn in ("tool_use", "self_play") else f"{HERE}:{fn}", "timeout": timeout}
-            | arguments,
+            environment=find_environment(RolloutConfig(**({"fn": name, "timeout": timeout} | arguments))),
         ),
     )
     made.setup()

@@ -5,6 +5,7 @@ import torch
 
 from coalign.backends.engines.native.module import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -16,7 +17,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-CUDA = Context(device="cuda:0", loss={"fn": "policy_gradient"}, samples_per_prompt=4)
+CUDA = Context(device="cuda:0", loss=Objective("policy_gradient"), samples_per_prompt=4)
 
 
 @pytest.fixture

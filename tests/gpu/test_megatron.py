@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coalign.backends.megatron.module import MegatronModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from tests.backends.batches import rollout
@@ -23,8 +24,8 @@ ENGINE = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="no 
 LAYERS = [False, pytest.param(True, marks=ENGINE)]
 
 
-def build(path, **config):
-    context = Context(device="cuda:0", loss={"fn": "policy_gradient"}, samples_per_prompt=4)
+def build(path, loss="policy_gradient", **config):
+    context = Context(device="cuda:0", loss=Objective(loss), samples_per_prompt=4)
     module = MegatronModule(ModelConfig(load=path, module="megatron", **config), context)
     module.setup()
     return module
@@ -54,7 +55,7 @@ def test_eight_bits_learn_as_bfloat16_does(path):
     batch = batch.with_(advantages=torch.where(batch["loss_mask"], 1.0, 0.0))
     curves = []
     for fp8 in (False, True):
-        module = build(path, compute_dtype="bfloat16", fp8=fp8, optimizer={"lr": 1e-3}, loss={"fn": "sft"})
+        module = build(path, compute_dtype="bfloat16", fp8=fp8, optimizer={"lr": 1e-3}, loss="sft")
         curves.append([module.train_step(batch)["loss/value"].value for _ in range(30)])
         module.close()
     assert curves[0][-1] < 0.9 * curves[0][0]

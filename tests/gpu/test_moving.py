@@ -7,6 +7,7 @@ import torch
 
 from coalign.backends.engines.native.module import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
+from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS, Arena
 from coalign.roles import Context
@@ -27,7 +28,7 @@ def path(tmp_path):
 
 
 def build(cls, path, name, **config):
-    context = Context(model=name, device=DEVICE, loss={"fn": "policy_gradient"}, samples_per_prompt=2)
+    context = Context(model=name, device=DEVICE, loss=Objective("policy_gradient"), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
     module.held()

@@ -7,8 +7,8 @@ import pytest
 from coalign.config import load
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
-from coalign.launch.build import prepare, recipe
 from coalign.launch.check import check
+from coalign.launch.plan import find_recipe, prepare
 from coalign.recipes.grpo import GRPO
 from coalign.report.display import Display
 from tests.runs import run, settings
@@ -29,13 +29,13 @@ def counts(monkeypatch):
     counts = Counter()
     checked, built = GRPO.check, Engine.__init__
 
-    def count_check(cls, config):
+    def count_check(cls, config, loss):
         counts["prepared"] += 1
-        checked(config)
+        checked(config, loss)
 
-    def count_engine(self, config, cluster):
+    def count_engine(self, plan, cluster, data=None):
         counts[type(cluster).__name__] += 1
-        built(self, config, cluster)
+        built(self, plan, cluster, data)
 
     monkeypatch.setattr(GRPO, "check", classmethod(count_check))
     monkeypatch.setattr(Engine, "__init__", count_engine)
@@ -48,5 +48,5 @@ def test_a_run_is_prepared_once(tmp_path, counts):
 
 
 def test_check_prepares_once_and_builds_one_engine(tmp_path, counts):
-    check(load(settings(tmp_path, "grpo"), [], defaults=lambda name: recipe(name).defaults), Display(quiet=True))
+    check(load(settings(tmp_path, "grpo"), [], defaults=lambda name: find_recipe(name).defaults), Display(quiet=True))
     assert counts == {"prepared": 1, "DryCluster": 1}

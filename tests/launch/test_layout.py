@@ -10,7 +10,7 @@ from coalign.cluster.placement.nodes import Node, assign, seats
 from coalign.cluster.placement.slots import distinct
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
-from coalign.launch.build import assigned_layout, models_sharing_devices, requested_layout
+from coalign.launch.layout import assigned_layout, models_sharing_devices, requested_layout
 
 HERE = "tests.cluster.modules"
 MODELS = {

@@ -3,7 +3,7 @@
 import pytest
 
 from coalign.config import load
-from coalign.launch.build import prepare, recipe
+from coalign.launch.plan import find_recipe, prepare
 from tests.runs import settings
 
 TOGETHER = "runtime.colocation=[[policy, trainer]]"
@@ -11,7 +11,7 @@ ONE_EACH = ["models.trainer.num_gpu=1", "models.policy.num_gpu=1"]
 
 
 def configured(directory, *overrides):
-    return load(settings(directory, "grpo"), list(overrides), defaults=lambda name: recipe(name).defaults)
+    return load(settings(directory, "grpo"), list(overrides), defaults=lambda name: find_recipe(name).defaults)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
 from coalign.config.schema import ModelConfig
-from coalign.launch.validate import check_same_vocabulary, check_tokens_fit
+from coalign.engine.vocabulary import check_same_vocabulary, check_tokens_fit
 from tests.tiny import tiny_model_dir, tiny_tokenizer
 
 NAMES = ("trainer", "teacher")

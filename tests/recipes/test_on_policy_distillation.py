@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coalign.config import load
-from coalign.launch.build import prepare, recipe
 from coalign.launch.check import trace
+from coalign.launch.plan import find_recipe, prepare
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 from tests.tiny import tiny_tokenizer
 
@@ -32,8 +32,8 @@ def taught(tmp_path_factory):
 
 
 def calls(config):
-    checked = load(config, [], defaults=lambda name: recipe(name).defaults)
-    return {call.label: call for call in trace(*prepare(checked), checked).calls}
+    checked = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    return {call.label: call for call in trace(prepare(checked)).calls}
 
 
 def test_the_teacher_is_asked_for_what_the_loss_reads(tmp_path):

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from coalign.config import ConfigError, load
 from coalign.config.export import to_commented_yaml
 from coalign.data.batch import Batch
-from coalign.launch.build import prepare, recipe
 from coalign.launch.check import check
+from coalign.launch.plan import find_recipe, prepare
 from coalign.recipes.reinforce import prompts_of, with_baseline
 from coalign.report.display import Display
 from coalign.types import Stat, Status, Total
@@ -35,7 +35,7 @@ ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # random bytes the
 
 
 def configured(config, *overrides):
-    return load(config, list(overrides), defaults=lambda name: recipe(name).defaults)
+    return load(config, list(overrides), defaults=lambda name: find_recipe(name).defaults)
 
 
 def ending(directory, algorithm, **runtime):
@@ -62,7 +62,7 @@ def test_check_draws_the_flow(tmp_path, algorithm, capsys):
 def test_its_template_reads_as_its_defaults(tmp_path, algorithm):
     config = settings(tmp_path, algorithm)
     path = tmp_path / "init.yaml"
-    path.write_text(to_commented_yaml({"algorithm": algorithm, **recipe(algorithm).defaults}))
+    path.write_text(to_commented_yaml({"algorithm": algorithm, **find_recipe(algorithm).defaults}))
     written = configured(str(path), f"data.train={config['data']['train']}")
     plain = configured({"algorithm": algorithm, "data": {"train": config["data"]["train"]}})
     assert written == plain
@@ -73,8 +73,8 @@ def test_the_divergence_is_charged_in_the_loss_alone(tmp_path, algorithm):
     config = settings(tmp_path, algorithm)
     with pytest.raises(ValueError, match=rf"kl: in `{algorithm}` the divergence .* set loss\.kl_coef"):
         prepare(configured(config, "kl.fn=FixedKL", "kl.coef=0.1"))
-    assert "reference" in prepare(configured(config, "loss.kl_coef=0.1"))[1]
-    assert "reference" not in prepare(configured(config, "loss.kl_coef=0"))[1]
+    assert "reference" in prepare(configured(config, "loss.kl_coef=0.1")).models
+    assert "reference" not in prepare(configured(config, "loss.kl_coef=0")).models
 
 
 @pytest.mark.parametrize("algorithm", IN_REWARD)
@@ -82,9 +82,9 @@ def test_the_divergence_is_charged_in_the_reward_alone(tmp_path, algorithm):
     config = settings(tmp_path, algorithm)
     with pytest.raises(ValueError, match=rf"loss\.kl_coef: in `{algorithm}` .* charged twice"):
         prepare(configured(config, "loss.kl_coef=0.1"))
-    assert "reference" in prepare(configured(config))[1]
+    assert "reference" in prepare(configured(config)).models
     for none in ("kl.coef=0", "kl.coef=0.0", "kl=null"):
-        assert "reference" not in prepare(configured(config, none))[1]
+        assert "reference" not in prepare(configured(config, none)).models
 
 
 @pytest.mark.parametrize("algorithm", IN_REWARD)

@@ -7,8 +7,8 @@ import pytest
 from coalign.backends.base import TrainableModule
 from coalign.config import load
 from coalign.engine.hooks.guards import UNHEALTHY
-from coalign.launch.build import prepare, recipe
 from coalign.launch.check import trace
+from coalign.launch.plan import find_recipe, prepare
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 
@@ -23,8 +23,8 @@ def same(sample):
 
 
 def flow(config):
-    checked = load(config, [], defaults=lambda name: recipe(name).defaults)
-    return {call.label: call for call in trace(*prepare(checked), checked).calls}
+    checked = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    return {call.label: call for call in trace(prepare(checked)).calls}
 
 
 def test_the_reference_scores_what_is_compared(tmp_path):

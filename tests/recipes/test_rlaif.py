@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coalign.config import load
-from coalign.launch.build import prepare, recipe
 from coalign.launch.check import trace
+from coalign.launch.plan import find_recipe, prepare
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 
 DIGITS = {"fn": "tests.runs:digits", "weight": 0.0}
@@ -71,13 +71,13 @@ def test_a_real_model_judges(tmp_path):
 def test_check_asks_the_judge(tmp_path):
     config = configuration(tmp_path)
     config["models"]["judge"]["module"] = "judge"
-    checked = load(config, [], defaults=lambda name: recipe(name).defaults)
-    calls = {call.label: call for call in trace(*prepare(checked), checked).calls}
+    checked = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    calls = {call.label: call for call in trace(prepare(checked)).calls}
     assert calls["judge.forward_step"].makes == ("reward/judge", "status")
     config["models"]["judge"]["judge"] = {"fn": "pairwise", "oponents": 1}
-    checked = load(config, [], defaults=lambda name: recipe(name).defaults)
+    checked = load(config, [], defaults=lambda name: find_recipe(name).defaults)
     with pytest.raises(ValueError, match=r"models.judge.judge.oponents: unknown argument.*did you mean 'opponents'"):
-        trace(*prepare(checked), checked)
+        trace(prepare(checked))
 
 
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path):

@@ -19,9 +19,8 @@ from coalign.backends.engines.episodes import EpisodeRunner
 from coalign.backends.engines.request import Request
 from coalign.backends.engines.samples import begin, extend, missing_groups
 from coalign.backends.engines.sampling import Sampling
-from coalign.config.schema import RolloutConfig, SamplingConfig
+from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
-from coalign.environments.conversation import find_environment as named_environment
 from coalign.types import Stats, Status
 from coalign.weights.sync.transport import installing
 
@@ -43,8 +42,8 @@ class RolloutModule(Module):
         """Raises what the checks of Module raise, and ValueError if the engine cannot run the architecture."""
         self.check_before_setup()
         self.engine = self.build(pretrained.read_config(self.config))
-        if environment := named_environment(RolloutConfig(**(self.context.rollout or {}))):
-            self.runner = EpisodeRunner(environment, self.tokenizer, self.context)
+        if self.context.environment is not None:
+            self.runner = EpisodeRunner(self.context.environment, self.tokenizer, self.context)
 
     def close(self) -> None:
         if self.runner is not None:
@@ -94,7 +93,7 @@ class RolloutModule(Module):
         round_tokens: new tokens of a sample in this call. enough: the share of the groups here that have to be at
         their end; then the others are cut. What is cut, or has not ended in its round, is PARTIAL. overrides: fields of
         SamplingConfig. progress, on_token: see coalign.backends.engines.contract. Returns prompt + response with the columns
-        of docs/design.md section 3. With an environment (context.rollout), samples are played from their beginning, and
+        of docs/design.md section 3. With an environment (context.environment), samples are played from their beginning, and
         it returns statistics, too: `episode/…`, see docs/environments.md.
 
         The groups come in so many ``parts``, neighbours of nearly equal numbers, in order and each as soon as all of

@@ -27,7 +27,7 @@ class RewardModule(Module):
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        names = [f"reward/{RewardConfig(**entry).called}" for entry in context.rewards]
+        names = [f"reward/{reward.called}" for reward in context.rewards]
         return (*names, *(f"{name}/failure" for name in names))
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
@@ -44,7 +44,7 @@ class RewardModule(Module):
 
         trust = self.config.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
-        self.functions = reward_functions([RewardConfig(**entry) for entry in self.context.rewards])
+        self.functions = reward_functions(self.context.rewards)
         self.caller = Caller()
 
     def close(self) -> None:

@@ -162,7 +162,7 @@ def fill(engine: Engine, directory: Path) -> None:
     torch.save(_plain(environment), directory / "buffer.pt")
     saves = []
     for i, name in enumerate(engine.learning):
-        model, own = engine.models_running[name], "" if i == 0 else f"_{name}"
+        model, own = engine.running[name], "" if i == 0 else f"_{name}"
         saves.append(model.save(str(directory / "models" / name)))
         saves.append(model.save_hf(str(directory / f"hf{own}")))
         if model.config.ema:
@@ -205,7 +205,7 @@ def _read(directory: Path) -> dict[str, Any]:
 
 def _learn_again(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
     """The models that learn, the recipe, and how far they had come."""
-    loads = [engine.models_running[name].load(str(directory / "models" / name)) for name in engine.learning]
+    loads = [engine.running[name].load(str(directory / "models" / name)) for name in engine.learning]
     for load in loads:
         load.result()
     engine.step, engine.tokens = state["step"], state["tokens"]

@@ -21,7 +21,7 @@ class Profile(Hook):
     def __init__(self, config: ProfileConfig, folder: Path, engine: Engine) -> None:
         self.config = config
         self.folder = folder
-        self.models = [engine.models_running[name] for name in config.models or engine.models_running]
+        self.models = [engine.running[name] for name in config.models or engine.running]
         if engine.cluster.store.in_process and config.tool == "torch":
             self.models = self.models[:1]  # torch traces a process, not a model
         self._engine = engine

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.future import MOVE, Future, Outcome, Span
+from coalign.cluster.future import MOVE, Call, Future, Outcome, Span
 from coalign.engine.engine import Hook
 from coalign.types import Stat, Stats
 
@@ -29,7 +29,7 @@ _NOTICED = 1e-3  # seconds that a call has to wait before anybody wants to see i
 class Event:
     """A call as it is drawn: ``made`` and each span's start are seconds since the epoch, ``memory`` is in bytes."""
 
-    label: str
+    call: Call
     made: float
     spans: tuple[Span, ...]
     memory: int = 0
@@ -59,7 +59,7 @@ class Timeline(Hook):
 
     def note(self, future: Future, outcome: Outcome) -> None:
         """A call has ended."""
-        self._ended.append(Event(future.label, future.made, tuple(future.spans), outcome.memory))
+        self._ended.append(Event(future.call, future.made, tuple(future.spans), outcome.memory))
 
     def phase(self, name: str) -> None:
         """The engine enters a phase; `rollout` is the first one of a step."""
@@ -83,7 +83,7 @@ def phases(entered: Sequence[tuple[float, str]], ended: float) -> list[Event]:
     """The phases of a step, each of which lasts until the next one."""
     stops = [when for when, _ in entered[1:]] + [ended]
     spans = [Span(LOOP, "", start, stop - start) for (start, _), stop in zip(entered, stops, strict=True)]
-    return [Event(f"{LOOP}.{name}", start, (span,)) for (start, name), span in zip(entered, spans, strict=True)]
+    return [Event(Call(LOOP, name), start, (span,)) for (start, name), span in zip(entered, spans, strict=True)]
 
 
 def under_way(futures: Sequence[Future], now: float) -> list[Event]:
@@ -92,7 +92,7 @@ def under_way(futures: Sequence[Future], now: float) -> list[Event]:
     for future in futures:
         running = [each for each in future.running if not each.meta.done()]
         busy = [Span(each.where, "", each.since, now - each.since) for each in running]
-        events.append(Event(future.label, future.made, (*future.spans, *busy)))
+        events.append(Event(future.call, future.made, (*future.spans, *busy)))
     return events
 
 
@@ -115,8 +115,8 @@ def chrome_trace(events: Sequence[Event], begun: float, ended: float) -> dict[st
     rows, out = _Rows(), []
     micro = lambda when: round((min(max(when, begun), ended) - begun) * 1e6)  # noqa: E731
     for event in events:
-        called = event.label.partition(".")[2] or event.label
-        arguments = {"label": event.label, "MiB": round(event.memory / 2**20)}
+        called = event.call.method
+        arguments = {"label": str(event.call), "MiB": round(event.memory / 2**20)}
         starts: dict[str, float] = {}
         for span in sorted(event.spans, key=lambda span: span.start):
             start, stop = micro(span.start), micro(span.start + span.seconds)
@@ -124,7 +124,7 @@ def chrome_trace(events: Sequence[Event], begun: float, ended: float) -> dict[st
             out.append({"ph": "X", "name": name, "ts": start, "dur": stop - start, "args": arguments})
             out[-1] |= rows.place(span.where)
             starts.setdefault(span.where, start)
-        for where, start in (starts or {event.label.partition(".")[0]: micro(ended)}).items():
+        for where, start in (starts or {event.call.model or called: micro(ended)}).items():
             if start - micro(event.made) > _NOTICED * 1e6:
                 waiting = {"cat": "waiting", "name": f"{called} waits", "id": len(out), **rows.place(where)}
                 out += [{"ph": "b", "ts": micro(event.made), **waiting}, {"ph": "e", "ts": start, **waiting}]

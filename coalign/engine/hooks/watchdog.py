@@ -74,7 +74,7 @@ class Watchdog:
         if not late:
             return None
         self._limits |= {call: 2 * age for call, age in late.items()}
-        return f"{', '.join(call.label for call in late)} without an answer for {max(late.values()):.0f} s"
+        return f"{', '.join(str(call.call) for call in late)} without an answer for {max(late.values()):.0f} s"
 
     def report(self, reason: str) -> Path:
         """Write what is under way and all stacks; where."""
@@ -91,10 +91,10 @@ class Watchdog:
         """A line for each process that is busy, and for each call that waits."""
         for call in self.cluster.under_way():
             if not _running_since(call):
-                yield f"{call.label}: waits since {_clock(call.made)} (for its inputs, its turn or its devices)"
+                yield f"{call.call}: waits since {_clock(call.made)} (for its inputs, its turn or its devices)"
             for each in call.running:
                 if not each.meta.done():
-                    yield f"{call.label}: at {each.where} since {_clock(each.since)}"
+                    yield f"{call.call}: at {each.where} since {_clock(each.since)}"
 
     def _watch(self) -> None:
         pause = min(_LOOK, self.seconds / 4) if self.seconds else None

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from coalign.cluster.answers import Running
-from coalign.cluster.future import Future, Outcome, Span
+from coalign.cluster.future import Call, Future, Outcome, Span
 from coalign.engine.hooks.timeline import Event, Timeline, chrome_trace, idle, phases, under_way
 from coalign.report.plots import plot_timeline
 from coalign.types import Stat
@@ -74,8 +74,8 @@ def test_phases_last_until_the_next_one():
 
 
 def test_calls_under_way_count_until_now():
-    future = Future("policy.generate")
-    done, busy = (Running(f"policy, replica {i}", Future("").ended, None, 10.0) for i in range(2))
+    future = Future(Call("policy", "generate"))
+    done, busy = (Running(f"policy, replica {i}", Future(Call(None, "")).ended, None, 10.0) for i in range(2))
     done.meta.set_result(Outcome(None, {}))
     future.running = [done, busy]
     [event] = under_way([future], 13.0)
@@ -115,7 +115,7 @@ def test_it_costs_next_to_nothing():
         begun = time.perf_counter()
         timeline.phase("rollout")
         for _ in range(20):
-            future = Future("policy.generate")
+            future = Future(Call("policy", "generate"))
             future.spans = list(spans)
             timeline.note(future, Outcome(None, {}))
         timeline.after_step(engine, {}, None)

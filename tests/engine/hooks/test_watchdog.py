@@ -9,7 +9,7 @@ import threading
 import time
 
 from coalign.cluster.answers import Running
-from coalign.cluster.future import Future, Outcome
+from coalign.cluster.future import Call, Future, Outcome
 from coalign.engine.hooks.watchdog import Watchdog, watching
 from tests.cluster.threads import thread_cluster
 
@@ -30,7 +30,9 @@ class Calls:
 def call(label, *since):
     future = Future(label)
     future.made = since[0] if since else 0.0
-    future.running = [Running(f"policy, replica {i}", Future("").ended, None, each) for i, each in enumerate(since)]
+    future.running = [
+        Running(f"policy, replica {i}", Future(Call(None, "")).ended, None, each) for i, each in enumerate(since)
+    ]
     return future
 
 

@@ -1,0 +1,88 @@
+"""Compares the vocabularies of models and tokenizers by their files. Loads no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from coalign.config.schema import ModelConfig, RunConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+
+
+def tokenizer_directory(config: RunConfig) -> str:
+    """Where the run's tokenizer lies: that of the policy, else of the first model that has one."""
+    named = [config.models[n] for n in ("policy", "trainer") if n in config.models]
+    for model in [*named, *config.models.values()]:
+        if directory := model.tokenizer or model.load:
+            return directory
+    raise ValueError("models: none of them has `load` (a Hugging Face model directory), so there is no tokenizer")
+
+
+def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str, str]) -> None:
+    """ValueError with the first difference of their tokenizer.json files; nothing where one has none."""
+    here, there = (_tokens(Path(model.tokenizer or model.load or ".")) for model in (one, other))
+    if here is None or there is None or here == there:
+        return
+    differing = sorted({*here.items()} ^ {*there.items()}, key=lambda pair: pair[1])
+    token, number = differing[0]
+    raise ValueError(
+        f"models.{names[1]}.load: its tokenizer is another one than that of models.{names[0]} "
+        f"({len(there)} and {len(here)} tokens, {len(differing)} entries differ, first {token!r} = {number}); "
+        "log-probs of tokens can only be compared over one vocabulary"
+    )
+
+
+def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
+    """ValueError, naming ``key``, if the tokenizer's ``highest`` id has no row in the embedding of ``model``; -1: there
+    are no ids at all."""
+    file = Path(model.load or ".") / "config.json"
+    if not file.is_file():
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    rows = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
+    if highest < 0:
+        raise ValueError(f"{key}: the run's tokenizer has no tokens at all; its vocabulary file seems to be missing")
+    if rows is not None and highest >= rows:
+        raise ValueError(
+            f"{key}: the run's tokenizer has ids up to {highest}, but {file} says vocab_size {rows}; "
+            "`coalign extend-vocab` adds rows for new tokens"
+        )
+
+
+def reads_alike(model: ModelConfig, other: str) -> bool:
+    """Whether the tokenizer of ``model`` makes of a conversation the tokens that the one in the directory ``other``
+    makes: the same vocabulary, and no other chat template. A model without a tokenizer of its own reads any tokens."""
+    own = Path(model.tokenizer or model.load or other)
+    if own.resolve() == Path(other).resolve() or not any((own / name).is_file() for name in TOKENIZER_FILES):
+        return True
+    if (own / "tokenizer.json").is_file() and (Path(other) / "tokenizer.json").is_file():
+        same = _tokens(own) == _tokens(Path(other))
+    else:
+        same = all(_bytes(own / name) == _bytes(Path(other) / name) for name in TOKENIZER_FILES)
+    templates = {template for template in (_chat_template(own), _chat_template(Path(other))) if template}
+    return same and len(templates) < 2
+
+
+def _chat_template(directory: Path) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    file = directory / "tokenizer_config.json"
+    template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    return json.dumps(template) if isinstance(template, list) else template  # several by name
+
+
+def _bytes(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def _tokens(directory: Path) -> dict[str, int] | None:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):  # a unigram model: [piece, score] by number
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    return vocabulary | {token["content"]: token["id"] for token in content.get("added_tokens", ())}

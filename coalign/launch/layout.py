@@ -1,0 +1,69 @@
+"""Where the models of a run live, in words: what its configuration asks for, and what its cluster found for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich.table import Table
+
+from coalign.cluster.base import planned
+from coalign.cluster.placement.nodes import Node, ProcessPlacement
+from coalign.cluster.placement.slots import Footprint, Slot, distinct
+from coalign.config.schema import ModelConfig, RunConfig
+
+
+def requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:
+    """What each model needs and with whom it shares. Raises ConfigError for numbers that do not divide."""
+    slots = planned(models, config.runtime.colocation)
+    needed = sum(slot.devices for slot in distinct(slots))
+    devices = f"{needed} devices ({config.runtime.accelerator})" if needed else "no devices"
+    table = Table(box=None, pad_edge=False, title=f"placement: {devices}", title_justify="left")
+    for column in ("model", "processes", "shares of a batch", "on", "in turn with"):
+        table.add_column(column)
+    for name, slot in slots.items():
+        needs = slot.footprints[name]
+        table.add_row(
+            name,
+            _processes(needs),
+            str(needs.parts),
+            _places(slot, name),
+            ", ".join(models_sharing_devices(slots, name)),
+        )
+    return table
+
+
+def assigned_layout(
+    slots: Mapping[str, Slot], seats: Mapping[str, Sequence[ProcessPlacement]], nodes: Sequence[Node]
+) -> list[str]:
+    """A line for each model: where its processes are, by rank."""
+    lines = []
+    for name, ranks in seats.items():
+        where = []
+        for node, neighbours in groupby(ranks, key=lambda seat: seat.node):
+            there = [",".join(seat.devices) for seat in neighbours]
+            where.append(f"{nodes[node].name} " + ("".join(f"[{d}]" for d in there) if there[0] else f"× {len(there)}"))
+        turn = f"; in turn with {', '.join(others)}" if (others := models_sharing_devices(slots, name)) else ""
+        lines.append(f"{name}: {_processes(slots[name].footprints[name])} on {', '.join(where)}{turn}")
+    return lines
+
+
+def models_sharing_devices(slots: Mapping[str, Slot], name: str) -> list[str]:
+    """The models that wait while this one computes."""
+    slot = slots[name]
+    held = {other: {place for places in ranks for place in places} for other, ranks in slot.places.items()}
+    return [other for other in held if other != name and not held[name].isdisjoint(held[other])]
+
+
+def _processes(needs: Footprint) -> str:
+    return f"{needs.processes}" + (f" × {needs.devices}" if needs.devices > 1 else "")
+
+
+def _places(slot: Slot, name: str) -> str:
+    """`CPU`, or the devices of the slot, which one process has in brackets."""
+    if not slot.footprints[name].devices:
+        return "CPU"
+    own = slot.places[name]
+    whole = f"{own[0][0]}–{own[-1][-1]}" if len(own[0]) == 1 and len(own) > 1 else ""
+    devices = whole or " ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in own)
+    return f"{slot.name}: {devices}"

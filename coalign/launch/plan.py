@@ -1,0 +1,299 @@
+"""The plan of a run: everything that its configuration names is found, checked and bound here, once.
+
+``plan = prepare(config)`` is what `coalign check`, training, and every command take. Nothing is looked up by name after
+it: losses, advantages, filters, environments and module classes are objects in the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from coalign.algorithms.kl import AdaptiveKL, FixedKL
+from coalign.backends.base import Module, TrainableModule
+from coalign.backends.objective import Objective
+from coalign.backends.scorers.reward import named
+from coalign.cluster.worker import module_class
+from coalign.config import check_names, located
+from coalign.config.errors import near
+from coalign.config.functions import bind, resolve, resolve_class
+from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
+from coalign.config.schema.base import Function
+from coalign.data.kinds import KINDS
+from coalign.engine.engine import Engine
+from coalign.engine.filters import check_limits
+from coalign.engine.reward import reward_names, reward_parts
+from coalign.engine.vocabulary import reads_alike, tokenizer_directory
+from coalign.environments.conversation import find_environment
+from coalign.environments.loop import EnvironmentFunction
+from coalign.launch.validate import (
+    check_adapters,
+    check_environment,
+    check_functions_are_imported,
+    check_guards,
+    check_it_learns,
+    check_recording,
+    check_sections,
+    check_token_limits,
+    check_transport,
+    token_limit,
+)
+from coalign.rewards import episode
+from coalign.roles import Context, Rollout, Scorer, Trainable
+
+
+REWARD_FUNCTIONS = "coalign.backends.scorers.reward:RewardModule"  # a path: a dry run asks it for its columns
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """One model of a run: its role, its settings, and what these name.
+
+    ``objective``: the loss that it learns by, if its role is to learn (None for one that brings its own training).
+    ``base_of``: the trained model whose weights beneath the adapters it shares; it then has no processes of its own.
+    """
+
+    name: str
+    role: type
+    config: ModelConfig
+    module: type[Module]
+    context: Context
+    objective: Objective | None = None
+    base_of: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run consists of, bound and checked. ``models`` are those that the flow calls, parts of the reward included.
+
+    ``syncs``: (source, target) of each weight sync. ``rewards``: the parts of `self.reward`; empty without one.
+    ``turn_weight``: how much an environment's reward for a turn counts within it.
+    """
+
+    config: RunConfig
+    recipe: type[Engine]
+    roles: Mapping[str, type]
+    models: Mapping[str, PlannedModel]
+    syncs: Sequence[tuple[str, str]] = ()
+    rewards: Sequence[RewardConfig] = ()
+    turn_weight: float = 0.0
+    loss: Objective | None = None
+    advantage: Callable[..., Any] | None = None
+    truncated: Callable[..., Any] | None = None
+    pairs: Callable[..., Any] | None = None
+    kl: Callable[[], FixedKL | AdaptiveKL] | None = None
+    filter: partial[Any] | None = None
+    replay: partial[Any] | None = None
+
+    @property
+    def configs(self) -> dict[str, ModelConfig]:
+        """The settings of every model."""
+        return {name: model.config for name, model in self.models.items()}
+
+    @property
+    def started(self) -> dict[str, ModelConfig]:
+        """The settings of the models that get processes of their own."""
+        return {name: model.config for name, model in self.models.items() if model.base_of is None}
+
+    @property
+    def learning(self) -> list[PlannedModel]:
+        """The models that learn, the main one (whose weights are the run's product) first."""
+        return [model for model in self.models.values() if model.role is Trainable]
+
+    def restrict(self, names: Sequence[str]) -> Plan:
+        """The plan with these models of the recipe alone; `reward` stands for all of its parts."""
+        parts = reward_names(self.rewards) if "reward" in names else []
+        models = {name: model for name, model in self.models.items() if name in names or name in parts}
+        syncs = [pair for pair in self.syncs if models.keys() >= {*pair}]
+        return replace(self, models=models, syncs=syncs, rewards=self.rewards if parts else ())
+
+
+def find_recipe(algorithm: str) -> type[Engine]:
+    """The Engine subclass that a configuration's `algorithm` names: a recipe, or a dotted path."""
+    return resolve_class(algorithm, "coalign.recipes")
+
+
+def prepare(config: RunConfig) -> Plan:
+    """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place."""
+    recipe = find_recipe(config.algorithm)
+    if recipe.source not in KINDS:
+        raise ValueError(f"{recipe.__name__}.source: '{recipe.source}' is no kind of data{near(recipe.source, KINDS)}")
+    with located(config):
+        check_names(config, [*recipe.models, *(reward.model for reward in config.reward if reward.model)])
+        check_functions_are_imported(config)
+        loss = Objective.of(config.loss, "loss") if config.loss else None
+        recipe.check(config, loss)
+        check_sections(config, recipe)
+        check_recording(config)
+        environment = find_environment(config.rollout)
+        check_environment(environment, config)
+        check_limits(config)
+        functions = {
+            "advantage": _bind(config.advantage, "coalign.algorithms.advantages", "advantage"),
+            "truncated": _bind(config.truncated, "coalign.algorithms.shaping", "truncated"),
+            "pairs": _bind(config.pairs, "coalign.algorithms.comparisons", "pairs"),
+            "kl": _bind(config.kl, "coalign.algorithms.kl", "kl"),
+            "filter": _bind(config.filter, "coalign.algorithms.filters", "filter"),
+            "replay": _bind(config.replay, "coalign.data.transforms", "replay"),
+        }
+        roles = dict(recipe.roles(config, loss))
+        rewards = reward_parts(config) if roles.get("reward") is Scorer else []
+        planned_roles = _roles_of_models(roles, rewards)
+        configs = _configs_of_models(planned_roles, rewards, config)
+        compared = getattr(
+            functions["pairs"] and functions["pairs"].func, "compares", config.runtime.samples_per_prompt
+        )
+        models = _plan_models(planned_roles, configs, config, loss, environment, compared, recipe.sync)
+        for model in models.values():
+            if model.role is Trainable:
+                check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
+        check_token_limits(models, compared)
+        check_adapters(recipe, models, config)
+        check_transport(recipe, configs, config)
+        main = next((model for model in models.values() if model.role is Trainable), None)
+        if main is not None and main.objective is not None:
+            check_guards(main.objective, config)
+    return Plan(
+        config=config,
+        recipe=recipe,
+        roles=roles,
+        models=models,
+        syncs=[pair for pair in recipe.sync if models.keys() >= {*pair}],
+        rewards=rewards,
+        turn_weight=_turn_weight(config),
+        loss=loss,
+        **functions,
+    )
+
+
+def _bind(section: Function | None, home: str, where: str) -> partial[Any] | None:
+    """The function that a section names, with its arguments. ConfigError for wrong ones."""
+    if section is None:
+        return None
+    fn = resolve(section.fn, home)
+    return partial(fn, **bind(fn, section.arguments, where))
+
+
+def _turn_weight(config: RunConfig) -> float:
+    """The weight of the part `episode`, if it is a plain sum over turns; normalised or bounded it counts for the
+    response alone: 0."""
+    return sum(
+        part.weight
+        for part in config.reward
+        if part.fn and resolve(part.fn, "coalign.rewards") is episode and part.normalise == "none" and not part.clip
+    )
+
+
+def _roles_of_models(roles: Mapping[str, type], rewards: Sequence[RewardConfig]) -> dict[str, type]:
+    """The roles of a recipe, with the parts of the reward in place of `reward`."""
+    if not rewards:
+        return dict(roles)
+    kept = {name: role for name, role in roles.items() if name != "reward"}
+    return kept | {name: Scorer for name in reward_names(rewards) if name not in kept}
+
+
+def _configs_of_models(
+    roles: Mapping[str, type], rewards: Sequence[RewardConfig], config: RunConfig
+) -> dict[str, ModelConfig]:
+    """The settings of every model. Parts of the reward are frozen, and have a template by which they read if they do not
+    read the policy's tokens. ValueError for a model that the configuration lacks."""
+    configs = dict(config.models)
+    for i, part in enumerate(rewards):
+        if part.fn:
+            named(part, f"reward.{i}")
+            configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward")
+        elif part.model in config.models:
+            model = config.models[part.model]
+            alike = reads_alike(model, tokenizer_directory(config))
+            template = model.chat_template or (None if alike else "auto")
+            configs[part.model] = model.model_copy(update={"frozen": True, "chat_template": template})
+    for name, role in roles.items():
+        if name not in configs:
+            needed = f"`{config.algorithm}` needs the model `{name}` ({role.__name__})"
+            hint = "give a reward function (`reward:`) or a model" if name == "reward" else "add it"
+            raise ValueError(f"models.{name}: {needed} and the configuration has none; {hint}")
+    return {name: configs[name] for name in roles}
+
+
+def _plan_models(
+    roles: Mapping[str, type],
+    configs: Mapping[str, ModelConfig],
+    config: RunConfig,
+    loss: Objective | None,
+    environment: EnvironmentFunction | None,
+    compared: int,
+    syncs: Sequence[tuple[str, str]],
+) -> dict[str, PlannedModel]:
+    models = {}
+    adapters = _adapter_ranks(configs, config, syncs)
+    bases = _shared_bases(roles, configs)
+    for name, role in roles.items():
+        model = configs[name]
+        own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
+        module = module_class(model)
+        learns_by_loss = role is Trainable and _is_trained_by_loss(model, module)
+        if learns_by_loss and own is None:
+            raise ValueError(f"loss: models.{name} trains and no loss is given for it")
+        context = Context(
+            model=name,
+            threads=model.threads or config.runtime.threads,
+            seed=config.seed,
+            tokens=config.runtime.tokens,
+            samples_per_prompt=config.runtime.samples_per_prompt,
+            whole_groups=model.share_prefix or model.judge is not None or (own is not None and own.per == "group"),
+            loss=own,
+            rewards=tuple(reward for reward in config.reward if reward.fn),
+            adapter_rank=adapters.get(name),
+            environment=environment if role is Rollout else None,
+            tokenizer=tokenizer_directory(config),
+            chat_template=config.data.chat_template,
+            output=os.path.abspath(config.output),
+        )
+        models[name] = PlannedModel(
+            name, role, model, module, context, own if learns_by_loss else None, bases.get(name)
+        )
+    longest = min((limit for model in models.values() if (limit := token_limit(model, compared))), default=None)
+    return {
+        name: replace(model, context=replace(model.context, sample_tokens=longest)) for name, model in models.items()
+    }
+
+
+def _is_trained_by_loss(model: ModelConfig, module: type[Module]) -> bool:
+    """Whether the model's train_step learns by the loss of the configuration. A module of one's own that brings its own
+    train_step learns as that says."""
+    return ":" not in model.module or getattr(module, "train_step", None) is TrainableModule.train_step
+
+
+def _adapter_ranks(
+    configs: Mapping[str, ModelConfig], config: RunConfig, syncs: Sequence[tuple[str, str]]
+) -> dict[str, int]:
+    """The ranks of the adapters that travel beside weights, by the models that send and take them."""
+    if config.sync.adapters != "apart":
+        return {}
+    sources = {source: configs[source].lora for source, _ in syncs if source in configs}
+    return {name: lora.rank for pair in syncs for name in pair if (lora := sources.get(pair[0]))}
+
+
+def _shared_bases(roles: Mapping[str, type], configs: Mapping[str, ModelConfig]) -> dict[str, str]:
+    """{frozen model: trained model whose adapters lie on the same weights}: the former need not be loaded.
+
+    A model with a cache is left as it is: once filled, it costs neither memory nor time.
+    """
+    trained = [n for n, role in roles.items() if role is Trainable and (own := configs[n].lora) and not own.load]
+    shared = {}
+    for name, model in configs.items():
+        plain = model.frozen and not model.cache and not (model.lora and model.lora.load)
+        for other in trained:
+            if plain and _weights_of(model) == _weights_of(configs[other]):
+                shared[name] = other
+    return shared
+
+
+def _weights_of(model: ModelConfig) -> tuple[Any, ...]:
+    bits = model.lora.base_bits if model.lora else None
+    sampled_at = model.sampling.temperature or 1.0
+    return (model.module, model.load, model.init, model.head, model.dtype, model.compute_dtype, bits, sampled_at)
