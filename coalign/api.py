@@ -76,8 +76,10 @@ def load_config(
     if isinstance(source, RunConfig):
         if not overrides and not functions:
             return source
-        source = parse(dump(source), "configuration")[0]
+        return load_config(parse(dump(source), "configuration")[0], overrides, reward=reward, loss=loss)
     if functions:
+        if isinstance(overrides, Sequence):
+            raise ValueError("overrides: beside `reward` or `loss` they are a dictionary, {'runtime.steps': 10}")
         overrides = {**(overrides or {}), **functions}
     return load(source, overrides or (), defaults=lambda algorithm: find_recipe(algorithm).defaults)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -42,9 +42,11 @@ class WorkerHandle(Protocol):
 
     def execute(self, verb: str, *arguments: Any) -> Running:
         """Start a verb of coalign.cluster.worker.Worker there."""
+        ...
 
     def in_parts(self, verbs: Sequence[tuple[Any, ...]]) -> list[Running]:
         """Start verbs (with their arguments) there that follow each other with nothing in between."""
+        ...
 
 
 def wait(future: Future, running: Sequence[Running], timeout: float) -> list[Meta]:
@@ -85,8 +87,9 @@ def by_share(metas: Sequence[Meta], counts: Sequence[int]) -> list[Meta]:
 def _joined(parts: Sequence[Meta]) -> Meta:
     if len(parts) == 1:
         return parts[0]
-    group = None if parts[0].group is None else torch.cat([part.group for part in parts])
-    return replace(parts[0], lengths=torch.cat([part.lengths for part in parts]), group=group)
+    groups = [part.group for part in parts if part.group is not None]
+    lengths = [part.lengths for part in parts if part.lengths is not None]
+    return replace(parts[0], lengths=torch.cat(lengths), group=torch.cat(groups) if groups else None)
 
 
 def combine(
@@ -130,7 +133,7 @@ def arriving(call: Future, store: Store, takers: int) -> Iterator[dict[int, Batc
         there = {at: answers for at, answers in missing.items() if all(answer.done() for answer in answers)}
         if not there:
             waiting = [answer for answer in chain(*missing.values()) if not answer.done()]
-            concurrent.futures.wait([call.ended, *waiting], return_when=concurrent.futures.FIRST_COMPLETED)
+            concurrent.futures.wait([cast(Any, call.ended), *waiting], return_when=concurrent.futures.FIRST_COMPLETED)
         if call.done() or not all(_good(answer.result()) for answer in chain(*there.values())):
             call.result()  # raises, if anything went wrong
         if there:

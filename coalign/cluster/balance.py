@@ -53,10 +53,12 @@ class Shards:
         dealt = [rows for rows in self.rows if len(rows)]
         if not dealt or metas[0].lengths is None:
             return None
-        if all(len(meta.lengths) == len(rows) for meta, rows in zip(metas, dealt, strict=True)):
+        groups = [meta.group for meta in metas if meta.group is not None]
+        sizes = [len(meta.lengths) for meta in metas if meta.lengths is not None]
+        if sizes == [len(rows) for rows in dealt]:
             place = torch.cat(dealt)
-        elif self.given.group is not None and all(meta.group is not None for meta in metas):
-            place = _first_rows(self.given.group, torch.cat([meta.group for meta in metas]))
+        elif self.given.group is not None and len(groups) == len(metas):
+            place = _first_rows(self.given.group, torch.cat(groups))
         else:
             return None
         order = torch.argsort(place, stable=True)
@@ -105,7 +107,7 @@ def shard_rows(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True
         ranges = split_ranges(batch.lengths, parts, keep=keep, by="sequences" if by == "work" else "tokens")
         return Shards(batch, tuple(torch.arange(start, stop) for start, stop in ranges))
     unit = torch.arange(len(batch)) if keep is None else torch.unique_consecutive(keep, return_inverse=True)[1]
-    costs = batch.work.double() if by == "work" else cost(batch.lengths)
+    costs = batch.work.double() if by == "work" and batch.work is not None else cost(batch.lengths)
     sums = torch.zeros(int(unit[-1]) + 1 if len(unit) else 0, dtype=torch.float64).index_add_(0, unit, costs)
     part, turn = torch.empty(len(sums), dtype=torch.int64), torch.arange(len(sums))
     for number, members in enumerate(partition(sums.tolist(), parts)):

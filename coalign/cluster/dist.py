@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from coalign.cluster.answers import (
     Answer,
@@ -32,10 +32,12 @@ from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
 from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory.arena import PARTS
-from coalign.roles import Context
+from coalign.roles import Context, Rollout, Scorer, Trainable
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
+
+Role = TypeVar("Role", covariant=True)  # of coalign.roles: what a model can be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class DistActor:
         return [replace(own, rank=rank) for rank in range(size)]
 
 
-class DistModel:
-    """All replicas of one model.
+class DistModel(Generic[Role]):
+    """All replicas of one model, in the ``Role`` that it has in the run.
 
     A batch is dealt out in shares that take equally long (coalign.cluster.balance), prompts by the work they promise;
     the result has the order of the batch. Other methods get neighbours. SPMD models are called on every rank, even with
@@ -89,19 +91,19 @@ class DistModel:
         self._shares_each = 1 if spmd else config.shares_per_replica
         self._queue = cluster.call_queue(name)
 
-    def generate(self, prompts: BatchRef | Future, **keywords: Any) -> Future:
+    def generate(self: DistModel[Rollout], prompts: BatchRef | Future, **keywords: Any) -> Future:
         """Responses to prompts: a BatchRef."""
         return self._call("generate", (prompts,), keywords, by="work")
 
-    def forward_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
+    def forward_step(self: DistModel[Scorer], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Columns for the rows of ``batch``: a BatchRef of these columns alone."""
         return self._call("forward_step", (batch,), keywords, by="cost", by_row=True)
 
-    def train_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
+    def train_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """Learn from ``batch``: Stats. Its updates are cut here, whatever the number of ranks (deal_updates)."""
         return self._call("train_step", (batch,), keywords, by="cost", updates=self.config.updates_per_batch)
 
-    def eval_step(self, batch: BatchRef | Future, **keywords: Any) -> Future:
+    def eval_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
         """The loss of ``batch``, without learning: Stats."""
         return self._call("eval_step", (batch,), keywords, by="cost")
 
@@ -140,7 +142,7 @@ class DistModel:
         *arguments: Any,
         fatal: bool = True,
         parts: Sequence[str] = ("weights",),
-        beside: Sequence[DistModel] = (),
+        beside: Sequence[DistModel[Any]] = (),
     ) -> Future:
         """``function(module, store, *arguments)`` on every rank; the result lists what each of them returned.
 
@@ -154,7 +156,7 @@ class DistModel:
 
         return self.cluster.launch(Call(self.name, function.__name__), work, self._queue.submit, fatal)
 
-    def takes_turns_with(self, other: DistModel) -> bool:
+    def takes_turns_with(self, other: DistModel[Any]) -> bool:
         """Whether a call of one of the two may have to wait until a call of the other one has ended."""
         return self.cluster.slots[self.name] is self.cluster.slots[other.name]
 

@@ -233,7 +233,7 @@ class DryModel:
         refs = [ref for ref in refs if isinstance(ref, BatchRef)]
         if not refs:
             return self.cluster.answer(Call(self.name, method), None, {}, {}, [], {}, None)
-        names = list(getattr(getattr(module_class(self.config), method), "produces", ()))
+        names: list[str] = list(getattr(getattr(module_class(self.config), method), "produces", ()))
         given, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
         made = Batch(given.lengths, *_zeros(given, names, per_token=True)) if names else None
         reads = _by_source(sources, list(sources))

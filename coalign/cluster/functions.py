@@ -60,10 +60,10 @@ def merge_columns(batches: Sequence[Batch]) -> Batch:
     base = batches[0]
     for position, other in enumerate(batches[1:], start=2):
         check_same_sequences(base, other, position)
-    token, sequence = base.token, base.sequence
+    token, sequence = dict(base.token), dict(base.sequence)
     for other in batches[1:]:
-        token = {k: v for k, v in token.items() if k not in other.sequence} | other.token
-        sequence = {k: v for k, v in sequence.items() if k not in other.token} | other.sequence
+        token = {k: v for k, v in token.items() if k not in other.sequence} | dict(other.token)
+        sequence = {k: v for k, v in sequence.items() if k not in other.token} | dict(other.sequence)
     return Batch(base.lengths, token, sequence)
 
 

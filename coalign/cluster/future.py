@@ -9,7 +9,6 @@ Threads that never keep the process from ending, even when a task hangs.
 from __future__ import annotations
 
 import concurrent.futures
-import math
 import queue
 import threading
 import time
@@ -41,12 +40,15 @@ class Store(Protocol):
 
     def put(self, value: Any) -> Any:
         """Keep a batch or any other value; its reference."""
+        ...
 
     def get(self, ref: Any) -> Any:
         """The value behind a reference made by ``put``."""
+        ...
 
     def rows(self, ref: Any, rows: np.ndarray) -> Batch:
         """Some sequences of a stored batch, in this order (i64)."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class WorkerRows:
         batch = Batch.concat(
             [p.gather(store, some) if isinstance(p, PayloadJoin) else store.rows(p, some) for p, some in pairs]
         )
-        batch = batch.select(np.argsort(by_payload)) if len(self.payloads) > 1 else batch
+        batch = batch.select(torch.from_numpy(np.argsort(by_payload))) if len(self.payloads) > 1 else batch
         return batch if self.update is None else batch.with_(update=torch.tensor(self.update))
 
 
@@ -117,8 +119,9 @@ class BatchRef:
     @staticmethod
     def of(meta: Meta, payload: Any, store: Store) -> BatchRef:
         """A whole stored batch, from its description."""
-        rows = torch.arange(len(meta.lengths))
-        which, lengths = torch.zeros_like(rows), meta.lengths
+        assert meta.lengths is not None, "the description of a batch has its lengths"
+        rows, lengths = torch.arange(len(meta.lengths)), meta.lengths
+        which = torch.zeros_like(rows)
         return BatchRef((payload,), which, rows, lengths, meta.group, meta.columns, store, meta.work, meta.status)
 
     @property
@@ -230,7 +233,7 @@ class Meta:
     def of(batch: Batch, stats: Stats | None = None) -> Meta:
         """The description of a batch that is about to be stored."""
         given = [batch[name].long() for name in ("expected_tokens", "samples") if name in batch]
-        work = math.prod(given) if given else None
+        work = torch.stack(given).prod(0) if given else None
         columns = (*batch.token, *batch.sequence)
         return Meta(batch.lengths, batch.get("group"), work, batch.get("status"), columns, stats)
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -149,7 +150,7 @@ class RayCluster(Cluster):
         """Where the ranks of a model meet."""
         try:
             return ray.get(first.actor.address.remote())
-        except ray.exceptions.RayActorError as lost:
+        except RayActorError as lost:
             raise self.error or lost from None  # killed, because another model could not start
 
     def _actor(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -85,7 +85,7 @@ class Residency:
         self._where: dict[str, ResidentModel] = {}
         self._computing: dict[SlotPlace, tuple[ResidentModel, str]] = {}
         self._numbers = count(1)
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(float)
         self._peak = self._waited = 0.0
         self._books = threading.Lock()
 
@@ -294,4 +294,5 @@ class Residency:
             sizes = [(tenant.model, meta.value) for tenant, meta in zip(moved, metas, strict=True)]
             self._counts["mib"] += sum(size for _, size in sizes) / 2**20
             for model in {model for model, size in sizes if size}:
-                self._counts.update(f"{model}/{name}" for name in names)
+                for name in names:
+                    self._counts[f"{model}/{name}"] += 1

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS, Arena
 from coalign.roles import Context
+
+if TYPE_CHECKING:
+    from coalign.backends.base import Module
 
 
 class Tracer:
@@ -64,7 +67,7 @@ class Tracer:
         if tool == "nsys":
             torch.cuda.nvtx.range_pop()
             torch.cuda.profiler.stop()
-        elif tool:
+        elif self._profile is not None:
             self._profile.stop()
             file.parent.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(file))
@@ -72,7 +75,8 @@ class Tracer:
 
     def range(self, name: str) -> AbstractContextManager[object]:
         """What happens inside is shown under this name."""
-        if torch.autograd._profiler_enabled():
+        # There is no public name for it.
+        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
             return torch.profiler.record_function(name)
         return torch.cuda.nvtx.range(name) if self._tool else nullcontext()
 
@@ -127,7 +131,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def module_class(config: ModelConfig) -> type:
+def module_class(config: ModelConfig) -> type[Module]:
     """The Module subclass that a configuration names (`fsdp`, or a dotted path), or the one that stands before it: with
     a cache, and for a reward model with a template to read by."""
     reads_text = config.head == "reward" and config.chat_template
@@ -146,10 +150,16 @@ class Worker:
         self.store = store
         self.threads = threads
         self.arena = arena
-        self.module: Any = None
+        self._module: Module | None = None
         self.context = Context()
         self.tracer = Tracer()
         self._parts: Iterator[Any] = iter(())  # of a call that hands them over as they come
+
+    @property
+    def module(self) -> Module:
+        """The module that ``setup`` has made."""
+        assert self._module is not None, "a worker of pure functions has no module"
+        return self._module
 
     def execute(self, verb: str, *arguments: Any) -> Answer:
         """Run one verb; its result and what it took. Never raises: a failure is part of the Meta."""
@@ -169,10 +179,10 @@ class Worker:
     def setup(self, config: ModelConfig, context: Context) -> Answer:
         """Build the module and let it load."""
         self.context = context
-        self.module = module_class(config)(config, context)
+        self._module = module_class(config)(config, context)
         if self.arena is not None:
-            self.module.arena = self.arena
-        self.module.setup()
+            self._module.arena = self.arena
+        self._module.setup()
         return Meta(), None
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Answer:
@@ -239,7 +249,7 @@ class Worker:
     def move(self, to: str, parts: Sequence[str], limit: int | None) -> Answer:
         """Take parts of the module to the ``host`` or the ``device``; the bytes that moved. ``limit``: bytes that this
         process may have on its device from now on (None: as before)."""
-        if limit is not None:
+        if limit is not None and self.arena is not None:
             self.arena.limit = limit
         if not parts:
             return Meta(value=0), None
@@ -259,8 +269,8 @@ class Worker:
 
     def close(self) -> Answer:
         """Let the module give back what it took."""
-        if self.module is not None:
-            self.module.close()
+        if self._module is not None:
+            self._module.close()
         return Meta(), None
 
     def _receive(self, value: Any) -> Any:
@@ -280,7 +290,7 @@ class Worker:
         return self.arena.begin()
 
     def _use(self, before: int) -> DeviceMemoryUse | None:
-        if self.arena is None or self.module is None:
+        if self.arena is None or self._module is None:
             return None
         own = {self.context.model: self.module.held()}
         models = self.arena.models()
@@ -292,10 +302,11 @@ class Worker:
 
     def _held(self) -> int:
         """Bytes of everything that is known on the device."""
-        return sum(size for parts in self._use(0).held.values() for size in parts.values())
+        use = self._use(0)
+        return sum(size for parts in use.held.values() for size in parts.values()) if use else 0
 
     def _peak_memory(self) -> int:
-        if self.module is not None and self.module.context.device.startswith("cuda"):
+        if self._module is not None and self.module.context.device.startswith("cuda"):
             return torch.cuda.max_memory_allocated(self.module.context.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -310,7 +321,7 @@ def _answer(result: Any, base: Batch | None) -> Answer:
     columns, stats, others = sort_result(result) if isinstance(result, Mapping) else ({}, {}, {"": result})
     if others or (columns and base is None):
         return Meta(value=result), None
-    if not columns:
+    if not columns or base is None:
         return Meta(stats=stats), None
     batch = Batch(base.lengths).with_(**columns)
     return Meta.of(batch, stats), batch

@@ -35,7 +35,9 @@ class Curriculum:
         while missing or not parts:
             prompts = self.loader.next(missing)
             drawn += missing
-            parts.append(prompts.select(torch.tensor([self._wanted(row, step) for row in prompts["rows"]], dtype=bool)))
+            parts.append(
+                prompts.select(torch.tensor([self._wanted(row, step) for row in prompts["rows"]], dtype=torch.bool))
+            )
             missing -= len(parts[-1])
             if missing and drawn > rows + 2 * len(self.known):
                 raise RuntimeError(
@@ -47,7 +49,7 @@ class Curriculum:
 
     def note(self, shares: Batch, step: int) -> Stats:
         """Learn from what ``pass_rates`` gave. Metrics: curriculum/pass_rate, curriculum/known (prompts)."""
-        for key, share in zip(shares["key"], shares["share"].tolist(), strict=True):
+        for key, share in zip(shares.sequence["key"], shares["share"].tolist(), strict=True):
             self.known[key] = (share, step)
         return {"curriculum/pass_rate": Stat.of(shares["share"]), "curriculum/known": Stat(float(len(self.known)))}
 

@@ -29,6 +29,7 @@ from coalign.engine.ledger import Ledger
 from coalign.engine.metrics import watch
 from coalign.engine.reference import BaseWeights
 from coalign.engine.reward import Reward
+from coalign.roles import Rollout
 from coalign.types import Metric, Stat, Stats, Total, merge_stats
 from coalign.weights.sync.sync import WeightSync
 
@@ -172,6 +173,8 @@ class Engine:
     models: ClassVar[Mapping[str, type]] = {}
     sync: ClassVar[list[tuple[str, str]]] = []
     source: ClassVar[str] = "prompts"
+    policy: DistModel[Rollout]
+    reward: Reward
     tokenizer: PreTrainedTokenizerBase
     environment: Environment
     trainers: Trainer
@@ -198,7 +201,6 @@ class Engine:
         self.late: Stats = {}  # metrics that came up after their step was recorded: they go into the next one's
         self.hooks: list[Hook] = []
         self.phase_listeners: list[Callable[[str], None]] = []  # told what the loop is waiting for
-        self.advantage = plan.advantage
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
         self.ledger = Ledger(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
         self.running = self._start_models()
@@ -294,6 +296,12 @@ class Engine:
         if isinstance(fn, partial):
             fn, arguments = fn.func, {**fn.keywords, **arguments}
         return self.cluster.apply(fn, *batches, **arguments)
+
+    def advantages(self, batch: BatchRef | Future) -> Future:
+        """The batch with its advantages, by the function of the section `advantage`. ValueError without that section."""
+        if self.plan.advantage is None:
+            raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")
+        return self.apply(self.plan.advantage, batch)
 
     def transform(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
         """Run a pure function from whole batches to another batch: other rows, or other tokens."""

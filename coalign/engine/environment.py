@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from coalign.cluster.future import BatchRef, Future
 from coalign.data.batch import Batch
@@ -22,7 +22,10 @@ from coalign.engine.curriculum import pass_rates
 from coalign.engine.filters import Control, filter_groups, response_lengths
 from coalign.engine.ledger import Ledger
 from coalign.engine.metrics import Calls, count, describe, group_ages, watch
-from coalign.types import Metric, Stats, Total, merge_stats
+from coalign.types import Metric, Stat, Stats, Total, merge_stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
 
 KINDS = {kind.__name__: kind for kind in get_args(Metric)}
 
@@ -52,10 +55,10 @@ class Round:
         return {"version": self.version, "aim": self.aim, "stats": coded, "batches": fetched}
 
     @staticmethod
-    def restored(state: dict[str, Any], cluster: Any) -> Round:
+    def restore(state: dict[str, Any], cluster: Cluster) -> Round:
         """The round that ``state_dict`` described, finished."""
         before = {name: KINDS[kind](*numbers) for name, (kind, *numbers) in state["stats"].items()}
-        batches = {name: cluster.put(batch) for name, batch in state["batches"].items()}
+        batches: dict[str, Future | BatchRef] = {name: cluster.put(batch) for name, batch in state["batches"].items()}
         return Round(state["version"], state["aim"], batches, before=before)
 
 
@@ -71,7 +74,7 @@ class Environment:
 
     def __init__(
         self,
-        cluster: Any,
+        cluster: Cluster,
         flow: Callable[[BatchRef], Future],
         loader: Loader,
         buffer: Buffer[Round],
@@ -167,10 +170,10 @@ class Environment:
     def _collect(self, done: Round, version: int) -> Stats:
         """Wait for a round; its groups go to the pool."""
         batches, stats = done.wait()
-        if "shares" in batches:
-            stats = merge_stats([stats, self.control.curriculum.note(batches["shares"].fetch(), version)])
-        if "lengths" in batches:
-            self.control.lengths.note(batches["lengths"].fetch())
+        if (curriculum := self.control.curriculum) and "shares" in batches:
+            stats = merge_stats([stats, curriculum.note(batches["shares"].fetch(), version)])
+        if (lengths := self.control.lengths) and "lengths" in batches:
+            lengths.note(batches["lengths"].fetch())
         if "groups" in batches and len(batches["groups"]):
             ages = batches["ages"].fetch()["oldest"] if "ages" in batches else done.version
             self.pool.add(batches["groups"], ages)
@@ -195,7 +198,8 @@ class Environment:
         if not len(taken):  # the pool was not empty
             raise RuntimeError(f"step {version + 1}: replay.fn returned no samples, so there is nothing to train on")
         described = calls.stats()
-        if "samples/staleness" in described and not described["samples/staleness"].count:  # a policy was to write them
+        staleness = described.get("samples/staleness")
+        if isinstance(staleness, Stat) and not staleness.count:  # a policy was to write them
             raise RuntimeError(
                 f"step {version + 1}: none of {len(taken)} samples has a token that the policy chose and that is "
                 "trained on (loss_mask), so there is nothing to learn from"
@@ -254,7 +258,7 @@ class Environment:
         self.buffer.restore(
             step,
             [
-                BufferedBatch(entry["step"], entry["version"], Round.restored(entry["round"], self.cluster))
+                BufferedBatch(entry["step"], entry["version"], Round.restore(entry["round"], self.cluster))
                 for entry in state["buffer"]
             ],
         )

@@ -48,7 +48,7 @@ def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mappi
     groups, member = torch.unique(batch["group"], return_inverse=True)
     whole = torch.ones(len(groups), dtype=torch.bool)
     whole[member[~kept]] = False
-    stats = {"filter/kept": Total(float(whole.sum())), "filter/dropped": Total(float((~whole).sum()))}
+    stats: Stats = {"filter/kept": Total(float(whole.sum())), "filter/dropped": Total(float((~whole).sum()))}
     return batch.select(whole[member]), stats
 
 
@@ -66,7 +66,7 @@ class Lengths:
 
     def note(self, lengths: Batch) -> None:
         """Learn from what ``response_lengths`` gave."""
-        self.known.update(zip(lengths["key"], lengths["length"].tolist(), strict=True))
+        self.known.update(zip(lengths.sequence["key"], lengths["length"].tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.known)

@@ -8,7 +8,7 @@ the weights of then (its tokens keep the log-probs and versions that they were c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,17 @@ from coalign.data.batch import Batch
 from coalign.engine.metrics import oldest_versions
 from coalign.types import Max, Stats, Status, Total
 
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
+    from coalign.cluster.dist import DistModel
+    from coalign.roles import Rollout
+
 
 class Ledger:
     """Keeps the unfinished groups of one policy between roll-outs. Nothing here waits for a roll-out under way, but for
     ``carried`` and ``state_dict``."""
 
-    def __init__(self, cluster: Any, config: RolloutConfig, samples: int) -> None:
+    def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
         self.cluster = cluster
         self.config = config
         self.samples = samples  # of each prompt
@@ -48,7 +53,7 @@ class Ledger:
         ref: BatchRef = self.cluster.resolve(self._unfinished)
         return len(torch.unique(ref.group)) if len(ref) else 0
 
-    def generate(self, policy: Any, prompts: BatchRef | Future, **sampling: Any) -> Future:
+    def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
         """Complete groups, of ``prompts`` and of those begun before."""
         self.calls += 1
         if policy.config.spread_samples and self._unfinished is None:  # to be dealt out, samples have to be there

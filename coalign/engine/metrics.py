@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from coalign.cluster.future import Future
 from coalign.data.batch import Batch
 from coalign.types import Max, Metric, Stat, Stats, Status, Total, merge_stats
+
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
 
 
 class Calls:
@@ -42,7 +45,7 @@ class Calls:
 
 
 @contextmanager
-def watch(cluster: Any) -> Iterator[Calls]:
+def watch(cluster: Cluster) -> Iterator[Calls]:
     """Collect the calls that are made on ``cluster`` inside the block (on this thread; blocks do not nest)."""
     calls = Calls()
     cluster.on_call = calls.futures.append

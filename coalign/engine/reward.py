@@ -23,6 +23,7 @@ from coalign.types import Stat, Stats, Status, Total
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
+    from coalign.engine.reference import BaseWeights
     from coalign.roles import Scorer
 
 
@@ -34,7 +35,7 @@ class Reward:
     """
 
     def __init__(
-        self, cluster: Cluster, parts: Sequence[RewardConfig], models: Mapping[str, DistModel[Scorer]]
+        self, cluster: Cluster, parts: Sequence[RewardConfig], models: Mapping[str, DistModel[Scorer] | BaseWeights]
     ) -> None:
         """``models`` holds what ``parts`` name, and FUNCTIONS if there are functions."""
         self._cluster = cluster
@@ -68,7 +69,7 @@ class Reward:
         if FUNCTIONS in self._models:
             scored.append(self._models[FUNCTIONS].forward_step(batch))
         settings = {"terms": self._terms, "into": into or "reward"}
-        if not self._running:
+        if self._seen is None:
             return self._cluster.transform(combine_rewards, batch, *scored, **settings)
         if into is None:
             self._seen = self._cluster.transform(observe_rewards, self._seen, batch, *scored, terms=self._terms)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from coalign.cluster.base import Cluster
 from coalign.data.loader import Loader, build_loader
@@ -63,7 +63,7 @@ def load_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_split(plan: Plan, tokenizer: PreTrainedTokenizerBase, split: str) -> Loader:
+def load_split(plan: Plan, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "eval"]) -> Loader:
     """The training or evaluation data of a run."""
     config = plan.config
     return build_loader(

@@ -64,6 +64,6 @@ def _places(slot: Slot, name: str) -> str:
     if not slot.footprints[name].devices:
         return "CPU"
     own = slot.places[name]
-    whole = f"{own[0][0]}–{own[-1][-1]}" if len(own[0]) == 1 and len(own) > 1 else ""
+    whole = f"{own[0][0]}–{own[-1][-1]}" if all(len(places) == 1 for places in own) and len(own) > 1 else ""
     devices = whole or " ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in own)
     return f"{slot.name}: {devices}"

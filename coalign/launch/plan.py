@@ -45,7 +45,6 @@ from coalign.launch.validate import (
 from coalign.rewards import episode
 from coalign.roles import Context, Rollout, Scorer, Trainable
 
-
 REWARD_FUNCTIONS = "coalign.backends.scorers.reward:RewardModule"  # a path: a dry run asks it for its columns
 
 

@@ -3,12 +3,19 @@
 on_policy_distillation
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from coalign.engine.reward import reward_parts
 from coalign.engine.vocabulary import check_same_vocabulary
 from coalign.recipes.offline import Offline
 from coalign.recipes.online import Online
 from coalign.roles import Rollout, Scorer, Trainable
 from coalign.types import Stat
+
+if TYPE_CHECKING:
+    from coalign.cluster.dist import DistModel
 
 
 class Distill(Offline):
@@ -18,6 +25,8 @@ class Distill(Offline):
 
     Conversations in, a student out. Teacher and student share a tokenizer.
     """
+
+    teacher: DistModel[Scorer]
 
     models = {"trainer": Trainable, "teacher": Scorer}
     source = "conversations"
@@ -48,6 +57,8 @@ class OnPolicyDistillation(Online):
     which becomes its advantage (`reverse_kl`). `distillation` (GKD, all data on-policy): the log-probs of the teacher's
     `models.teacher.candidates` likeliest tokens there.
     """
+
+    teacher: DistModel[Scorer]
 
     models = {"policy": Rollout, "teacher": Scorer, "reward": Scorer, "trainer": Trainable}
     evaluates = ("policy", "teacher", "reward")
@@ -92,7 +103,7 @@ class OnPolicyDistillation(Online):
     def train_flow(self, batch):
         batch = self.shaped(batch)
         if not self.wants_distribution:
-            batch = self.apply(self.advantage, batch)
+            batch = self.advantages(batch)
         return self.trainer.train_step(batch, **self.ptx())
 
     def eval_flow(self, prompts):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
     from coalign.cluster.dist import DistModel
     from coalign.engine.reference import BaseWeights
-    from coalign.engine.reward import Reward
     from coalign.launch.plan import Plan
 
 
@@ -28,10 +27,8 @@ class Online(Engine):
     ``scores`` names the models that say something of a sample; those that a configuration does without are left out.
     """
 
-    policy: DistModel[Rollout]
     trainer: DistModel[Trainable]
     reference: DistModel[Scorer] | BaseWeights | None
-    reward: Reward
 
     models = {"policy": Rollout, "reference": Scorer, "reward": Scorer, "trainer": Trainable}
     sync = [("trainer", "policy")]
@@ -55,7 +52,7 @@ class Online(Engine):
         return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
 
     def train_flow(self, batch: BatchRef) -> Any:
-        return self.trainer.train_step(self.apply(self.advantage, self.shaped(batch)), **self.ptx())
+        return self.trainer.train_step(self.advantages(self.shaped(batch)), **self.ptx())
 
     def shaped(self, batch: BatchRef | Future) -> Any:
         """The batch as advantages are taken of it."""
@@ -82,7 +79,7 @@ class KLInReward(Online):
 
     @classmethod
     def check(cls, config: RunConfig, loss: Objective | None) -> None:
-        if config.loss.arguments.get("kl_coef", 0.0):
+        if loss is not None and loss.loss.keywords.get("kl_coef", 0.0):
             raise ValueError(
                 f"loss.kl_coef: in `{config.algorithm}` the KL penalty is part of the reward; set kl.coef and leave "
                 "loss.kl_coef at 0, or the divergence is charged twice"

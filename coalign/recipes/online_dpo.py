@@ -38,8 +38,13 @@ class OnlineDPO(Online):
                 "(`dpo`, `ipo`, `simpo`, …)"
             )
 
+    def paired(self, batch):
+        """The batch with the preferences that `pairs` finds among its responses."""
+        assert self.plan.pairs is not None, "the recipe has a default"
+        return self.apply(self.plan.pairs, batch)
+
     def train_flow(self, batch):
-        pairs = self.transform(compared, self.apply(self.plan.pairs, self.shaped(batch)))
+        pairs = self.transform(compared, self.paired(self.shaped(batch)))
         if self.reference:
             pairs = self.join(pairs, self.reference.forward_step(pairs))
         return self.trainer.train_step(pairs, **self.ptx())

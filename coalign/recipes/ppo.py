@@ -3,9 +3,16 @@
 rlaif
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from coalign.recipes.grpo import GRPO
 from coalign.recipes.online import KLInReward
 from coalign.roles import Rollout, Scorer, Trainable
+
+if TYPE_CHECKING:
+    from coalign.cluster.dist import DistModel
 
 
 class PPO(KLInReward):
@@ -17,6 +24,8 @@ class PPO(KLInReward):
     nowhere else: `loss.kl_coef` above 0 is refused. With `models.trainer.learns_after: k` the value model warms up
     alone for k steps.
     """
+
+    value: DistModel[Trainable]
 
     models = {"policy": Rollout, "reference": Scorer, "reward": Scorer, "trainer": Trainable, "value": Trainable}
     scores = ("reference", "value", "reward")
@@ -38,7 +47,7 @@ class PPO(KLInReward):
     }
 
     def train_flow(self, batch):
-        shaped = self.apply(self.advantage, self.shaped(batch))
+        shaped = self.advantages(self.shaped(batch))
         return self.trainer.train_step(shaped, **self.ptx()), self.value.train_step(shaped)
 
 

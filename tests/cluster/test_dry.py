@@ -141,7 +141,7 @@ def test_what_is_no_batch_is_refused(cluster):
 def test_no_backend_is_imported():
     code = (
         "import sys; from coalign.cluster.dry import DryCluster; from coalign.config.schema import *;"
-        "from coalign.types import Context;"
+        "from coalign.roles import Context;"
         "DryCluster(RunConfig(algorithm='none')).spawn('m', ModelConfig(), Context());"
         "assert not {'transformers', 'ray', 'coalign.backends.hf.fsdp'} & set(sys.modules)"
     )

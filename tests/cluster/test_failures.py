@@ -118,7 +118,7 @@ RUN = """
 import sys
 from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
-from coalign.types import Context
+from coalign.roles import Context
 
 config = ModelConfig(module="tests.cluster.modules:SumModule")
 runtime = RuntimeConfig(cluster="ray", threads=1)

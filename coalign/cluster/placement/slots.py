@@ -102,7 +102,7 @@ class Slot:
     @property
     def spread(self) -> bool:
         """Over many nodes. CPU models are, unless they ask not to be: cores are what they need."""
-        wishes = {footprint.spread for footprint in self.footprints.values()} - {None}
+        wishes = {own.spread for own in self.footprints.values() if own.spread is not None}
         return wishes.pop() if wishes else self.devices == 0
 
     @contextmanager
