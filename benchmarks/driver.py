@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from coalign.algorithms.advantages import group
 from coalign.backends.base import Module
 from coalign.cluster.answers import Running
 from coalign.cluster.dist import DistActor
@@ -29,11 +30,10 @@ from coalign.cluster.local import Cell, LocalCluster
 from coalign.cluster.placement.slots import Slot
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
-from coalign.engine.buffer import Buffer
-from coalign.engine.engine import Trainer
-from coalign.engine.environment import Environment
-from coalign.engine.filters import Control, filter_groups
+from coalign.engine.engine import RunData
+from coalign.engine.filters import filter_groups
 from coalign.engine.hooks.timeline import Timeline
+from coalign.launch.plan import Plan, PlannedModel
 from coalign.recipes.grpo import GRPO
 from coalign.roles import Context
 from coalign.types import Stat, Stats, Total, merge_stats
@@ -150,18 +150,12 @@ def engine_of(replicas: int, samples: int) -> GRPO:
         runtime=RuntimeConfig(samples_per_prompt=SAMPLES, prompts_per_step=samples // SAMPLES),
         models=models,
     )
-    cluster = StandInCluster(config)
-    for name, model in models.items():
-        cluster.spawn(name, model, Context(model=name))
-    engine = GRPO(config, cluster)
-    engine.attach(cluster.models)
-    engine.last = 10**6
-    wanted = samples // SAMPLES
-    control = Control(wanted=wanted, max_rounds=4, keep=partial(nine_of_ten))
-    buffer = Buffer(0, engine.last)
-    engine.environment = Environment(cluster, engine.env_flow, Prompts(wanted), buffer, engine.ledger, control)
-    engine.trainers = Trainer(cluster, engine.train_flow, [], "trainer")
-    return engine
+    planned = {
+        name: PlannedModel(name, GRPO.models[name], model, Group if name == "trainer" else Replica, Context(model=name))
+        for name, model in models.items()
+    }
+    plan = Plan(config, GRPO, GRPO.models, planned, advantage=group, filter=partial(nine_of_ten))
+    return GRPO(plan, StandInCluster(config), RunData(None, Prompts(samples // SAMPLES), steps=10**6))
 
 
 def nine_of_ten(reward: torch.Tensor) -> torch.Tensor:

@@ -222,7 +222,7 @@ class Engine:
 
     def _set_models(self, models: Mapping[str, Any]) -> None:
         for name, model in models.items():
-            if hasattr(self, name):
+            if name in vars(self) or getattr(type(self), name, None) is not None:
                 raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename it")
             setattr(self, name, model)
 

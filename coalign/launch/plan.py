@@ -163,7 +163,7 @@ def prepare(config: RunConfig) -> Plan:
         models=models,
         syncs=[pair for pair in recipe.sync if models.keys() >= {*pair}],
         rewards=rewards,
-        turn_weight=_turn_weight(config),
+        turn_weight=turn_weight(config),
         loss=loss,
         **functions,
     )
@@ -177,7 +177,7 @@ def _bind(section: Function | None, home: str, where: str) -> partial[Any] | Non
     return partial(fn, **bind(fn, section.arguments, where))
 
 
-def _turn_weight(config: RunConfig) -> float:
+def turn_weight(config: RunConfig) -> float:
     """The weight of the part `episode`, if it is a plain sum over turns; normalised or bounded it counts for the
     response alone: 0."""
     return sum(
@@ -229,7 +229,7 @@ def _plan_models(
 ) -> dict[str, PlannedModel]:
     models = {}
     adapters = _adapter_ranks(configs, config, syncs)
-    bases = _shared_bases(roles, configs)
+    bases = find_shared_bases(roles, configs)
     for name, role in roles.items():
         model = configs[name]
         own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
@@ -277,7 +277,7 @@ def _adapter_ranks(
     return {name: lora.rank for pair in syncs for name in pair if (lora := sources.get(pair[0]))}
 
 
-def _shared_bases(roles: Mapping[str, type], configs: Mapping[str, ModelConfig]) -> dict[str, str]:
+def find_shared_bases(roles: Mapping[str, type], configs: Mapping[str, ModelConfig]) -> dict[str, str]:
     """{frozen model: trained model whose adapters lie on the same weights}: the former need not be loaded.
 
     A model with a cache is left as it is: once filled, it costs neither memory nor time.

@@ -24,7 +24,7 @@ class Offline(Engine):
     """
 
     trainer: DistModel[Trainable]
-    reference: DistModel[Scorer] | BaseWeights | None
+    reference: DistModel[Scorer] | BaseWeights | None = None
 
     models = {"trainer": Trainable, "reference": Scorer}
     evaluates = ("trainer", "reference")

@@ -28,7 +28,7 @@ class Online(Engine):
     """
 
     trainer: DistModel[Trainable]
-    reference: DistModel[Scorer] | BaseWeights | None
+    reference: DistModel[Scorer] | BaseWeights | None = None
 
     models = {"policy": Rollout, "reference": Scorer, "reward": Scorer, "trainer": Trainable}
     sync = [("trainer", "policy")]

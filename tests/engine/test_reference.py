@@ -1,5 +1,5 @@
 from coalign.config.schema import LoraConfig, ModelConfig
-from coalign.engine.reference import shared_bases
+from coalign.launch.plan import find_shared_bases
 from coalign.roles import Scorer, Trainable
 
 ROLES = {"trainer": Trainable, "reference": Scorer}
@@ -10,7 +10,7 @@ def shared(trainer: dict, reference: dict) -> dict[str, str]:
         "trainer": ModelConfig(load="model", **trainer),
         "reference": ModelConfig(**{"load": "model", "frozen": True} | reference),
     }
-    return shared_bases(models, ROLES)
+    return find_shared_bases({name: ROLES[name] for name in models}, models)
 
 
 def test_the_reference_of_adapters_is_what_they_lie_on():

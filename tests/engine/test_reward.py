@@ -14,9 +14,9 @@ from coalign.config import load
 from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.engine.reward import Reward, combine_rewards, reward_models, turn_weight
+from coalign.engine.reward import Reward, combine_rewards
 from coalign.launch.check import check
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import find_recipe, prepare, turn_weight
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.roles import Context
@@ -267,11 +267,11 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, message):
 
 
 def test_models_of_the_reward_are_frozen_and_read_as_they_must(tmp_path):
-    models = reward_models(loaded(two_judges(tmp_path)))
+    models = prepare(loaded(two_judges(tmp_path))).configs
     assert list(models) == ["kind", "terse", FUNCTIONS]
     assert models["kind"].frozen and models["kind"].chat_template is None
     assert models["terse"].frozen and models["terse"].chat_template == "auto"
-    assert reward_models(loaded(two_judges(tmp_path), "models.kind.chat_template=none"))["kind"].chat_template == "none"
+    assert prepare(loaded(two_judges(tmp_path), "models.kind.chat_template=none")).configs["kind"].chat_template == "none"
     assert loaded(two_judges(tmp_path), f"runtime.colocation=[[policy, {FUNCTIONS}]]").runtime.colocation
 
 

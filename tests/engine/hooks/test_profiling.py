@@ -39,7 +39,7 @@ class Told:
 def engine(said, in_process=False):
     store = type("Store", (), {"in_process": in_process})
     models = {name: Told(name, said) for name in ("policy", "trainer")}
-    return type("Engine", (), {"step": 0, "models_running": models, "cluster": type("Cluster", (), {"store": store})})
+    return type("Engine", (), {"step": 0, "running": models, "cluster": type("Cluster", (), {"store": store})})
 
 
 def steps(profile, engine, count):

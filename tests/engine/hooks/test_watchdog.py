@@ -28,7 +28,8 @@ class Calls:
 
 
 def call(label, *since):
-    future = Future(label)
+    model, _, method = label.partition(".")
+    future = Future(Call(model, method))
     future.made = since[0] if since else 0.0
     future.running = [
         Running(f"policy, replica {i}", Future(Call(None, "")).ended, None, each) for i, each in enumerate(since)
