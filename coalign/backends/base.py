@@ -117,7 +117,7 @@ class Module:
         if self.unfit:
             raise RuntimeError(f"model '{self.context.model}' does not serve: {self.unfit}")
 
-    # ---- memory (docs/design.md §6): `tensors` is enough, unless an engine has an allocator of its own
+    # ---- memory (docs/design.md §8): `tensors` is enough, unless an engine has an allocator of its own
 
     @property
     def constant(self) -> Sequence[str]:

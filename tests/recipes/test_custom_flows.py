@@ -1,4 +1,4 @@
-"""The worked examples of docs/custom_flow.md, as they stand: drawn by `coalign check`, run here, run on Ray."""
+"""The worked examples of docs/writing_a_recipe.md, as they stand: drawn by `coalign check`, run here, run on Ray."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def train(config):
     ids=lambda method: method.__qualname__,
 )
 def test_the_page_shows_the_example_as_it_is(method):
-    page = (ROOT / "docs" / "custom_flow.md").read_text()
+    page = (ROOT / "docs" / "writing_a_recipe.md").read_text()
     assert textwrap.dedent(inspect.getsource(method)).strip() in page
 
 
@@ -237,7 +237,7 @@ def test_the_same_on_ray(example, name):
 
 def test_the_flow_from_nothing(tmp_path, monkeypatch):
     """The code and the YAML of the page, written to files and run."""
-    page = (ROOT / "docs" / "custom_flow.md").read_text()
+    page = (ROOT / "docs" / "writing_a_recipe.md").read_text()
     code, rest = page.split("```python\n", 1)[1].split("```", 1)
     yaml = rest.split("```yaml\n", 1)[1].split("```", 1)[0]
     monkeypatch.chdir(tmp_path)
