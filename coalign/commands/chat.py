@@ -51,7 +51,7 @@ def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None
             return
         try:
             if text.startswith("/"):
-                display.note(command(conversation, text))
+                display.note(run_command(conversation, text))
             elif text:
                 conversation.answer(text, display.write)
                 display.write("\n")
@@ -62,7 +62,7 @@ def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None
             display.note(f"error: {problem}")
 
 
-def command(conversation: Conversation, text: str) -> str:
+def run_command(conversation: Conversation, text: str) -> str:
     """Do what a line that begins with a slash says; returns the reply."""
     name, _, argument = text.partition(" ")
     if name == "/reset":
@@ -142,7 +142,7 @@ class TextStream:
         return text
 
 
-def typed(prompt: str) -> Iterator[str]:
+def read_typed_lines(prompt: str) -> Iterator[str]:
     """Lines that a person types after ``prompt``, until Ctrl-D. Ctrl-C takes back the line."""
     import readline  # noqa: F401 (gives `input` its editing and its history)
 

@@ -60,12 +60,12 @@ def _travelling(config: RunConfig) -> list[str]:
 def _check_tensors(sync: WeightSync, display: Display) -> bool:
     source, target = sync.source, sync.target
     title = f"{source.name} and {target.name}"
-    replicas = target.run(describe, None).result()
+    replicas = target.run(digest_weights, None).result()
     if replicas[0] is None:
         display.show(f"{title}: {target.config.module} does not tell its weights; see the log-probs\n")
         return True
     dtypes = {name: held.dtype for name, held in replicas[0].items()}
-    ours = {name: held for part in source.run(describe, dtypes).result() for name, held in (part or {}).items()}
+    ours = {name: held for part in source.run(digest_weights, dtypes).result() for name, held in (part or {}).items()}
     good = True
     for rank, held in enumerate(replicas):
         of_target = WeightSet(target.name, held, lambda name, rank=rank: _fetched(target, name, dtypes)[rank])
@@ -80,17 +80,17 @@ def _there(tensor: Any) -> bool:
 
 
 def _fetched(model: Any, name: str, dtypes: Mapping[str, str]) -> list[Any]:
-    return model.run(fetch, name, dtypes).result()
+    return model.run(fetch_tensor, name, dtypes).result()
 
 
-def describe(module: Any, store: Any, dtypes: Mapping[str, str] | None) -> dict[str, TensorDigest] | None:
+def digest_weights(module: Any, store: Any, dtypes: Mapping[str, str] | None) -> dict[str, TensorDigest] | None:
     """What this rank holds, in the ``dtypes`` of the other side; None if the module does not tell."""
     if not hasattr(module, "export_weights"):
         return None
     return {name: TensorDigest.of(tensor) for name, tensor in _exported(module, dtypes or {})}
 
 
-def fetch(module: Any, store: Any, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:
+def fetch_tensor(module: Any, store: Any, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:
     """One tensor, where this rank has it."""
     found = [tensor.cpu() for each, tensor in _exported(module, dtypes) if each == name]
     return found[0] if found else None
@@ -109,7 +109,7 @@ def _check_logprobs(engine: Engine, sync: WeightSync, display: Display) -> bool:
     prompts = engine.cluster.put(engine.environment.loader.next(PROMPTS))
     samples = sync.target.generate(prompts, samples=1, max_new_tokens=TOKENS)
     scored = sync.source.forward_step(samples, into="ref_logprobs")
-    found = engine.cluster.apply(distance, samples, scored)
+    found = engine.cluster.apply(compare_logprobs, samples, scored)
     found.result()
     configs = [model.config for model in (sync.source, sync.target)]
     kinds = {config.compute_dtype or config.dtype for config in configs}
@@ -123,7 +123,9 @@ def _check_logprobs(engine: Engine, sync: WeightSync, display: Display) -> bool:
     return good
 
 
-def distance(rollout_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, Stat]:
+def compare_logprobs(
+    rollout_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> dict[str, Stat]:
     """Mean |Δ| over the chosen tokens."""
     return {"logprobs/difference": Stat.of((rollout_logprobs - ref_logprobs).abs(), loss_mask)}
 

@@ -14,7 +14,7 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
 
     The reference and other frozen models stay those of the run."""
     from coalign.cluster.start import start
-    from coalign.engine.hooks.run_folder import flatten
+    from coalign.engine.hooks.run_folder import flatten_stats
     from coalign.launch.build import build, prepare, recipe
 
     names = recipe(config.algorithm).evaluates
@@ -31,10 +31,10 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
         stats, _ = engine.evaluator.evaluate()
     finally:
         cluster.shutdown()
-    return flatten(stats)
+    return flatten_stats(stats)
 
 
-def inspect(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
+def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
     """Show the first rows of the training data as the trainer will see them."""
     from coalign.commands.inspect_data import describe, groups
     from coalign.launch.build import load_tokenizer, loader, recipe

@@ -10,9 +10,9 @@ from typing import Any
 
 from coalign.backends.engines.native.module import NativeModule
 from coalign.commands import pipeline
-from coalign.commands.judges import Judge, JudgedResponse, open_judge
-from coalign.commands.resumable import Partial, Record, Unkept
-from coalign.commands.score import entries, summary, tell
+from coalign.commands.judges import ResponseJudge, ResponseToScore, open_judge
+from coalign.commands.resumable import JsonRecord, RecordStream, ResumableOutput
+from coalign.commands.score import report_unscored, score_entries, summarise_scores
 from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader, build_loader
@@ -28,7 +28,7 @@ AHEAD = 4
 
 
 def generate(
-    config: GenerateConfig, output: Path | Callable[[Record], None], display: Display, *, round: int = 1
+    config: GenerateConfig, output: Path | Callable[[JsonRecord], None], display: Display, *, round: int = 1
 ) -> dict[str, float]:
     """Write the responses of ``config.model`` to a file, or hand each to a function; the counts of what came out.
 
@@ -57,7 +57,7 @@ def generate(
         partial.finish()
     seconds = time.perf_counter() - begun
     if judge:
-        tell(judge, display)
+        report_unscored(judge, display)
     rate = f"{fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s)"
     if not display.quiet:
         display.note(f"{counts['responses']} responses, {rate}")
@@ -78,12 +78,14 @@ def _judged(config: GenerateConfig) -> Any:
     return closing(judge) if judge else nullcontext()
 
 
-def _kept(config: GenerateConfig, output: Path | Callable[[Record], None], size: int, round: int) -> Partial | Unkept:
+def _kept(
+    config: GenerateConfig, output: Path | Callable[[JsonRecord], None], size: int, round: int
+) -> ResumableOutput | RecordStream:
     """Where the records go: a file that survives a kill, or a function."""
     if not isinstance(output, Path):
-        return Unkept(output)
+        return RecordStream(output)
     # Finished units are counted, so their size matters here, though `native`, which sets it, changes no response.
-    return Partial(output, {"round": round, "prompts of a unit": size, **pipeline.fingerprint_settings(config)})
+    return ResumableOutput(output, {"round": round, "prompts of a unit": size, **pipeline.fingerprint_settings(config)})
 
 
 def _draws(loader: Loader, first: int, count: int, size: int, done: int) -> Iterator[Batch]:
@@ -94,7 +96,7 @@ def _draws(loader: Loader, first: int, count: int, size: int, done: int) -> Iter
         yield Batch.concat([loader.next() for _ in range(min(size, count - start))])
 
 
-def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Any) -> list[Record]:
+def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Any) -> list[JsonRecord]:
     """The responses to some prompts, ordered by prompt, then index."""
     finished = 0
 
@@ -107,7 +109,7 @@ def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Any) -
     return [_record(sample) for sample in read_samples(out, module.tokenizer)]
 
 
-def _record(sample: Sample) -> Record:
+def _record(sample: Sample) -> JsonRecord:
     return {
         **sample.meta,
         "response": sample.response,
@@ -119,10 +121,10 @@ def _record(sample: Sample) -> Record:
     }
 
 
-def _scored(records: list[Record], judge: Judge, config: GenerateConfig) -> list[Record]:
+def _scored(records: list[JsonRecord], judge: ResponseJudge, config: GenerateConfig) -> list[JsonRecord]:
     reader = RowReader(config.data, SourceConfig(path=""))
     answers = [
-        JudgedResponse(
+        ResponseToScore(
             r["messages"],
             [{"role": "assistant", "content": r["response"]}],
             row=r,
@@ -133,14 +135,14 @@ def _scored(records: list[Record], judge: Judge, config: GenerateConfig) -> list
         )
         for r in records
     ]
-    return [record | entries(verdict) for record, verdict in zip(records, judge(answers), strict=True)]
+    return [record | score_entries(verdict) for record, verdict in zip(records, judge(answers), strict=True)]
 
 
-def _chosen(records: list[Record], config: GenerateConfig) -> list[Record]:
+def _chosen(records: list[JsonRecord], config: GenerateConfig) -> list[JsonRecord]:
     """All records, or the best of each prompt (of equals the first); none where nothing could be scored."""
     if config.keep == "all":
         return records
-    best: dict[int, Record] = {}
+    best: dict[int, JsonRecord] = {}
     for record in records:
         before = best.get(record["group"])
         if record["score"] is not None and (before is None or record["score"] > before["score"]):
@@ -148,11 +150,11 @@ def _chosen(records: list[Record], config: GenerateConfig) -> list[Record]:
     return list(best.values())
 
 
-def _counts(partial: Partial | Unkept, config: GenerateConfig) -> dict[str, float]:
+def _counts(partial: ResumableOutput | RecordStream, config: GenerateConfig) -> dict[str, float]:
     records = [record for unit in partial.units() for record in unit]
     tokens = sum(record["tokens"] for record in records)
     cut = sum(record["status"] == Status.TRUNCATED.name.lower() for record in records)
     counts: dict[str, float] = {"responses": len(records), "tokens": tokens, "truncated": cut}
     if config.reward or config.reward_model:
-        counts |= {name: value for name, value in summary(records).items() if name != "rows"}
+        counts |= {name: value for name, value in summarise_scores(records).items() if name != "rows"}
     return counts

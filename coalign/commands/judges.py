@@ -22,7 +22,7 @@ from coalign.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedResponse:
+class ResponseToScore:
     """A response (the messages that follow the prompt) to score; ``row`` is what a reward function may compare with.
 
     Neighbours of one ``group`` answer the same prompt. ``tokens`` of the response, if somebody has counted them.
@@ -49,7 +49,7 @@ class Verdict:
     why: str = ""
 
 
-class Judge(Protocol):
+class ResponseJudge(Protocol):
     """``failed`` counts the responses without a score by their reason; ``first`` says what happened to the first.
     ``compares`` names the functions that see the responses to a prompt together."""
 
@@ -57,19 +57,19 @@ class Judge(Protocol):
     first: str
     compares: Sequence[str]
 
-    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]: ...
+    def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]: ...
 
     def close(self) -> None: ...
 
 
-def open_judge(config: JudgeConfig) -> Judge | None:
+def open_judge(config: JudgeConfig) -> ResponseJudge | None:
     """The one that the configuration names, ready to score; None if it names none."""
     if config.reward:
-        return FunctionJudge(config)
-    return ModelJudge(config) if config.reward_model else None
+        return RewardFunctionJudge(config)
+    return RewardModelJudge(config) if config.reward_model else None
 
 
-class FunctionJudge:
+class RewardFunctionJudge:
     """Reward functions, summed by weight. They get Samples without token ids: a loss mask of the response's length
     where it is known, and the texts."""
 
@@ -82,7 +82,7 @@ class FunctionJudge:
         self._caller = Caller()
         self._scored = False
 
-    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]:
+    def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:
         """Raises RewardError, with the function's own exception as cause, if nothing could be scored so far."""
         outcomes = self._caller.score(self._functions, [_sample(answer) for answer in answers])
         verdicts = [
@@ -97,7 +97,7 @@ class FunctionJudge:
     def close(self) -> None:
         self._caller.close()
 
-    def _verdict(self, outcomes: Sequence[Any], answer: JudgedResponse) -> Verdict:
+    def _verdict(self, outcomes: Sequence[Any], answer: ResponseToScore) -> Verdict:
         by_name = {term.name: outcome for term, outcome in zip(self._terms, outcomes, strict=True)}
         parts = {name: outcome["reward"] for name, outcome in by_name.items() if not isinstance(outcome, RewardFailure)}
         lacking = [term.name for term in self._terms if term.weight and term.name not in parts]
@@ -107,13 +107,13 @@ class FunctionJudge:
         total = combine(values, torch.zeros(1, dtype=torch.int64), self._terms, {})
         return Verdict(total.item(), parts if len(self._terms) > 1 else {})
 
-    def _noted(self, name: str, failure: RewardFailure, answer: JudgedResponse) -> str:
+    def _noted(self, name: str, failure: RewardFailure, answer: ResponseToScore) -> str:
         self.failed[failure.reason] += 1
         self.first = self.first or f"reward function '{name}' on group {answer.group}, index {answer.index}: {failure}"
         return str(failure)
 
 
-class ModelJudge:
+class RewardModelJudge:
     """A reward model: the number at the last token of the whole conversation, as its own template renders it."""
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -133,7 +133,7 @@ class ModelJudge:
         self._module.setup()
         self._reader = ConversationReader(model)
 
-    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]:
+    def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:
         read = [self._read(answer) for answer in answers]
         verdicts = [self._verdict(len(tokens), answer) for (tokens, _), answer in zip(read, answers, strict=True)]
         if fits := [i for i, verdict in enumerate(verdicts) if not verdict.why]:
@@ -146,12 +146,12 @@ class ModelJudge:
     def close(self) -> None:
         self._module.close()
 
-    def _read(self, answer: JudgedResponse) -> tuple[list[int], int]:
+    def _read(self, answer: ResponseToScore) -> tuple[list[int], int]:
         if answer.text is not None:
             return self._reader.rendered(answer.text)
         return self._reader.read([*answer.prompt, *answer.response], answer.tools)
 
-    def _verdict(self, length: int, answer: JudgedResponse) -> Verdict:
+    def _verdict(self, length: int, answer: ResponseToScore) -> Verdict:
         """Before it is scored; for good, if it is too long."""
         if length <= self._reader.longest:
             return Verdict(None)
@@ -161,7 +161,7 @@ class ModelJudge:
         return Verdict(None, why=why)
 
 
-def _sample(answer: JudgedResponse) -> Sample:
+def _sample(answer: ResponseToScore) -> Sample:
     response = text_of(answer.response[-1])
     return Sample(
         group=answer.group,

@@ -25,16 +25,15 @@ from typing import Any
 
 import torch
 
-from coalign.commands.stages import KINDS, trains_a_policy
+from coalign.commands.stages import STAGE_TYPES, trains_a_policy
 from coalign.config.errors import Key, dotted
 from coalign.config.introspect import changes_results, input_at
 from coalign.config.pipelines import PipelineFile
 from coalign.config.schema import Section
-from coalign.engine.hooks.run_folder import lock
+from coalign.engine.hooks.run_folder import lock_folder
 from coalign.files import move_aside
 from coalign.launch.build import recipe
 from coalign.report.display import Display
-from coalign.report.step_line import number
 
 
 def fingerprint_settings(settings: Section) -> dict[str, Any]:
@@ -102,7 +101,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """A stage of one round, with its settings in it."""
 
     round: int
@@ -113,13 +112,13 @@ class Stage:
 
     @property
     def output(self) -> Path:
-        return self.folder / KINDS[self.kind].output
+        return self.folder / STAGE_TYPES[self.kind].output
 
     def __str__(self) -> str:
         return f"round {self.round} {self.name}"
 
 
-def plan(file: PipelineFile) -> list[Stage]:
+def plan_stages(file: PipelineFile) -> list[PlannedStage]:
     """Every stage of every round, its settings validated. Raises ConfigError with every problem of a stage."""
     header, stages, made = file.header, [], set()
     model = header.model
@@ -129,10 +128,10 @@ def plan(file: PipelineFile) -> list[Stage]:
             names = {"output": header.output, "round": round, "model": model, "stages": outputs}
             settings = file.settings(index, names, made, lambda algorithm: recipe(algorithm).defaults)
             with file.located(index):
-                settings = KINDS[given.kind].complete(settings, stages[-1].output if index else None, model)
-                KINDS[given.kind].check(settings)
+                settings = STAGE_TYPES[given.kind].complete(settings, stages[-1].output if index else None, model)
+                STAGE_TYPES[given.kind].check(settings)
             folder = Path(header.output) / f"round_{round}" / f"{index + 1:02d}_{given.called}"
-            stages.append(stage := Stage(round, given.called, given.kind, folder, settings))
+            stages.append(stage := PlannedStage(round, given.called, given.kind, folder, settings))
             outputs[stage.name] = {"output": str(stage.output)}
             made.add(str(stage.output))
             if given.kind == "train" and trains_a_policy(settings):
@@ -140,10 +139,10 @@ def plan(file: PipelineFile) -> list[Stage]:
     return stages
 
 
-def run(file: PipelineFile, display: Display) -> int:
+def run_pipeline(file: PipelineFile, display: Display) -> int:
     """Do what is not done yet; the exit code (0, or 128 + the signal that ended a training run)."""
-    stages = plan(file)
-    with lock(Path(file.header.output)):
+    stages = plan_stages(file)
+    with lock_folder(Path(file.header.output)):
         for stage in stages:
             if code := _ensure(stage, display):
                 return code
@@ -151,16 +150,16 @@ def run(file: PipelineFile, display: Display) -> int:
     return 0
 
 
-def check(file: PipelineFile, display: Display) -> None:
+def check_pipeline(file: PipelineFile, display: Display) -> None:
     """Print what the pipeline would do. Raises ConfigError for whatever would stop it."""
-    for stage in plan(file):
-        KINDS[stage.kind].try_out(stage.settings)
+    for stage in plan_stages(file):
+        STAGE_TYPES[stage.kind].try_out(stage.settings)
         done = " (done)" if _read(stage.folder / "stage.json").get("done") else ""
         display.show(f"{stage}: {KINDS[stage.kind].about(stage.settings)}{done}\n    → {stage.output}")
     display.show("\nno problem found")
 
 
-def _ensure(stage: Stage, display: Display) -> int:
+def _ensure(stage: PlannedStage, display: Display) -> int:
     """Do a stage unless it is done; goes on with one that was interrupted."""
     record = stage.folder / "stage.json"
     before, depends = _read(record), fingerprint_settings(stage.settings)
@@ -177,7 +176,7 @@ def _ensure(stage: Stage, display: Display) -> int:
     _write(record, now | {"seconds": seconds, "depends": depends})
     display.show(f"{stage}: {'goes on' if before else 'begins'}")
     begun = time.monotonic()
-    counts, code = KINDS[stage.kind].run(stage.settings, stage.folder, stage.round, display)
+    counts, code = STAGE_TYPES[stage.kind].run(stage.settings, stage.folder, stage.round, display)
     _free_memory()
     now |= {"done": not code, "counts": counts, "seconds": round(seconds + time.monotonic() - begun, 3)}
     _write(record, now | {"depends": depends})

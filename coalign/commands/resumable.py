@@ -10,41 +10,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coalign.engine.hooks.run_folder import FolderInUse, finite
+from coalign.engine.hooks.run_folder import FolderInUse, replace_non_finite
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
+JsonRecord = dict[str, Any]
 
 
-class Unkept:
+class RecordStream:
     """Stands in for Partial where nothing is to be kept: each record is handed on at once."""
 
     done = 0
 
-    def __init__(self, take: Callable[[Record], None]) -> None:
+    def __init__(self, take: Callable[[JsonRecord], None]) -> None:
         self._take = take
-        self._units: list[list[Record]] = []
+        self._units: list[list[JsonRecord]] = []
 
-    def __enter__(self) -> Unkept:
+    def __enter__(self) -> RecordStream:
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
-    def add(self, unit: Sequence[Record]) -> None:
+    def add(self, unit: Sequence[JsonRecord]) -> None:
         self._units.append(list(unit))
         for record in unit:
             self._take(record)
 
-    def units(self) -> Iterator[list[Record]]:
+    def units(self) -> Iterator[list[JsonRecord]]:
         yield from self._units
 
     def finish(self) -> None:
         pass
 
 
-class Partial:
+class ResumableOutput:
     """``OUTPUT.partial``: a line that says what the results depend on (``fingerprint``), then one line for each unit of
     work (a list of records), in order.
 
@@ -65,7 +65,7 @@ class Partial:
             raise FolderInUse(f"{output} is being written by another process") from None
         self._continue(json.loads(json.dumps(fingerprint)))
 
-    def __enter__(self) -> Partial:
+    def __enter__(self) -> ResumableOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -73,12 +73,12 @@ class Partial:
         if error[0] is not None and self.done:
             log.warning("%s keeps what is finished: the same call goes on from there", self.path)
 
-    def add(self, unit: Sequence[Record]) -> None:
+    def add(self, unit: Sequence[JsonRecord]) -> None:
         """Keep the records of a finished unit."""
-        self._write(finite(list(unit)))
+        self._write(replace_non_finite(list(unit)))
         self.done += 1
 
-    def units(self) -> Iterator[list[Record]]:
+    def units(self) -> Iterator[list[JsonRecord]]:
         """Every unit so far."""
         with open(self.path, encoding="utf-8") as lines:
             next(lines)

@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 
 from coalign.commands import pipeline
-from coalign.commands.judges import Judge, JudgedResponse, Verdict, open_judge
-from coalign.commands.resumable import Partial, Record
+from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
+from coalign.commands.resumable import JsonRecord, ResumableOutput
 from coalign.config.schema import ScoreConfig, SourceConfig
 from coalign.data.messages import Message, as_response
 from coalign.data.reader import RowReader
@@ -32,27 +32,27 @@ def score(config: ScoreConfig, output: Path, display: Display) -> dict[str, floa
     works = list(_chunks(rows))
     depends = pipeline.fingerprint_settings(config)
     bar = display.progress("scoring", len(rows))
-    with closing(open_judge(config)) as judge, Partial(output, depends) as partial, bar as advance:
+    with closing(open_judge(config)) as judge, ResumableOutput(output, depends) as partial, bar as advance:
         advance(sum(map(len, works[: partial.done])))
         for work in works[partial.done :]:
-            partial.add(judged(judge, [row.read() for row in work]))
+            partial.add(score_rows(judge, [row.read() for row in work]))
             advance(len(work))
-        counts = summary(record for unit in partial.units() for record in unit)
+        counts = summarise_scores(record for unit in partial.units() for record in unit)
         partial.finish()
-    tell(judge, display)
+    report_unscored(judge, display)
     return counts
 
 
 @dataclass(frozen=True)
-class RowAnswers:
+class RowWithResponses:
     """A row, and the answers in it by the name that their scores get a prefix from."""
 
-    row: Record
-    answers: dict[str, JudgedResponse]
+    row: JsonRecord
+    answers: dict[str, ResponseToScore]
 
 
 @dataclass(frozen=True)
-class ScoreRow:
+class RowToScore:
     """A row of a file, not kept in memory. Neighbours of one ``group`` answer the same prompt."""
 
     config: ScoreConfig
@@ -61,7 +61,7 @@ class ScoreRow:
     number: int
     group: int
 
-    def read(self) -> RowAnswers:
+    def read(self) -> RowWithResponses:
         """Raises ValueError with the row's place if there is nothing to score; an empty response to compare has no
         answer where ``data.on_empty`` drops such rows."""
         row = self.reader.named(self.rows[self.number])
@@ -69,13 +69,15 @@ class ScoreRow:
             said = self._answers(row)
         except BadRow as error:
             if error.reason == "empty" and self.config.data.on_empty == "drop":
-                return RowAnswers(row, {})
+                return RowWithResponses(row, {})
             raise ValueError(f"{self.rows.where(self.number)}: {error}") from error
         rest = {"group": self.group, "index": _number(row, "index"), "tokens": _number(row, "tokens")}
         tools = self.reader.tools(row)
-        return RowAnswers(row, {name: JudgedResponse(*pair, row, tools=tools, **rest) for name, pair in said.items()})
+        return RowWithResponses(
+            row, {name: ResponseToScore(*pair, row, tools=tools, **rest) for name, pair in said.items()}
+        )
 
-    def _answers(self, row: Record) -> dict[str, tuple[list[Message], list[Message]]]:
+    def _answers(self, row: JsonRecord) -> dict[str, tuple[list[Message], list[Message]]]:
         """(prompt, response) by name: one without a name, or chosen and rejected."""
         data, key = self.config.data, self.config.response_key
         if self.reader.has(row, key):
@@ -95,22 +97,22 @@ class ScoreRow:
         return {"": (prompt, [response])}
 
 
-def judged(judge: Judge, rows: Sequence[RowAnswers]) -> list[Record]:
+def score_rows(judge: ResponseJudge, rows: Sequence[RowWithResponses]) -> list[JsonRecord]:
     """The rows with the judge's scores."""
     answers = [(i, name, answer) for i, scored in enumerate(rows) for name, answer in scored.answers.items()]
     records = [scored.row | ({} if scored.answers else {"score": None}) for scored in rows]
     for (i, name, _), verdict in zip(answers, judge([answer for *_, answer in answers]), strict=True):
-        records[i] |= entries(verdict, f"{name}_" if name else "")
+        records[i] |= score_entries(verdict, f"{name}_" if name else "")
     return records
 
 
-def entries(verdict: Verdict, prefix: str = "") -> Record:
+def score_entries(verdict: Verdict, prefix: str = "") -> JsonRecord:
     """What a record says of a verdict."""
     parts = {f"{prefix}rewards": verdict.parts} if verdict.parts else {}
     return {f"{prefix}score": verdict.score, **parts}
 
 
-def summary(records: Iterable[Record]) -> dict[str, float]:
+def summarise_scores(records: Iterable[JsonRecord]) -> dict[str, float]:
     """Rows, scores and their spread; of pairs the share in which the chosen response has the higher score (equal scores
     count half)."""
     rows, scores, wins, pairs, missing = 0, [], 0.0, 0, 0
@@ -130,28 +132,28 @@ def summary(records: Iterable[Record]) -> dict[str, float]:
     return counts | ({"pairs": pairs, "pair_accuracy": wins / pairs} if pairs else {})
 
 
-def tell(judge: Judge, display: Display) -> None:
+def report_unscored(judge: ResponseJudge, display: Display) -> None:
     """Report the responses that this call could not score."""
     if judge.failed:
         reasons = ", ".join(f"{count} {reason}" for reason, count in judge.failed.items())
         display.note(f"warning: responses without a score: {reasons}; first: {judge.first}")
 
 
-def _rows(config: ScoreConfig, source: SourceConfig) -> Iterator[ScoreRow]:
+def _rows(config: ScoreConfig, source: SourceConfig) -> Iterator[RowToScore]:
     """The rows of a source, each of them read once: what is wrong with a file is told before a model loads."""
     reader, rows = RowReader(config.data, source), open_rows(source.path, source.max_samples)
     before, group = None, -1
     for number in range(len(rows)):
-        row = ScoreRow(config, reader, rows, number, 0)
+        row = RowToScore(config, reader, rows, number, 0)
         name = row.read().row.get("group")
         group += name is None or name != before
         before = name
         yield replace(row, group=group)
 
 
-def _chunks(rows: Sequence[ScoreRow]) -> Iterator[list[ScoreRow]]:
+def _chunks(rows: Sequence[RowToScore]) -> Iterator[list[RowToScore]]:
     """Pieces of CHUNK rows or a few more: neighbours of a group stay together."""
-    piece: list[ScoreRow] = []
+    piece: list[RowToScore] = []
     for _, group in groupby(rows, key=lambda row: (id(row.rows), row.group)):
         piece += group
         if len(piece) >= CHUNK:
@@ -161,5 +163,5 @@ def _chunks(rows: Sequence[ScoreRow]) -> Iterator[list[ScoreRow]]:
         yield piece
 
 
-def _number(row: Record, key: str) -> int:
+def _number(row: JsonRecord, key: str) -> int:
     return row[key] if isinstance(row.get(key), int) else 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coalign.commands.resumable import Record
+from coalign.commands.resumable import JsonRecord
 from coalign.config.schema import DataConfig, SelectConfig, SourceConfig
 from coalign.data.messages import Message
 from coalign.data.reader import RowReader
@@ -29,11 +29,11 @@ class ScoredResponse:
     number: int
 
     @property
-    def row(self) -> Record:
+    def row(self) -> JsonRecord:
         return self.rows[self.number]
 
 
-class Dropped(Exception):
+class DroppedPrompt(Exception):
     """A prompt that gives nothing to learn; the text is the reason that is counted."""
 
 
@@ -52,9 +52,9 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
         for members in groups.values():
             try:
                 if not members:
-                    raise Dropped("no_response")
+                    raise DroppedPrompt("no_response")
                 chosen = KEEP[config.keep](members, config)
-            except Dropped as reason:
+            except DroppedPrompt as reason:
                 counts[f"dropped/{reason}"] += 1
                 continue
             counts["rows"] += len(chosen)
@@ -66,28 +66,28 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
     return dict(counts)
 
 
-def best(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
+def keep_best(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
     """The response with the highest score, of equals the first."""
     highest = max(members, key=lambda member: member.score)
     if config.threshold is not None and highest.score < config.threshold:
-        raise Dropped("below_threshold")
+        raise DroppedPrompt("below_threshold")
     return [_conversation(highest)]
 
 
-def threshold(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
+def keep_above_threshold(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
     """Every response that reaches the threshold."""
     good = [member for member in members if member.score >= config.threshold]
     if not good:
-        raise Dropped("below_threshold")
-    return everything(good, config)
+        raise DroppedPrompt("below_threshold")
+    return keep_all(good, config)
 
 
-def everything(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
+def keep_all(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
     """Every response, each text once."""
     return [_conversation(member) for member in _distinct(members)]
 
 
-def labelled(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
+def label_all(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
     """Every response, each text once, with whether it reaches the threshold."""
     rows = [(member, member.row) for member in _distinct(members)]
     return [
@@ -96,31 +96,31 @@ def labelled(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Re
     ]
 
 
-def best_worst(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
+def pair_best_worst(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
     """The highest score against the lowest."""
     chosen, rejected = max(members, key=lambda m: m.score), min(members, key=lambda m: m.score)
     margin = chosen.score - rejected.score
     if len(members) == 1:
-        raise Dropped("single_response")
+        raise DroppedPrompt("single_response")
     if not margin:
-        raise Dropped("tie")
+        raise DroppedPrompt("tie")
     if margin < config.min_margin:
-        raise Dropped("below_margin")
+        raise DroppedPrompt("below_margin")
     if config.threshold is not None and chosen.score < config.threshold:
-        raise Dropped("below_threshold")
+        raise DroppedPrompt("below_threshold")
     row, texts = chosen.row, {"chosen": chosen.row["response"], "rejected": rejected.row["response"]}
     if texts["chosen"] == texts["rejected"]:
-        raise Dropped("identical")
+        raise DroppedPrompt("identical")
     scores = {"margin": margin, "chosen_score": chosen.score, "rejected_score": rejected.score}
     return [{"prompt": _prompt(row), **texts, **scores, **_rest(row)}]
 
 
-KEEP: Mapping[str, Callable[[Sequence[ScoredResponse], SelectConfig], list[Record]]] = {
-    "best": best,
-    "threshold": threshold,
-    "all": everything,
-    "best_worst": best_worst,
-    "labelled": labelled,
+KEEP: Mapping[str, Callable[[Sequence[ScoredResponse], SelectConfig], list[JsonRecord]]] = {
+    "best": keep_best,
+    "threshold": keep_above_threshold,
+    "all": keep_all,
+    "best_worst": pair_best_worst,
+    "labelled": label_all,
 }
 
 
@@ -152,17 +152,17 @@ def _distinct(members: Sequence[ScoredResponse]) -> list[ScoredResponse]:
     return list(first.values())
 
 
-def _conversation(member: ScoredResponse) -> Record:
+def _conversation(member: ScoredResponse) -> JsonRecord:
     row = member.row
     answer = {"role": "assistant", "content": row["response"]}
     return {"messages": [*_prompt(row), answer], "score": member.score, **_rest(row)}
 
 
-def _prompt(row: Record) -> list[Message]:
+def _prompt(row: JsonRecord) -> list[Message]:
     return READER.prompt(row)
 
 
-def _rest(row: Record) -> Record:
+def _rest(row: JsonRecord) -> JsonRecord:
     return {key: row[key] for key in ("tools", "group") if key in row}
 
 

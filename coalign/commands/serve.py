@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from coalign.commands.judges import Judge, JudgedResponse, Verdict, open_judge
+from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign.config.errors import dotted, readable
 from coalign.config.schema import ServeConfig
 from coalign.data.messages import Message, as_messages
@@ -61,7 +61,7 @@ class RewardRequest(BaseModel):
         return self
 
 
-def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[JudgedResponse]:
+def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[ResponseToScore]:
     """What there is to score. Raises BadRequest, naming the key.
 
     The response is the last of the ``messages``; without them that of ``responses``, else what follows the prompt in
@@ -100,14 +100,14 @@ def _why_none(verdict: Verdict | Exception) -> str:
     return "" if math.isfinite(verdict.score) else f"the score is {verdict.score}"
 
 
-def _answer(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> JudgedResponse:
+def _answer(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> ResponseToScore:
     prompt, response = _conversation(request, i, strip)
     row = dict(request.rows[i]) if request.rows else {}
     if request.labels and request.labels[i] is not None:
         row[label_key] = request.labels[i]
     tokens = request.tokens[i] if request.tokens else 0
     text = None if request.messages else request.query[i]
-    return JudgedResponse(prompt, [response], row, group=i, tokens=tokens, text=text)
+    return ResponseToScore(prompt, [response], row, group=i, tokens=tokens, text=text)
 
 
 def _conversation(request: RewardRequest, i: int, strip: Sequence[str]) -> tuple[list[Message], Message]:
@@ -152,7 +152,7 @@ def serve(config: ServeConfig, display: Display) -> None:
     if key is None and not host.startswith("127.") and host != "::1":
         display.note(f"warning: no api_key_env, so whoever reaches {host}:{port} can use it")
     settings = uvicorn.Config(
-        application(judge, config, key),
+        build_application(judge, config, key),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=config.grace,
@@ -160,9 +160,9 @@ def serve(config: ServeConfig, display: Display) -> None:
     uvicorn.Server(settings).run(sockets=[listener])
 
 
-def application(judge: Judge, config: ServeConfig, key: str | None = None) -> Starlette:
+def build_application(judge: ResponseJudge, config: ServeConfig, key: str | None = None) -> Starlette:
     """The ASGI application: POST /get_reward and GET /health. It closes the judge when it is shut down."""
-    endpoint = Endpoint(judge, config, key)
+    endpoint = RewardEndpoint(judge, config, key)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -179,10 +179,10 @@ def application(judge: Judge, config: ServeConfig, key: str | None = None) -> St
     )
 
 
-class Endpoint:
+class RewardEndpoint:
     """Scores requests; responses of requests that come together, or while the judge is busy, are scored together."""
 
-    def __init__(self, judge: Judge, config: ServeConfig, key: str | None = None) -> None:
+    def __init__(self, judge: ResponseJudge, config: ServeConfig, key: str | None = None) -> None:
         self._judge, self._config = judge, config
         self._expected = None if key is None else f"Bearer {key}".encode()
         at_once = _MODEL_BATCHES if config.reward_model else _FUNCTION_BATCHES
@@ -227,11 +227,11 @@ class Endpoint:
         if self._batches.waiting + count > self._config.queue:
             raise HTTPException(429, f"{self._batches.waiting} responses are waiting already", {"Retry-After": "1"})
 
-    async def _scored(self, answers: list[JudgedResponse]) -> Sequence[Verdict | Exception]:
+    async def _scored(self, answers: list[ResponseToScore]) -> Sequence[Verdict | Exception]:
         # Answers of several requests: none belongs with another one, whatever its group was.
         return await asyncio.to_thread(self._judged, [replace(a, group=i) for i, a in enumerate(answers)])
 
-    def _judged(self, answers: list[JudgedResponse]) -> Sequence[Verdict | Exception]:
+    def _judged(self, answers: list[ResponseToScore]) -> Sequence[Verdict | Exception]:
         try:
             return self._judge(answers)
         except RewardError as error:

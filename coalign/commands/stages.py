@@ -29,7 +29,7 @@ Settings = TypeVar("Settings", bound=Section)
 Outcome = tuple[dict[str, float], int]  # counts, exit code
 
 
-class Kind(ABC, Generic[Settings]):
+class StageType(ABC, Generic[Settings]):
     """``output`` is the name of what it makes, in its folder."""
 
     output: ClassVar[str]
@@ -54,7 +54,7 @@ class Kind(ABC, Generic[Settings]):
         """Make the output, or what is left of it."""
 
 
-class Generate(Kind[GenerateConfig]):
+class GenerateStage(StageType[GenerateConfig]):
     output = "responses.jsonl"
 
     def complete(self, settings: GenerateConfig, before: Path | None, model: str | None) -> GenerateConfig:
@@ -76,7 +76,7 @@ class Generate(Kind[GenerateConfig]):
         return generate(settings, folder / self.output, display, round=round), 0
 
 
-class Score(Kind[ScoreConfig]):
+class ScoreStage(StageType[ScoreConfig]):
     output = "scored.jsonl"
 
     def complete(self, settings: ScoreConfig, before: Path | None, model: str | None) -> ScoreConfig:
@@ -96,7 +96,7 @@ class Score(Kind[ScoreConfig]):
         return score(settings, folder / self.output, display), 0
 
 
-class Select(Kind[SelectConfig]):
+class SelectStage(StageType[SelectConfig]):
     output = "selected.jsonl"
 
     def complete(self, settings: SelectConfig, before: Path | None, model: str | None) -> SelectConfig:
@@ -111,7 +111,7 @@ class Select(Kind[SelectConfig]):
         return select(settings, folder / self.output), 0
 
 
-class Train(Kind[RunConfig]):
+class TrainStage(StageType[RunConfig]):
     """The stage's folder is the run's; the output is its link to the newest checkpoint's model, or the best one's."""
 
     output = "model"
@@ -133,7 +133,12 @@ class Train(Kind[RunConfig]):
         return {"step": int(checkpoint.name.removeprefix("step_"))}, 0
 
 
-KINDS: dict[str, Kind] = {"generate": Generate(), "score": Score(), "select": Select(), "train": Train()}
+STAGE_TYPES: dict[str, StageType] = {
+    "generate": GenerateStage(),
+    "score": ScoreStage(),
+    "select": SelectStage(),
+    "train": TrainStage(),
+}
 
 
 def trains_a_policy(config: RunConfig) -> bool:

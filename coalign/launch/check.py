@@ -24,7 +24,7 @@ from coalign.engine.engine import Engine
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import composition
 from coalign.launch.build import context, models_with_processes, prepare, requested_layout, roles_of, spawn
-from coalign.launch.memory_estimate import Estimate, estimate, largest_phase
+from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.validate import is_trained_by_loss, loss_of
 from coalign.report.display import Display
 from coalign.types import LossInput
@@ -139,7 +139,7 @@ def _memory(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunCon
     for name, role in roles_of(cls, config).items():
         if models[name].load is None:
             continue
-        e: Estimate = estimate(models[name], role, config)
+        e: MemoryEstimate = estimate_memory(models[name], role, config)
         parts = (e.weights, e.gradients, e.optimizer, e.activations, e.cache, e.total)
         table.add_row(name, f"{e.parameters / 1e6:,.1f}M", *map(_size, parts))
     return table
@@ -153,7 +153,7 @@ def _sharing(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunCo
         if not sizes:
             continue
         leaves = {name: movable(models[name], slot.footprints[name].devices, colocated=True) for name in sizes}
-        turns, together = largest_phase(sizes, leaves), largest_phase(sizes, {})
+        turns, together = estimate_largest_phase(sizes, leaves), estimate_largest_phase(sizes, {})
         text = f"{slot.name} on each device: {_size(turns)} at most"
         yield f"{text} ({_size(together)} if nothing left it)" if turns < together else text
         memory = config.runtime.device_memory
@@ -161,12 +161,12 @@ def _sharing(cls: type[Engine], models: Mapping[str, ModelConfig], config: RunCo
             yield f"  more than runtime.device_memory ({memory:g} GiB)"
 
 
-def _per_place(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
+def _per_place(model: ModelConfig, role: type, config: RunConfig) -> MemoryEstimate:
     """The share of a model that one device has: of a group of processes a part, of a replica all of it."""
     shared = module_class(model).one_group(model)
     shards = model.processes // model.dp_replicate if shared else model.tensor_parallel
-    whole = asdict(estimate(model, role, config))
-    return Estimate(**{name: number // shards for name, number in whole.items()})
+    whole = asdict(estimate_memory(model, role, config))
+    return MemoryEstimate(**{name: number // shards for name, number in whole.items()})
 
 
 def _size(number: int) -> str:

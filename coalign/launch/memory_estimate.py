@@ -33,7 +33,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes of one model over all of its processes; an average of the weights counts to the optimizer."""
 
     parameters: int
@@ -52,10 +52,10 @@ class Estimate:
         return (0 if "weights" in leaves else self.weights) + (0 if "optimizer" in leaves else self.optimizer)
 
 
-def largest_phase(models: Mapping[str, Estimate], leaves: Mapping[str, Collection[str]]) -> int:
+def estimate_largest_phase(models: Mapping[str, MemoryEstimate], leaves: Mapping[str, Collection[str]]) -> int:
     """Bytes of a device on which these models compute in turns: one has all that it needs, the others what stays when
     the parts that it ``leaves`` with are on the host."""
-    kept = {name: estimate.kept(leaves.get(name, ())) for name, estimate in models.items()}
+    kept = {name: estimate_memory.kept(leaves.get(name, ())) for name, estimate_memory in models.items()}
     return max(models[name].total + sum(kept.values()) - kept[name] for name in models)
 
 
@@ -72,7 +72,7 @@ def read_shapes(directory: Path) -> Shapes:
     return shapes
 
 
-def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
+def estimate_memory(model: ModelConfig, role: type, config: RunConfig) -> MemoryEstimate:
     """The memory of one model in the role it plays."""
     directory = Path(model.load)
     shape = json.loads((directory / "config.json").read_text())
@@ -88,10 +88,12 @@ def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
         longest = config.data.max_prompt_tokens + model.sampling.max_new_tokens
         wanted = config.runtime.prompts_per_step * config.runtime.samples_per_prompt
         tokens = model.native.kv_tokens or min(model.native.max_sequences, wanted) * longest
-        return Estimate(parameters, parameters * computed, cache=2 * tokens * layers * heads * head_size * computed)
+        return MemoryEstimate(
+            parameters, parameters * computed, cache=2 * tokens * layers * heads * head_size * computed
+        )
     tokens = model.max_tokens_per_micro or 0
     if role is not Trainable or model.frozen:
-        return Estimate(parameters, parameters * stored, activations=4 * tokens * hidden * computed)
+        return MemoryEstimate(parameters, parameters * stored, activations=4 * tokens * hidden * computed)
     intermediate = shape.get("intermediate_size", 4 * hidden)
     # Of each token in a layer: its input, the results of the products, or everything.
     kept = {"full": hidden, "selective": 6 * hidden + 2 * intermediate}.get(
@@ -99,21 +101,22 @@ def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
     )
     weights, trained, width = parameters * stored, shapes, stored
     if model.lora:  # adapters are float32, beside the weights
-        trained, width = adapter_shapes(shapes, model.lora), 4
+        trained, width = derive_adapter_shapes(shapes, model.lora), 4
         if model.head != "lm":
             trained["score.weight"] = (1, hidden)
         quantised = _size(_matrices_of_layers(shapes)) if model.lora.base_bits else 0
         weights += int(quantised * (NF4 - stored)) + _size(trained) * width
-    return Estimate(
+    return MemoryEstimate(
         parameters,
         weights,
         gradients=_size(trained) * width,
-        optimizer=optimizer_state(trained, model.optimizer.name, width) + bool(model.ema) * AVERAGE * _size(trained),
+        optimizer=count_optimizer_bytes(trained, model.optimizer.name, width)
+        + bool(model.ema) * AVERAGE * _size(trained),
         activations=tokens * layers * kept * computed,
     )
 
 
-def optimizer_state(shapes: Shapes, name: str, width: int) -> int:
+def count_optimizer_bytes(shapes: Shapes, name: str, width: int) -> int:
     """Bytes that the optimizer called ``name`` keeps for tensors of these shapes, of ``width`` bytes a number."""
     if name == "adamw_8bit":  # small tensors in 32 bits; others with a scale per block of 256, of each moment
         sizes = [prod(shape) for shape in shapes.values()]
@@ -124,7 +127,7 @@ def optimizer_state(shapes: Shapes, name: str, width: int) -> int:
     return width * moments
 
 
-def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+def derive_adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Of the adapters' matrices: A [rank, in] and B [out, rank] of each linear layer, with DoRA its magnitude [out]."""
     adapters: dict[str, tuple[int, ...]] = {}
     for name, (out, inside) in _matrices_of_layers(shapes).items():

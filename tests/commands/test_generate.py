@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from coalign.backends.engines.native.module import NativeModule
 from coalign.cli import app
 from coalign.commands.generate import generate
-from coalign.commands.resumable import Partial
+from coalign.commands.resumable import ResumableOutput
 from coalign.config.schema import DataConfig, GenerateConfig, NativeConfig, SamplingConfig, SourceConfig
 from coalign.engine.hooks.run_folder import FolderInUse
 from coalign.report.display import Display
@@ -119,14 +119,14 @@ class Killed(BaseException):
 
 
 def kill_after(patch, units):
-    add = Partial.add
+    add = ResumableOutput.add
 
     def stop(self, unit):
         add(self, unit)
         if self.done == units:
             raise Killed
 
-    patch.setattr(Partial, "add", stop)
+    patch.setattr(ResumableOutput, "add", stop)
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])
