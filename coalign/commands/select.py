@@ -1,9 +1,8 @@
-"""What of the scored responses is learnt from: conversations for SFT, pairs for DPO, labelled responses for KTO."""
+"""`coalign select`: training data from scored responses: conversations for SFT, pairs for DPO, labels for KTO."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +10,18 @@ from pathlib import Path
 
 from coalign.commands.resumable import JsonRecord
 from coalign.config.schema import DataConfig, SelectConfig, SourceConfig
-from coalign.data.messages import Message
 from coalign.data.reader import RowReader
 from coalign.data.sources import FileRows, open_rows
+from coalign.files import write_atomically
 from coalign.types import Status
 
-CUT = Status.TRUNCATED.name.lower()
+TRUNCATED = Status.TRUNCATED.name.lower()
 READER = RowReader(DataConfig(), SourceConfig(path=""))
 
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """A response with a score; its row is read when it is wanted."""
+    """A response with a score. Its row is read from the file on each access."""
 
     score: float
     rows: FileRows
@@ -34,21 +33,19 @@ class ScoredResponse:
 
 
 class DroppedPrompt(Exception):
-    """A prompt that gives nothing to learn; the text is the reason that is counted."""
+    """Raised for a prompt that gives no training data; the text is the reason to count."""
 
 
 def select(config: SelectConfig, output: Path) -> dict[str, float]:
-    """Write what is to be learnt to ``output``; the counts: prompts, rows (written), and what was dropped why.
+    """Write training data to ``output``; return the counts of prompts, rows written, and drops by reason.
 
     Responses of one prompt have the same `group`, or else the same prompt. A conversation is {messages, score}; a pair
-    is {prompt (messages), chosen, rejected, margin, chosen_score, rejected_score}; a single response {prompt, answer,
-    label}. Raises ValueError for rows without
-    `response` and `score`, and if nothing is left.
+    is {prompt (messages), chosen, rejected, margin, chosen_score, rejected_score}; a labelled response {prompt, answer,
+    label}. Raises ValueError for rows without `response` and `score`, and if nothing is left.
     """
     counts: Counter[str] = Counter()
-    groups = _groups(config, counts)
-    aside = output.with_name(output.name + ".writing")
-    with open(aside, "w", encoding="utf-8") as out:
+    groups = _group_responses(config, counts)
+    with write_atomically(output) as aside, open(aside, "w", encoding="utf-8") as out:
         for members in groups.values():
             try:
                 if not members:
@@ -59,45 +56,48 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
                 continue
             counts["rows"] += len(chosen)
             out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in chosen)
-    counts["prompts"] = len(groups)
-    if not counts["rows"]:
-        raise ValueError(f"nothing is left to learn from of {', '.join(config.data)}: {_told(counts)}")
-    os.replace(aside, output)
+        counts["prompts"] = len(groups)
+        if not counts["rows"]:
+            found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            raise ValueError(f"nothing is left to learn from of {', '.join(config.data)}: {found}")
     return dict(counts)
 
 
 def keep_best(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
-    """The response with the highest score, of equals the first."""
+    """Return the response with the highest score, of equals the first."""
     highest = max(members, key=lambda member: member.score)
-    if config.threshold is not None and highest.score < config.threshold:
-        raise DroppedPrompt("below_threshold")
-    return [_conversation(highest)]
+    _check_threshold(highest, config)
+    return [_make_conversation(highest)]
 
 
 def keep_above_threshold(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
-    """Every response that reaches the threshold."""
-    good = [member for member in members if member.score >= config.threshold]
+    """Return every response that reaches the threshold."""
+    good = [member for member in members if _reaches_threshold(member, config)]
     if not good:
         raise DroppedPrompt("below_threshold")
     return keep_all(good, config)
 
 
 def keep_all(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
-    """Every response, each text once."""
-    return [_conversation(member) for member in _distinct(members)]
+    """Return every response, each text once."""
+    return [_make_conversation(member) for member in _distinct(members)]
 
 
 def label_all(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
-    """Every response, each text once, with whether it reaches the threshold."""
-    rows = [(member, member.row) for member in _distinct(members)]
+    """Return every response, each text once, labelled by whether it reaches the threshold."""
     return [
-        {"prompt": _prompt(row), "answer": row["response"], "label": member.score >= config.threshold, **_rest(row)}
-        for member, row in rows
+        {
+            "prompt": READER.prompt(row := member.row),
+            "answer": row["response"],
+            "label": _reaches_threshold(member, config),
+            **_copy_entries(row),
+        }
+        for member in _distinct(members)
     ]
 
 
 def pair_best_worst(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
-    """The highest score against the lowest."""
+    """Return the response with the highest score against the one with the lowest."""
     chosen, rejected = max(members, key=lambda m: m.score), min(members, key=lambda m: m.score)
     margin = chosen.score - rejected.score
     if len(members) == 1:
@@ -106,13 +106,21 @@ def pair_best_worst(members: Sequence[ScoredResponse], config: SelectConfig) -> 
         raise DroppedPrompt("tie")
     if margin < config.min_margin:
         raise DroppedPrompt("below_margin")
-    if config.threshold is not None and chosen.score < config.threshold:
-        raise DroppedPrompt("below_threshold")
+    _check_threshold(chosen, config)
     row, texts = chosen.row, {"chosen": chosen.row["response"], "rejected": rejected.row["response"]}
     if texts["chosen"] == texts["rejected"]:
         raise DroppedPrompt("identical")
     scores = {"margin": margin, "chosen_score": chosen.score, "rejected_score": rejected.score}
-    return [{"prompt": _prompt(row), **texts, **scores, **_rest(row)}]
+    return [{"prompt": READER.prompt(row), **texts, **scores, **_copy_entries(row)}]
+
+
+def _reaches_threshold(member: ScoredResponse, config: SelectConfig) -> bool:
+    return config.threshold is None or member.score >= config.threshold
+
+
+def _check_threshold(member: ScoredResponse, config: SelectConfig) -> None:
+    if not _reaches_threshold(member, config):
+        raise DroppedPrompt("below_threshold")
 
 
 KEEP: Mapping[str, Callable[[Sequence[ScoredResponse], SelectConfig], list[JsonRecord]]] = {
@@ -124,8 +132,8 @@ KEEP: Mapping[str, Callable[[Sequence[ScoredResponse], SelectConfig], list[JsonR
 }
 
 
-def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[ScoredResponse]]:
-    """The responses of each prompt that can be learnt from."""
+def _group_responses(config: SelectConfig, counts: Counter[str]) -> dict[str, list[ScoredResponse]]:
+    """Return the usable responses of each prompt; count the others."""
     groups: dict[str, list[ScoredResponse]] = {}
     for path in config.data:
         rows = open_rows(path)
@@ -133,11 +141,11 @@ def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[Scored
             row = rows[number]
             if "score" not in row or not isinstance(row.get("response"), str):
                 raise ValueError(f"{rows.where(number)}: no `score` and `response`; the row has {', '.join(row)}")
-            name = [path, row["group"]] if "group" in row else _prompt(row)
+            name = [path, row["group"]] if "group" in row else READER.prompt(row)
             members = groups.setdefault(json.dumps(name), [])
             if row["score"] is None:
                 counts["unscored"] += 1
-            elif config.truncated == "drop" and row.get("status") == CUT:
+            elif config.truncated == "drop" and row.get("status") == TRUNCATED:
                 counts["truncated"] += 1
             else:
                 members.append(ScoredResponse(row["score"], rows, number))
@@ -145,26 +153,18 @@ def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[Scored
 
 
 def _distinct(members: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """The first response of each text."""
+    """Return the first response of each text."""
     first: dict[str, ScoredResponse] = {}
     for member in members:
         first.setdefault(member.row["response"], member)
     return list(first.values())
 
 
-def _conversation(member: ScoredResponse) -> JsonRecord:
+def _make_conversation(member: ScoredResponse) -> JsonRecord:
     row = member.row
     answer = {"role": "assistant", "content": row["response"]}
-    return {"messages": [*_prompt(row), answer], "score": member.score, **_rest(row)}
+    return {"messages": [*READER.prompt(row), answer], "score": member.score, **_copy_entries(row)}
 
 
-def _prompt(row: JsonRecord) -> list[Message]:
-    return READER.prompt(row)
-
-
-def _rest(row: JsonRecord) -> JsonRecord:
+def _copy_entries(row: JsonRecord) -> JsonRecord:
     return {key: row[key] for key in ("tools", "group") if key in row}
-
-
-def _told(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

@@ -171,7 +171,7 @@ def test_what_was_begun_otherwise_begins_anew(home, tmp_path, monkeypatch, caplo
     change = change or {"model": str(tiny_model_dir(tmp_path / "other", seed=5))}
     with caplog.at_level(logging.WARNING):
         generate(settings(home, **change), tmp_path / "out.jsonl", quiet())
-    assert f"out.jsonl.partial: {what} changed since it was begun, so it begins anew" in caplog.text
+    assert f"out.jsonl.partial: {what} changed since it was begun, so it starts over" in caplog.text
     generate(settings(home, **change), tmp_path / "whole.jsonl", quiet())
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
