@@ -27,7 +27,7 @@ from coalign.report.display import Display
 from coalign.roles import Trainable
 
 Settings = TypeVar("Settings", bound=Section)
-Outcome = tuple[dict[str, float], int]  # counts, exit code
+StageResult = tuple[dict[str, float], int]  # counts, exit code
 
 
 class StageType(ABC, Generic[Settings]):
@@ -43,7 +43,11 @@ class StageType(ABC, Generic[Settings]):
         return settings
 
     def check(self, settings: Settings) -> None:
-        """Raise ValueError for what the schema cannot check."""
+        """Raise ValueError for what the schema cannot check: reward functions and their arguments."""
+        if isinstance(settings, JudgeConfig):
+            for i, reward in enumerate(settings.reward):
+                assert reward.fn is not None  # the schema refuses models of a run here
+                bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
 
     def try_out(self, settings: Settings) -> None:
         """Raise ValueError for what takes some seconds to check (`coalign check`)."""
@@ -53,7 +57,7 @@ class StageType(ABC, Generic[Settings]):
         """Describe in a line what the stage will do."""
 
     @abstractmethod
-    def run(self, settings: Settings, folder: Path, round: int, display: Display) -> Outcome:
+    def run(self, settings: Settings, folder: Path, round: int, display: Display) -> StageResult:
         """Write the output, or the rest of it after an interruption."""
 
 
@@ -67,13 +71,10 @@ class GenerateStage(StageType[GenerateConfig]):
             raise Conflict(("model",), "missing: give the pipeline's `model`, or one here")
         return settings.model_copy(update={"model": settings.model or model})
 
-    def check(self, settings: GenerateConfig) -> None:
-        _check_rewards(settings)
-
     def describe(self, settings: GenerateConfig) -> str:
         return f"{settings.samples} responses of {settings.model} to {settings.prompts or 'all'} prompts"
 
-    def run(self, settings: GenerateConfig, folder: Path, round: int, display: Display) -> Outcome:
+    def run(self, settings: GenerateConfig, folder: Path, round: int, display: Display) -> StageResult:
         return generate(settings, folder / self.output, display, round=round), 0
 
 
@@ -86,13 +87,10 @@ class ScoreStage(StageType[ScoreConfig]):
         source = SourceConfig(path=_path(before, ("data", "train")))
         return settings.model_copy(update={"data": settings.data.model_copy(update={"train": [source]})})
 
-    def check(self, settings: ScoreConfig) -> None:
-        _check_rewards(settings)
-
     def describe(self, settings: ScoreConfig) -> str:
         return f"by {', '.join(reward.fn for reward in settings.reward if reward.fn) or settings.reward_model}"
 
-    def run(self, settings: ScoreConfig, folder: Path, round: int, display: Display) -> Outcome:
+    def run(self, settings: ScoreConfig, folder: Path, round: int, display: Display) -> StageResult:
         return score(settings, folder / self.output, display), 0
 
 
@@ -107,7 +105,7 @@ class SelectStage(StageType[SelectConfig]):
     def describe(self, settings: SelectConfig) -> str:
         return f"keep {settings.keep}"
 
-    def run(self, settings: SelectConfig, folder: Path, round: int, display: Display) -> Outcome:
+    def run(self, settings: SelectConfig, folder: Path, round: int, display: Display) -> StageResult:
         return select(settings, folder / self.output), 0
 
 
@@ -125,7 +123,7 @@ class TrainStage(StageType[RunConfig]):
     def describe(self, settings: RunConfig) -> str:
         return settings.algorithm
 
-    def run(self, settings: RunConfig, folder: Path, round: int, display: Display) -> Outcome:
+    def run(self, settings: RunConfig, folder: Path, round: int, display: Display) -> StageResult:
         config = settings.model_copy(update={"output": str(folder)})
         if code := train(config, Display(quiet=display.quiet, out=display.out, err=display.err)):
             return {}, code
@@ -146,12 +144,6 @@ def trains_a_policy(config: RunConfig) -> bool:
     roles = recipe(config.algorithm).roles(config)
     main = next(name for name, role in roles.items() if role is Trainable)
     return config.models[main].head == "lm"
-
-
-def _check_rewards(settings: JudgeConfig) -> None:
-    for i, reward in enumerate(settings.reward):
-        assert reward.fn is not None  # the schema refuses models of a run here
-        bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
 
 
 def _path(before: Path | None, key: tuple[str, ...]) -> str:
