@@ -108,9 +108,9 @@ def run(config: dict[str, Any], *overrides: str) -> int:
 @contextmanager
 def stopping_after(step: int) -> Iterator[None]:
     """Within this context runs in this process are asked to stop after a step; schedules do not see the difference."""
-    from coalign.engine.hooks.recorder import Record
+    from coalign.engine.hooks.recorder import MetricsRecorder
 
-    record = Record.after_step
+    record = MetricsRecorder.after_step
 
     def after_step(self: Any, engine: Any, stats: Any, batch: Any) -> None:
         record(self, engine, stats, batch)
@@ -118,7 +118,7 @@ def stopping_after(step: int) -> Iterator[None]:
             engine.stop = "test"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Record, "after_step", after_step)
+        patch.setattr(MetricsRecorder, "after_step", after_step)
         yield
 
 

@@ -138,14 +138,14 @@ def chat(
     device: Device = "cpu",
 ):
     """Talk to a model in the terminal. /reset, /save FILE and /quit; Ctrl-C stops an answer."""
-    from coalign.commands.chat import ChatSettings, typed
+    from coalign.commands.chat import ChatSettings, read_typed_lines
     from coalign.commands.chat import chat as talk
     from coalign.config.schema import SamplingConfig
     from coalign.report.display import Display
 
     sampling = SamplingConfig(**_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop))
     settings = ChatSettings(model, sampling, system, chat_template, seed, dtype, device)
-    talk(settings, typed("> ") if sys.stdin.isatty() else sys.stdin, Display())
+    talk(settings, read_typed_lines("> ") if sys.stdin.isatty() else sys.stdin, Display())
 
 
 def _sampling(

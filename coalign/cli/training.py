@@ -31,7 +31,7 @@ def check(config: Config, overrides: Overrides = None):
     from coalign.report.display import Display
 
     if is_pipeline(config):
-        from coalign.commands.pipeline import check as examine_stages
+        from coalign.commands.pipeline import check_pipeline as examine_stages
 
         return examine_stages(load_pipeline(config, overrides or []), Display())
     from coalign.launch.check import check as examine
@@ -48,11 +48,11 @@ def pipeline(
     quiet: Annotated[bool, typer.Option(help="Warnings and the summaries only.")] = False,
 ):
     """Run stages (generate, score, select, train), round after round. What is done is skipped; run again to go on."""
-    from coalign.commands.pipeline import run
+    from coalign.commands.pipeline import run_pipeline
     from coalign.config.pipelines import load_pipeline
     from coalign.report.display import Display
 
-    raise typer.Exit(run(load_pipeline(config, overrides or []), Display(quiet=quiet)))
+    raise typer.Exit(run_pipeline(load_pipeline(config, overrides or []), Display(quiet=quiet)))
 
 
 def evaluate(
@@ -77,10 +77,10 @@ def inspect_data(
 ):
     """Show rows as the trainer will see them: the template's text, what is trained of it, preferences and labels."""
     from coalign.api import load_config
-    from coalign.commands.evaluate import inspect
+    from coalign.commands.evaluate import show_data
     from coalign.report.display import Display
 
-    inspect(load_config(config, overrides), rows, Display(), tokens=tokens)
+    show_data(load_config(config, overrides), rows, Display(), tokens=tokens)
 
 
 def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):

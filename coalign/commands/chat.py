@@ -1,4 +1,4 @@
-"""`coalign chat`: a conversation with a model in the terminal, each answer as it comes."""
+"""`coalign chat`: a conversation with a model in the terminal, with streamed answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,27 +19,25 @@ from coalign.data.templates import load_template
 from coalign.report.display import Display
 from coalign.roles import Context
 
-HELP = (
-    "/reset: forget what was said   /save FILE: write it as JSONL   /quit (or Ctrl-D): leave   Ctrl-C: stop the answer"
-)
-UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+HELP = "/reset: start over   /save FILE: append it as JSONL   /quit (or Ctrl-D): leave   Ctrl-C: stop the answer"
+UNFINISHED = "\ufffd"  # what a tokenizer decodes from an incomplete character
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """Whom to talk to, and how it answers."""
+    """The model to talk to, and how it answers."""
 
     model: Path
     sampling: SamplingConfig
     system: str | None = None
     chat_template: str = "auto"
     seed: int = 0
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
 
 
 def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None:
-    """Answer one line after the other, until they end or one is /quit.
+    """Answer each line until they end or one is /quit.
 
     Raises ValueError for a directory that is no model, and for a tokenizer without a chat template.
     """
@@ -51,19 +49,16 @@ def chat(settings: ChatSettings, lines: Iterable[str], display: Display) -> None
             return
         try:
             if text.startswith("/"):
-                display.note(command(conversation, text))
+                display.note(run_command(conversation, text))
             elif text:
                 conversation.answer(text, display.write)
                 display.write("\n")
-        except (
-            ValueError,
-            OSError,
-        ) as problem:  # too long, refused by the template, no such folder: the person goes on
+        except (ValueError, OSError) as problem:  # too long, refused by the template, no such folder: ask again
             display.note(f"error: {problem}")
 
 
-def command(conversation: Conversation, text: str) -> str:
-    """Do what a line that begins with a slash says; returns the reply."""
+def run_command(conversation: Conversation, text: str) -> str:
+    """Run a line that begins with a slash; return the reply."""
     name, _, argument = text.partition(" ")
     if name == "/reset":
         conversation.reset()
@@ -77,7 +72,7 @@ def command(conversation: Conversation, text: str) -> str:
 
 
 class Conversation:
-    """What has been said, and the model that answers."""
+    """The messages so far, and the model that answers."""
 
     def __init__(self, settings: ChatSettings) -> None:
         self.settings = settings
@@ -91,36 +86,37 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Remove all messages but the system message."""
         system = self.settings.system
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def answer(self, text: str, write: Callable[[str], Any]) -> str:
-        """The answer to ``text``, whose pieces go to ``write`` as they come; Ctrl-C ends it there.
+        """Answer ``text``; ``write`` gets the pieces as they come, and Ctrl-C stops the answer there.
 
-        Raises ValueError for a conversation that is too long for the model or that the template refuses, which then is
-        as it was before.
+        Raises ValueError, and leaves the conversation as it was, if it is too long or the template refuses it.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         stream = TextStream(self._decode, write)
-        prompt = self._prompt(asked)
+        prompt = self._prompt(messages)
         with suppress(KeyboardInterrupt):
             self._module.generate(prompt, samples=1, on_token=lambda group, index, token: stream.push(token))
         answer = stream.end()
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
     def _prompt(self, messages: list[Message]) -> Batch:
         tokens = torch.tensor(self._template.prompt(messages), dtype=torch.int32)
-        self._turns += 1  # the random numbers of a turn are its own
+        self._turns += 1  # gives each turn its own random numbers
         return Batch(torch.tensor([len(tokens)]), {"tokens": tokens}, {"group": torch.tensor([self._turns])})
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._module.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._module.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)  # a list only comes from a batch
+        return text
 
 
 class TextStream:
-    """Tokens in, text out in pieces: a character is held back until its last byte is there."""
+    """Turns tokens into pieces of text; a character is held back until its last byte is there."""
 
     def __init__(self, decode: Callable[[list[int]], str], write: Callable[[str], Any]) -> None:
         self._decode, self._write = decode, write
@@ -135,15 +131,15 @@ class TextStream:
             self._written = text
 
     def end(self) -> str:
-        """Write what was held back; the whole text."""
+        """Write what was held back; return the whole text."""
         text = self._decode(self._tokens)
         self._write(text[len(self._written) :])
         self._written = text
         return text
 
 
-def typed(prompt: str) -> Iterator[str]:
-    """Lines that a person types after ``prompt``, until Ctrl-D. Ctrl-C takes back the line."""
+def read_typed_lines(prompt: str) -> Iterator[str]:
+    """Yield the lines that a person types after ``prompt``, until Ctrl-D. Ctrl-C discards the line."""
     import readline  # noqa: F401 (gives `input` its editing and its history)
 
     while True:

@@ -1,10 +1,11 @@
-"""`coalign check-sync`: whether two sides have the same weights: directories, or the models of a run after a sync."""
+"""`coalign check-sync`: compare the weights of two directories, or of a run's models after a weight sync."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
@@ -18,86 +19,86 @@ from coalign.report.display import Display
 from coalign.roles import Rollout
 from coalign.types import Stat
 from coalign.weights.compare import Difference, TensorDigest, WeightSet, differences, saved
-from coalign.weights.sync.sync import WeightSync
 
-PROMPTS, TOKENS = 4, 32  # that the log-probs are compared on
+if TYPE_CHECKING:
+    from coalign.backends.base import Module
+    from coalign.cluster.dist import DistModel
+    from coalign.cluster.future import Store
+
+PROMPTS, TOKENS = 4, 32  # of the samples whose log-probs are compared
 # Mean |Δ log-prob| up to which two engines may differ, by the coarser of their dtypes: beyond it one of them computes
-# with other weights than it says.
+# with other weights than it reports.
 LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
 def check_saved(one: Path, other: Path, display: Display) -> bool:
-    """Compare two directories; whether they hold the same weights."""
+    """Compare the weights of two directories; return whether they are the same."""
     sides = saved(one), saved(other)
     return _report(f"{one} and {other}", list(differences(*sides)), len(sides[0].held), display)
 
 
 def check_run(config: RunConfig, display: Display) -> bool:
-    """Start the models between which weights travel, sync, and compare what they hold and what they compute; whether
-    all of it agrees. ValueError for a recipe in which none travel."""
-    names = _travelling(config)
-    plan = prepare(config).restrict(names)
+    """Start the models that a weight sync connects, sync, and compare their tensors and log-probs.
+
+    Returns whether all of them agree. Raises ValueError for a recipe without a weight sync.
+    """
+    pairs = find_recipe(config.algorithm).sync
+    if not pairs:
+        raise ValueError(f"algorithm: in `{config.algorithm}` no weights travel from one model to another")
+    plan = prepare(config).restrict([name for pair in pairs for name in pair])
     with start(config) as cluster:
         engine = build(plan, cluster)
         engine.trainers.sync(0)
         good = True
         for sync in engine.trainers.syncs:
-            good &= _check_tensors(sync, display)
-            if plan.roles[sync.target.name] is Rollout:
-                good &= _check_logprobs(engine, sync, display)
+            source, target = (engine.running[model.name] for model in (sync.source, sync.target))
+            good &= _check_tensors(source, target, display)
+            if plan.roles[target.name] is Rollout:
+                good &= _check_logprobs(engine, source, target, display)
         return good
-
-
-def _travelling(config: RunConfig) -> list[str]:
-    pairs = find_recipe(config.algorithm).sync
-    if not pairs:
-        raise ValueError(f"algorithm: in `{config.algorithm}` no weights travel from one model to another")
-    return [name for pair in pairs for name in pair]
 
 
 # ---- tensors
 
 
-def _check_tensors(sync: WeightSync, display: Display) -> bool:
-    source, target = sync.source, sync.target
+def _check_tensors(source: DistModel, target: DistModel, display: Display) -> bool:
     title = f"{source.name} and {target.name}"
-    replicas = target.run(describe, None).result()
+    replicas = target.run(digest_weights, None).result()
     if replicas[0] is None:
-        display.show(f"{title}: {target.config.module} does not tell its weights; see the log-probs\n")
+        display.show(f"{title}: {target.config.module} does not export its weights; see the log-probs\n")
         return True
-    dtypes = {name: held.dtype for name, held in replicas[0].items()}
-    ours = {name: held for part in source.run(describe, dtypes).result() for name, held in (part or {}).items()}
+    dtypes = {name: digest.dtype for name, digest in replicas[0].items()}
+    shards = source.run(digest_weights, dtypes).result()
+    digests = {name: digest for shard in shards for name, digest in (shard or {}).items()}
+
+    def fetch(model: DistModel, name: str, rank: int | None = None) -> torch.Tensor:
+        """Fetch a tensor from a rank, or from the first one that has it."""
+        found = model.run(fetch_tensor, name, dtypes).result()
+        return next(tensor for tensor in found if tensor is not None) if rank is None else found[rank]
+
     good = True
     for rank, held in enumerate(replicas):
-        of_target = WeightSet(target.name, held, lambda name, rank=rank: _fetched(target, name, dtypes)[rank])
-        of_source = WeightSet(source.name, ours, lambda name: next(filter(_there, _fetched(source, name, dtypes))))
+        of_source = WeightSet(source.name, digests, partial(fetch, source))
+        of_target = WeightSet(target.name, held, partial(fetch, target, rank=rank))
         label = title if len(replicas) == 1 else f"{title}, replica {rank}"
-        good &= _report(label, list(differences(of_source, of_target)), len(ours), display)
+        good &= _report(label, list(differences(of_source, of_target)), len(digests), display)
     return good
 
 
-def _there(tensor: Any) -> bool:
-    return tensor is not None
-
-
-def _fetched(model: Any, name: str, dtypes: Mapping[str, str]) -> list[Any]:
-    return model.run(fetch, name, dtypes).result()
-
-
-def describe(module: Any, store: Any, dtypes: Mapping[str, str] | None) -> dict[str, TensorDigest] | None:
-    """What this rank holds, in the ``dtypes`` of the other side; None if the module does not tell."""
+def digest_weights(module: Module, store: Store, dtypes: Mapping[str, str] | None) -> dict[str, TensorDigest] | None:
+    """Return digests of this rank's weights, cast to the ``dtypes`` of the other side; None without an export."""
     if not hasattr(module, "export_weights"):
         return None
-    return {name: TensorDigest.of(tensor) for name, tensor in _exported(module, dtypes or {})}
+    return {name: TensorDigest.of(tensor) for name, tensor in _export(module, dtypes or {})}
 
 
-def fetch(module: Any, store: Any, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:
-    """One tensor, where this rank has it."""
-    found = [tensor.cpu() for each, tensor in _exported(module, dtypes) if each == name]
+def fetch_tensor(module: Module, store: Store, name: str, dtypes: Mapping[str, str]) -> torch.Tensor | None:
+    """Return one tensor, if this rank has it."""
+    found = [tensor.cpu() for each, tensor in _export(module, dtypes) if each == name]
     return found[0] if found else None
 
 
-def _exported(module: Any, dtypes: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _export(module: Any, dtypes: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in module.export_weights():
         yield name, tensor.detach().to(getattr(torch, dtypes[name])) if name in dtypes else tensor.detach()
 
@@ -105,27 +106,29 @@ def _exported(module: Any, dtypes: Mapping[str, str]) -> Iterator[tuple[str, tor
 # ---- log-probs
 
 
-def _check_logprobs(engine: Engine, sync: WeightSync, display: Display) -> bool:
-    """What the target says of tokens that it samples, and what the source says of them."""
+def _check_logprobs(engine: Engine, source: DistModel, target: DistModel, display: Display) -> bool:
+    """Compare the log-probs that the target and the source compute for tokens that the target samples."""
     prompts = engine.cluster.put(engine.environment.loader.next(PROMPTS))
-    samples = sync.target.generate(prompts, samples=1, max_new_tokens=TOKENS)
-    scored = sync.source.forward_step(samples, into="ref_logprobs")
-    found = engine.cluster.apply(distance, samples, scored)
+    samples = target.generate(prompts, samples=1, max_new_tokens=TOKENS)
+    scored = source.forward_step(samples, into="ref_logprobs")
+    found = engine.cluster.apply(compare_logprobs, samples, scored)
     found.result()
-    configs = [model.config for model in (sync.source, sync.target)]
-    kinds = {config.compute_dtype or config.dtype for config in configs}
-    limit = LIMITS["bfloat16" if "bfloat16" in kinds else "float32"]
-    mean = found.stats["logprobs/difference"].value
-    good = mean <= limit
+    dtypes = {model.config.compute_dtype or model.config.dtype for model in (source, target)}
+    limit = LIMITS["bfloat16" if "bfloat16" in dtypes else "float32"]
+    difference = found.stats["logprobs/difference"]
+    assert isinstance(difference, Stat)
+    good = difference.value <= limit
     display.show(
-        f"{sync.source.name} and {sync.target.name}, log-probs of {int(found.stats['logprobs/difference'].count)} "
-        f"sampled tokens: mean |Δ| {mean:.2g}, {'fine' if good else f'above the limit of {limit:g}'}\n"
+        f"{source.name} and {target.name}, log-probs of {int(difference.count)} sampled tokens: "
+        f"mean |Δ| {difference.value:.2g}, {'fine' if good else f'above the limit of {limit:g}'}\n"
     )
     return good
 
 
-def distance(rollout_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor) -> dict[str, Stat]:
-    """Mean |Δ| over the chosen tokens."""
+def compare_logprobs(
+    rollout_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> dict[str, Stat]:
+    """Return the mean |Δ| over the sampled tokens."""
     return {"logprobs/difference": Stat.of((rollout_logprobs - ref_logprobs).abs(), loss_mask)}
 
 

@@ -1,50 +1,45 @@
-"""Commands on a run beside training it: evaluate, inspect its data."""
+"""`coalign evaluate` and `coalign inspect-data`: measure a run's model, or show its data, without training."""
 
 from __future__ import annotations
 
 from itertools import count, islice
 from pathlib import Path
 
+from coalign.cluster.start import start
+from coalign.commands.inspect_data import describe, groups
 from coalign.config.schema import RunConfig
+from coalign.engine.hooks.run_folder import flatten_stats
+from coalign.launch.build import build, load_split, load_tokenizer
+from coalign.launch.plan import find_recipe, prepare
 from coalign.report.display import Display
 
 
 def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
-    """The metrics of a run's evaluation set, with ``model`` in place of the directory that the model learns from.
+    """Return the metrics on a run's evaluation set, with ``model`` in place of the directory that training starts from.
 
-    The reference and other frozen models stay those of the run."""
-    from coalign.cluster.start import start
-    from coalign.engine.hooks.run_folder import flatten
-    from coalign.launch.build import build
-    from coalign.launch.plan import find_recipe, prepare
-
+    The reference and other frozen models stay those of the run. Raises ValueError without evaluation data.
+    """
     names = find_recipe(config.algorithm).evaluates
     if not config.data.eval:
         raise ValueError("data.eval: there is nothing to evaluate on; name a file")
     if model is not None:
-        given = {"load": str(model), "init": "load", "head_init": "load", "lora": None}
-        main = config.models[names[0]].model_copy(update=given)
+        changes = {"load": str(model), "init": "load", "head_init": "load", "lora": None}
+        main = config.models[names[0]].model_copy(update=changes)
         config = config.model_copy(update={"models": {**config.models, names[0]: main}})
     plan = prepare(config).restrict(names)
-    cluster = start(config)
-    try:
+    with start(config) as cluster:
         engine = build(plan, cluster)
+        assert engine.evaluator is not None  # the configuration has evaluation data
         stats, _ = engine.evaluator.evaluate()
-    finally:
-        cluster.shutdown()
-    return flatten(stats)
+    return flatten_stats(stats)
 
 
-def inspect(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
-    """Show the first rows of the training data as the trainer will see them."""
-    from coalign.commands.inspect_data import describe, groups
-    from coalign.launch.build import load_split, load_tokenizer
-    from coalign.launch.plan import prepare
-
+def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
+    """Show the first rows of the training data as the trainer sees them; with ``tokens`` every token, too."""
     plan = prepare(config)
     tokenizer = load_tokenizer(plan)
     data = load_split(plan, tokenizer, "train")
     drawn = list(islice((group for _ in count() for group in groups(data.next())), rows))
-    display.show(data.report())  # a stream knows only of rows that were drawn
+    display.show(data.report())  # after drawing: a stream knows only of rows that were drawn
     for group in drawn:
         display.show(describe(group, tokenizer, tokens=tokens))

@@ -1,4 +1,4 @@
-"""`coalign generate`: responses to the prompts of a file, scored and chosen from where that is wanted."""
+"""`coalign generate`: responses to the prompts of a file, optionally scored and reduced to the best."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
 
 from coalign.backends.engines.native.module import NativeModule
-from coalign.commands import pipeline
-from coalign.commands.judges import Judge, JudgedResponse, open_judge
-from coalign.commands.resumable import Partial, Record, Unkept
-from coalign.commands.score import entries, summary, tell
+from coalign.commands.judges import ResponseJudge, ResponseToScore, open_judge
+from coalign.commands.resumable import JsonRecord, RecordStream, ResumableOutput, fingerprint_settings
+from coalign.commands.score import report_unscored, summarise_scores, verdict_entries
 from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.loader import Loader, build_loader
@@ -22,80 +20,72 @@ from coalign.report.display import Display
 from coalign.roles import Context
 from coalign.types import Sample, Status
 
-# Sequences that are generated, and kept, together, for each one that is decoded at once: with fewer, more of the time
-# goes into waiting for the longest; with more, a killed call loses more.
+# Sequences of a unit of work, which are generated and kept together, for each one that is decoded at once. With fewer,
+# more of the time goes into waiting for the longest response; with more, a killed call loses more.
 AHEAD = 4
 
 
 def generate(
-    config: GenerateConfig, output: Path | Callable[[Record], None], display: Display, *, round: int = 1
+    config: GenerateConfig, output: Path | Callable[[JsonRecord], None], display: Display, *, round: int = 1
 ) -> dict[str, float]:
-    """Write the responses of ``config.model`` to a file, or hand each to a function; the counts of what came out.
+    """Write the responses of ``config.model`` to a file, or hand each to a function; return the counts.
 
     A record is the prompt's row with `response`, `group` (the draw), `index`, `status`, `tokens`, `logprob`, and
-    `score` if there is a judge. ``round`` k draws the prompts that follow those of the rounds before. Goes on where a
+    `score` if there is a judge. ``round`` k draws the prompts that follow those of earlier rounds. Continues where a
     killed call stopped, with the same result: a response depends on seed, group and index, not on what came before.
-    Raises ValueError for a directory that is no model, and for what is wrong with the prompts.
+    Raises ValueError for a directory that is no model, and for invalid prompts.
     """
-    module = _model(config)
-    loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
-    count = config.prompts or loader.rows
-    size = max(1, AHEAD * config.native.max_sequences // config.samples)
-    bar = display.progress("generating", count * config.samples)
-    begun, fresh = time.perf_counter(), 0
-    with (
-        _judged(config) as judge,
-        _kept(config, output, size, round) as partial,
-        bar as advance,
-    ):
-        advance(min(partial.done * size, count) * config.samples)
-        for prompts in _draws(loader, (round - 1) * count, count, size, partial.done):
-            records = _respond(module, prompts, config.samples, advance)
-            fresh += sum(record["tokens"] for record in records)
-            partial.add(_chosen(_scored(records, judge, config), config) if judge else records)
-        counts = _counts(partial, config)
-        partial.finish()
-    seconds = time.perf_counter() - begun
-    if judge:
-        tell(judge, display)
-    rate = f"{fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s)"
-    if not display.quiet:
-        display.note(f"{counts['responses']} responses, {rate}")
-    return counts
-
-
-def _model(config: GenerateConfig) -> NativeModule:
     model = ModelConfig(
         module="native", load=config.model, dtype=config.dtype, sampling=config.sampling, native=config.native
     )
     module = NativeModule(model, Context(seed=config.seed, device=config.device))
     module.setup()
-    return module
+    loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)
+    count = config.prompts or loader.rows
+    size = max(1, AHEAD * config.native.max_sequences // config.samples)
+    has_judge = bool(config.reward or config.reward_model)
+    bar = display.progress("generating", count * config.samples)
+    begun, fresh = time.perf_counter(), 0
+    with (
+        closing(open_judge(config)) if has_judge else nullcontext() as judge,
+        _open_output(config, output, size, round) as partial,
+        bar as advance,
+    ):
+        advance(min(partial.done * size, count) * config.samples)
+        for prompts in _draw_prompts(loader, (round - 1) * count, count, size, partial.done):
+            records = _respond(module, prompts, config.samples, advance)
+            fresh += sum(record["tokens"] for record in records)
+            partial.add(_keep(_score(records, judge, config), config) if judge else records)
+        counts = _count_results(partial, has_judge)
+        partial.finish()
+    seconds = time.perf_counter() - begun
+    if judge:
+        report_unscored(judge, display)
+    if not display.quiet:
+        rate = f"{fresh} tokens in {seconds:.1f} s ({fresh / seconds:.0f} tokens/s)"
+        display.note(f"{counts['responses']} responses, {rate}")
+    return counts
 
 
-def _judged(config: GenerateConfig) -> Any:
-    judge = open_judge(config)
-    return closing(judge) if judge else nullcontext()
-
-
-def _kept(config: GenerateConfig, output: Path | Callable[[Record], None], size: int, round: int) -> Partial | Unkept:
-    """Where the records go: a file that survives a kill, or a function."""
+def _open_output(
+    config: GenerateConfig, output: Path | Callable[[JsonRecord], None], size: int, round: int
+) -> RecordStream:
     if not isinstance(output, Path):
-        return Unkept(output)
+        return RecordStream(output)
     # Finished units are counted, so their size matters here, though `native`, which sets it, changes no response.
-    return Partial(output, {"round": round, "prompts of a unit": size, **pipeline.fingerprint_settings(config)})
+    return ResumableOutput(output, {"round": round, "prompts of a unit": size, **fingerprint_settings(config)})
 
 
-def _draws(loader: Loader, first: int, count: int, size: int, done: int) -> Iterator[Batch]:
-    """``count`` draws from number ``first`` on, ``size`` at a time, without the ``done`` first batches."""
+def _draw_prompts(loader: Loader, first: int, count: int, size: int, done: int) -> Iterator[Batch]:
+    """Yield ``count`` draws from number ``first`` on, ``size`` at a time, without the ``done`` first batches."""
     for _ in range(first + min(done * size, count)):
         loader.next()
     for start in range(done * size, count, size):
         yield Batch.concat([loader.next() for _ in range(min(size, count - start))])
 
 
-def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Any) -> list[Record]:
-    """The responses to some prompts, ordered by prompt, then index."""
+def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Callable[[int], None]) -> list[JsonRecord]:
+    """Return the responses to some prompts, ordered by prompt, then index."""
     finished = 0
 
     def progress(now: int, total: int, tokens: int) -> None:
@@ -104,10 +94,11 @@ def _respond(module: NativeModule, prompts: Batch, samples: int, advance: Any) -
         finished = now
 
     out = module.generate(prompts, samples=samples, progress=progress)
-    return [_record(sample) for sample in read_samples(out, module.tokenizer)]
+    assert isinstance(out, Batch)  # statistics come with partial roll-outs only
+    return [_make_record(sample) for sample in read_samples(out, module.tokenizer)]
 
 
-def _record(sample: Sample) -> Record:
+def _make_record(sample: Sample) -> JsonRecord:
     return {
         **sample.meta,
         "response": sample.response,
@@ -119,10 +110,10 @@ def _record(sample: Sample) -> Record:
     }
 
 
-def _scored(records: list[Record], judge: Judge, config: GenerateConfig) -> list[Record]:
+def _score(records: list[JsonRecord], judge: ResponseJudge, config: GenerateConfig) -> list[JsonRecord]:
     reader = RowReader(config.data, SourceConfig(path=""))
     answers = [
-        JudgedResponse(
+        ResponseToScore(
             r["messages"],
             [{"role": "assistant", "content": r["response"]}],
             row=r,
@@ -133,14 +124,14 @@ def _scored(records: list[Record], judge: Judge, config: GenerateConfig) -> list
         )
         for r in records
     ]
-    return [record | entries(verdict) for record, verdict in zip(records, judge(answers), strict=True)]
+    return [record | verdict_entries(verdict) for record, verdict in zip(records, judge(answers), strict=True)]
 
 
-def _chosen(records: list[Record], config: GenerateConfig) -> list[Record]:
-    """All records, or the best of each prompt (of equals the first); none where nothing could be scored."""
+def _keep(records: list[JsonRecord], config: GenerateConfig) -> list[JsonRecord]:
+    """Return all records, or the best of each prompt (of equals the first). Without a score none is best."""
     if config.keep == "all":
         return records
-    best: dict[int, Record] = {}
+    best: dict[int, JsonRecord] = {}
     for record in records:
         before = best.get(record["group"])
         if record["score"] is not None and (before is None or record["score"] > before["score"]):
@@ -148,11 +139,11 @@ def _chosen(records: list[Record], config: GenerateConfig) -> list[Record]:
     return list(best.values())
 
 
-def _counts(partial: Partial | Unkept, config: GenerateConfig) -> dict[str, float]:
+def _count_results(partial: RecordStream, has_judge: bool) -> dict[str, float]:
     records = [record for unit in partial.units() for record in unit]
     tokens = sum(record["tokens"] for record in records)
-    cut = sum(record["status"] == Status.TRUNCATED.name.lower() for record in records)
-    counts: dict[str, float] = {"responses": len(records), "tokens": tokens, "truncated": cut}
-    if config.reward or config.reward_model:
-        counts |= {name: value for name, value in summary(records).items() if name != "rows"}
+    truncated = sum(record["status"] == Status.TRUNCATED.name.lower() for record in records)
+    counts: dict[str, float] = {"responses": len(records), "tokens": tokens, "truncated": truncated}
+    if has_judge:
+        counts |= {name: value for name, value in summarise_scores(records).items() if name != "rows"}
     return counts

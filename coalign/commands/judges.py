@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,16 +18,17 @@ from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.engine.reward import terms_of
 from coalign.rewards.calls import Caller, RewardError, RewardFailure
+from coalign.rewards.calls import Outcome as RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedResponse:
+class ResponseToScore:
     """A response (the messages that follow the prompt) to score; ``row`` is what a reward function may compare with.
 
-    Neighbours of one ``group`` answer the same prompt. ``tokens`` of the response, if somebody has counted them.
-    ``text``: the whole conversation as it was rendered already; a reward model then reads that, without its template.
+    Neighbours of one ``group`` answer the same prompt. ``tokens`` counts those of the response (0: unknown). ``text``
+    is the whole conversation if it was rendered already; a reward model then reads it without its template.
     """
 
     prompt: list[Message]
@@ -41,55 +43,67 @@ class JudgedResponse:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A score (higher is better; None: there is none, counted by the judge, and ``why`` says the reason), and of
-    several functions each value."""
+    """A score (higher is better), and with several reward functions the value of each.
+
+    A score of None: there is none, and ``why`` says the reason.
+    """
 
     score: float | None
     parts: dict[str, float] = field(default_factory=dict)
     why: str = ""
 
 
-class Judge(Protocol):
-    """``failed`` counts the responses without a score by their reason; ``first`` says what happened to the first.
-    ``compares`` names the functions that see the responses to a prompt together."""
+class ResponseJudge(ABC):
+    """Scores responses, and counts those without a score.
 
-    failed: Counter[str]
-    first: str
-    compares: Sequence[str]
+    ``failed`` counts them by reason and ``first`` describes the first one. ``compares`` names the functions that see
+    all responses to a prompt together.
+    """
 
-    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]: ...
-
-    def close(self) -> None: ...
-
-
-def open_judge(config: JudgeConfig) -> Judge | None:
-    """The one that the configuration names, ready to score; None if it names none."""
-    if config.reward:
-        return FunctionJudge(config)
-    return ModelJudge(config) if config.reward_model else None
-
-
-class FunctionJudge:
-    """Reward functions, summed by weight. They get Samples without token ids: a loss mask of the response's length
-    where it is known, and the texts."""
-
-    def __init__(self, config: JudgeConfig) -> None:
-        """Raises ValueError (ConfigError) for a function that is not there or gets wrong arguments."""
+    def __init__(self) -> None:
         self.failed: Counter[str] = Counter()
         self.first = ""
+        self.compares: Sequence[str] = ()
+
+    @abstractmethod
+    def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:
+        """Return a verdict for each response, in order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads or weights."""
+
+    def _count_failure(self, reason: str, message: str) -> None:
+        self.failed[reason] += 1
+        self.first = self.first or message
+
+
+def open_judge(config: JudgeConfig) -> ResponseJudge:
+    """Return the judge that the configuration names, ready to score. It must name one."""
+    return RewardFunctionJudge(config) if config.reward else RewardModelJudge(config)
+
+
+class RewardFunctionJudge(ResponseJudge):
+    """Sums reward functions by weight.
+
+    Their Samples have texts and no token ids. The loss mask has the response's length where that is known.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raises ValueError (ConfigError) for a function that does not exist or gets wrong arguments."""
+        super().__init__()
         self._functions, self._terms = reward_functions(config.reward), terms_of(config.reward)
         self.compares = [function.name for function in self._functions if function.takes == "group"]
         self._caller = Caller()
-        self._scored = False
+        self._has_scored = False
 
-    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]:
+    def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:
         """Raises RewardError, with the function's own exception as cause, if nothing could be scored so far."""
-        outcomes = self._caller.score(self._functions, [_sample(answer) for answer in answers])
-        verdicts = [
-            self._verdict(each, answer) for each, answer in zip(zip(*outcomes, strict=True), answers, strict=True)
-        ]
-        self._scored |= any(verdict.score is not None for verdict in verdicts)
-        if answers and not self._scored:
+        outcomes = self._caller.score(self._functions, [_make_sample(answer) for answer in answers])
+        by_answer = zip(zip(*outcomes, strict=True), answers, strict=True)
+        verdicts = [self._combine(each, answer) for each, answer in by_answer]
+        self._has_scored |= any(verdict.score is not None for verdict in verdicts)
+        if answers and not self._has_scored:
             failure = next(outcome for each in outcomes for outcome in each if isinstance(outcome, RewardFailure))
             raise RewardError(f"no response could be scored; {self.first}") from failure.error
         return verdicts
@@ -97,30 +111,29 @@ class FunctionJudge:
     def close(self) -> None:
         self._caller.close()
 
-    def _verdict(self, outcomes: Sequence[Any], answer: JudgedResponse) -> Verdict:
-        by_name = {term.name: outcome for term, outcome in zip(self._terms, outcomes, strict=True)}
-        parts = {name: outcome["reward"] for name, outcome in by_name.items() if not isinstance(outcome, RewardFailure)}
-        lacking = [term.name for term in self._terms if term.weight and term.name not in parts]
-        if lacking:
-            return Verdict(None, parts, self._noted(lacking[0], by_name[lacking[0]], answer))
+    def _combine(self, outcomes: Sequence[RewardOutcome], answer: ResponseToScore) -> Verdict:
+        parts: dict[str, float] = {}
+        why = ""
+        for term, outcome in zip(self._terms, outcomes, strict=True):
+            if not isinstance(outcome, RewardFailure):
+                parts[term.name] = outcome["reward"]
+            elif term.weight and not why:
+                why = str(outcome)
+                where = f"group {answer.group}, index {answer.index}"
+                self._count_failure(outcome.reason, f"reward function '{term.name}' on {where}: {outcome}")
+        if why:
+            return Verdict(None, parts, why)
         values = torch.tensor([[parts.get(term.name, 0.0)] for term in self._terms], dtype=torch.float64)
         total = combine(values, torch.zeros(1, dtype=torch.int64), self._terms, {})
         return Verdict(total.item(), parts if len(self._terms) > 1 else {})
 
-    def _noted(self, name: str, failure: RewardFailure, answer: JudgedResponse) -> str:
-        self.failed[failure.reason] += 1
-        self.first = self.first or f"reward function '{name}' on group {answer.group}, index {answer.index}: {failure}"
-        return str(failure)
 
-
-class ModelJudge:
-    """A reward model: the number at the last token of the whole conversation, as its own template renders it."""
+class RewardModelJudge(ResponseJudge):
+    """A reward model: its head's value at the last token of the conversation, as its own template renders it."""
 
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ValueError if the directory has no reward head, or its tokenizer no template."""
-        self.failed: Counter[str] = Counter()
-        self.first = ""
-        self.compares = ()
+        super().__init__()
         model = ModelConfig(
             load=config.reward_model,
             head="reward",
@@ -133,10 +146,18 @@ class ModelJudge:
         self._module.setup()
         self._reader = ConversationReader(model)
 
-    def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]:
+    def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:
+        """A conversation with more tokens than the model takes gets no score."""
         read = [self._read(answer) for answer in answers]
-        verdicts = [self._verdict(len(tokens), answer) for (tokens, _), answer in zip(read, answers, strict=True)]
-        if fits := [i for i, verdict in enumerate(verdicts) if not verdict.why]:
+        verdicts, fits = [Verdict(None)] * len(answers), []
+        for i, ((tokens, _), answer) in enumerate(zip(read, answers, strict=True)):
+            if len(tokens) <= self._reader.longest:
+                fits.append(i)
+                continue
+            why = f"has {len(tokens)} tokens; the reward model takes {self._reader.longest}"
+            self._count_failure("long", f"group {answer.group}, index {answer.index} {why}")
+            verdicts[i] = Verdict(None, why=why)
+        if fits:
             batch = self._reader.packed([read[i] for i in fits], [answers[i].group for i in fits])
             scores = self._module.forward_step(batch)
             for i, score in zip(fits, scores["reward"].tolist(), strict=True):
@@ -146,22 +167,13 @@ class ModelJudge:
     def close(self) -> None:
         self._module.close()
 
-    def _read(self, answer: JudgedResponse) -> tuple[list[int], int]:
+    def _read(self, answer: ResponseToScore) -> tuple[list[int], int]:
         if answer.text is not None:
             return self._reader.rendered(answer.text)
         return self._reader.read([*answer.prompt, *answer.response], answer.tools)
 
-    def _verdict(self, length: int, answer: JudgedResponse) -> Verdict:
-        """Before it is scored; for good, if it is too long."""
-        if length <= self._reader.longest:
-            return Verdict(None)
-        why = f"has {length} tokens; the reward model takes {self._reader.longest}"
-        self.failed["long"] += 1
-        self.first = self.first or f"group {answer.group}, index {answer.index} {why}"
-        return Verdict(None, why=why)
 
-
-def _sample(answer: JudgedResponse) -> Sample:
+def _make_sample(answer: ResponseToScore) -> Sample:
     response = text_of(answer.response[-1])
     return Sample(
         group=answer.group,

@@ -1,102 +1,96 @@
-"""Output that outlives a kill: what is finished is kept beside the output, which appears whole at the end."""
+"""Output that survives a kill: finished work is kept beside the output file, which appears complete at the end.
+
+Whether kept work may be used is decided by its fingerprint: the settings and the contents of the files that the results
+depend on, whatever the names and times of these files are.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
+import importlib.util
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from coalign.engine.hooks.run_folder import FolderInUse, finite
+from coalign.config.errors import Key, dotted
+from coalign.config.introspect import changes_results, input_at
+from coalign.config.schema import Section
+from coalign.engine.hooks.run_folder import lock_file, replace_non_finite
+from coalign.files import hash_file, write_atomically
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
+JsonRecord = dict[str, Any]
 
 
-class Unkept:
-    """Stands in for Partial where nothing is to be kept: each record is handed on at once."""
+class RecordStream:
+    """Hands each record to ``take`` at once and keeps nothing on disk. A context manager."""
 
-    done = 0
+    done = 0  # units finished by an earlier call
 
-    def __init__(self, take: Callable[[Record], None]) -> None:
+    def __init__(self, take: Callable[[JsonRecord], None]) -> None:
         self._take = take
-        self._units: list[list[Record]] = []
+        self._units: list[list[JsonRecord]] = []
 
-    def __enter__(self) -> Unkept:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
-    def add(self, unit: Sequence[Record]) -> None:
+    def add(self, unit: Sequence[JsonRecord]) -> None:
+        """Hand on the records of a finished unit of work."""
         self._units.append(list(unit))
         for record in unit:
             self._take(record)
 
-    def units(self) -> Iterator[list[Record]]:
+    def units(self) -> Iterator[list[JsonRecord]]:
+        """Yield the records of every unit so far."""
         yield from self._units
 
     def finish(self) -> None:
-        pass
+        """Complete the output, when all units are there."""
 
 
-class Partial:
-    """``OUTPUT.partial``: a line that says what the results depend on (``fingerprint``), then one line for each unit of
-    work (a list of records), in order.
+class ResumableOutput(RecordStream):
+    """Keeps finished units in ``OUTPUT.partial``: a line with the ``fingerprint``, then one line for each unit.
 
-    ``done`` units are there already when another process was killed at the same work; a file of other work is begun
-    anew, with a warning that names the difference. Raises FolderInUse while another process writes it.
+    ``done`` units are there already if an earlier call with the same fingerprint was killed. A file with another
+    fingerprint starts over, with a warning that names the difference. Raises FolderInUse while another process writes.
     """
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any]) -> None:
         self.output = output
         self.path = output.with_name(output.name + ".partial")
         self.done = 0
-        output.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+b")  # noqa: SIM115 (held until the work is done)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise FolderInUse(f"{output} is being written by another process") from None
-        self._continue(json.loads(json.dumps(fingerprint)))
-
-    def __enter__(self) -> Partial:
-        return self
+        self._file = lock_file(self.path, f"{output} is being written by another process")
+        self._resume(json.loads(json.dumps(fingerprint)))
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
         if error[0] is not None and self.done:
-            log.warning("%s keeps what is finished: the same call goes on from there", self.path)
+            log.warning("%s keeps what is finished: the same call continues from there", self.path)
 
-    def add(self, unit: Sequence[Record]) -> None:
-        """Keep the records of a finished unit."""
-        self._write(finite(list(unit)))
+    def add(self, unit: Sequence[JsonRecord]) -> None:
+        self._write(replace_non_finite(list(unit)))
         self.done += 1
 
-    def units(self) -> Iterator[list[Record]]:
-        """Every unit so far."""
+    def units(self) -> Iterator[list[JsonRecord]]:
         with open(self.path, encoding="utf-8") as lines:
             next(lines)
             yield from map(json.loads, lines)
 
     def finish(self) -> None:
-        """Make the output, one line a record, and take the partial file away."""
-        aside = self.output.with_name(self.output.name + ".writing")
-        with open(aside, "w", encoding="utf-8") as out:
-            for unit in self.units():
-                out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in unit)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(aside, self.output)
+        """Write the output, one line a record, and delete the partial file."""
+        write_records(self.output, (record for unit in self.units() for record in unit))
         self.path.unlink()
 
-    def _continue(self, fingerprint: Mapping[str, Any]) -> None:
-        """Count the whole lines and cut off the rest; begin anew unless they are of the same work."""
+    def _resume(self, fingerprint: Mapping[str, Any]) -> None:
+        """Count the complete lines and cut off the rest; start over if the fingerprint is another one."""
         self._file.seek(0)
         header = self._file.readline()
         before = json.loads(header) if header.endswith(b"\n") else {}
@@ -109,10 +103,75 @@ class Partial:
             return
         if before:
             changed = sorted(key for key in {*before, *fingerprint} if before.get(key) != fingerprint.get(key))
-            log.warning("%s: %s changed since it was begun, so it begins anew", self.path, " and ".join(changed))
+            log.warning("%s: %s changed since it was begun, so it starts over", self.path, " and ".join(changed))
         self._file.truncate(0)
         self._write(fingerprint)
 
     def _write(self, value: Any) -> None:
         self._file.write((json.dumps(value, ensure_ascii=False) + "\n").encode())
         self._file.flush()
+
+
+def write_records(path: Path, records: Iterable[JsonRecord]) -> None:
+    """Replace a file by one with a line of JSON for each record, flushed to disk."""
+    with write_atomically(path, flush=True) as aside, open(aside, "w", encoding="utf-8") as out:
+        out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def fingerprint_settings(settings: Section) -> dict[str, Any]:
+    """Return the value of every setting that changes results, by its dotted key.
+
+    A path stands for the contents of what lies there. A user's own function is followed by that of its source file.
+    """
+    found: dict[str, Any] = {}
+    for key, value in _iterate_leaves(settings.model_dump(mode="json"), ()):
+        if not changes_results(key, type(settings)):
+            continue
+        is_input = input_at(key, type(settings)) is not None
+        found[dotted(key)] = fingerprint_path(value) if is_input and value is not None else value
+        if isinstance(value, str) and ":" in value and key[-1] in ("fn", "algorithm", "module"):
+            found[f"{dotted(key)} (source)"] = fingerprint_code(value)
+    return found
+
+
+def fingerprint_path(path: str | Path) -> str:
+    """Return a hash of a file, of the files that a pattern matches, or of the files in a directory with their names.
+
+    Hidden files of a directory do not count.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _hash_cached(path)
+    if not path.is_dir():
+        named = [(found, Path(found)) for found in sorted(glob(str(path), recursive=True))]
+    else:
+        files = [(file.relative_to(path), file) for file in sorted(path.rglob("*")) if file.is_file()]
+        named = [(str(name), file) for name, file in files if not any(part.startswith(".") for part in name.parts)]
+    joined = hashlib.sha256()
+    for name, file in named:
+        joined.update(f"{name}\0{_hash_cached(file)}\0".encode())
+    return joined.hexdigest()[:32]
+
+
+def fingerprint_code(name: str) -> str:
+    """Return a hash of the source file of ``my.pkg:fn``. What that file imports does not count."""
+    spec = importlib.util.find_spec(name.partition(":")[0])
+    return _hash_cached(Path(spec.origin)) if spec and spec.origin else ""
+
+
+def _iterate_leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items:
+        yield key, value
+    for name, item in items:
+        yield from _iterate_leaves(item, (*key, name))
+
+
+def _hash_cached(path: Path) -> str:
+    stat = path.stat()
+    return _hash_version(path.resolve(), stat.st_size, stat.st_mtime_ns)
+
+
+@cache  # a pipeline asks for the same model again and again
+def _hash_version(path: Path, size: int, changed: int) -> str:
+    return hash_file(path)[:32]

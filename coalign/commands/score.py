@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from coalign.commands import pipeline
-from coalign.commands.judges import Judge, JudgedResponse, Verdict, open_judge
-from coalign.commands.resumable import Partial, Record
+from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
+from coalign.commands.resumable import JsonRecord, ResumableOutput, fingerprint_settings
 from coalign.config.schema import ScoreConfig, SourceConfig
 from coalign.data.messages import Message, as_response
 from coalign.data.reader import RowReader
@@ -22,37 +21,40 @@ CHUNK = 256  # rows that are scored, and kept, together
 
 
 def score(config: ScoreConfig, output: Path, display: Display) -> dict[str, float]:
-    """Write the rows of ``config.data.train`` with their scores to ``output``; the counts, and means, of what came out.
+    """Write the rows of ``config.data.train`` with their scores to ``output``; return counts, mean and spread.
 
-    A row gets `score` (and `rewards`, of several functions); a pair gets `chosen_score` and `rejected_score`. Null
-    stands for a score that could not be had. Goes on where a killed call stopped. Raises ValueError for a file without
+    A row gets `score` (and `rewards`, of several functions); a pair gets `chosen_score` and `rejected_score`. A score
+    that could not be computed is null. Continues where a killed call stopped. Raises ValueError for a file without
     rows, or a row without a response, before anything is scored.
     """
-    rows = [row for source in config.data.train for row in _rows(config, source)]
-    works = list(_chunks(rows))
-    depends = pipeline.fingerprint_settings(config)
+    rows = [row for source in config.data.train for row in _open_rows(config, source)]
+    chunks = list(_split_rows(rows))
     bar = display.progress("scoring", len(rows))
-    with closing(open_judge(config)) as judge, Partial(output, depends) as partial, bar as advance:
-        advance(sum(map(len, works[: partial.done])))
-        for work in works[partial.done :]:
-            partial.add(judged(judge, [row.read() for row in work]))
-            advance(len(work))
-        counts = summary(record for unit in partial.units() for record in unit)
+    with (
+        closing(open_judge(config)) as judge,
+        ResumableOutput(output, fingerprint_settings(config)) as partial,
+        bar as advance,
+    ):
+        advance(sum(map(len, chunks[: partial.done])))
+        for chunk in chunks[partial.done :]:
+            partial.add(score_rows(judge, [row.read() for row in chunk]))
+            advance(len(chunk))
+        counts = summarise_scores(record for unit in partial.units() for record in unit)
         partial.finish()
-    tell(judge, display)
+    report_unscored(judge, display)
     return counts
 
 
 @dataclass(frozen=True)
-class RowAnswers:
-    """A row, and the answers in it by the name that their scores get a prefix from."""
+class RowWithResponses:
+    """A row and its responses, by the prefix of their scores' keys (without ``_``)."""
 
-    row: Record
-    answers: dict[str, JudgedResponse]
+    row: JsonRecord
+    responses: dict[str, ResponseToScore]
 
 
 @dataclass(frozen=True)
-class ScoreRow:
+class RowToScore:
     """A row of a file, not kept in memory. Neighbours of one ``group`` answer the same prompt."""
 
     config: ScoreConfig
@@ -61,58 +63,69 @@ class ScoreRow:
     number: int
     group: int
 
-    def read(self) -> RowAnswers:
-        """Raises ValueError with the row's place if there is nothing to score; an empty response to compare has no
-        answer where ``data.on_empty`` drops such rows."""
+    def read(self) -> RowWithResponses:
+        """Read the row. Raises ValueError with its place in the file if there is nothing to score.
+
+        A pair with an empty response has no responses if ``data.on_empty`` drops such rows.
+        """
         row = self.reader.named(self.rows[self.number])
         try:
-            said = self._answers(row)
+            texts = self._extract_responses(row)
         except BadRow as error:
             if error.reason == "empty" and self.config.data.on_empty == "drop":
-                return RowAnswers(row, {})
+                return RowWithResponses(row, {})
             raise ValueError(f"{self.rows.where(self.number)}: {error}") from error
-        rest = {"group": self.group, "index": _number(row, "index"), "tokens": _number(row, "tokens")}
+        index, tokens = (row[key] if isinstance(row.get(key), int) else 0 for key in ("index", "tokens"))
         tools = self.reader.tools(row)
-        return RowAnswers(row, {name: JudgedResponse(*pair, row, tools=tools, **rest) for name, pair in said.items()})
+        return RowWithResponses(
+            row,
+            {
+                name: ResponseToScore(prompt, response, row, self.group, index, tokens, tools)
+                for name, (prompt, response) in texts.items()
+            },
+        )
 
-    def _answers(self, row: Record) -> dict[str, tuple[list[Message], list[Message]]]:
-        """(prompt, response) by name: one without a name, or chosen and rejected."""
+    def _extract_responses(self, row: JsonRecord) -> dict[str, tuple[list[Message], list[Message]]]:
+        """Return (prompt, response) by name: `chosen` and `rejected`, or a single one without a name."""
         data, key = self.config.data, self.config.response_key
         if self.reader.has(row, key):
-            said = row[key]
-            answer = [{"role": "assistant", "content": said}] if isinstance(said, str) else as_response(said, key)
-            return {"": (self.reader.prompt(row), answer)}
+            response = row[key]
+            if isinstance(response, str):
+                return {"": (self.reader.prompt(row), [{"role": "assistant", "content": response}])}
+            return {"": (self.reader.prompt(row), as_response(response, key))}
         if self.reader.has(row, data.chosen_key):
-            said = {name: self.reader.value(row, name) for name in (data.chosen_key, data.rejected_key)}
-            prompt, responses = self.reader.compared(row, said)
+            pair = {name: self.reader.value(row, name) for name in (data.chosen_key, data.rejected_key)}
+            prompt, responses = self.reader.compared(row, pair)
             return {name: (prompt, r) for name, r in zip(("chosen", "rejected"), responses, strict=True)}
         if not self.reader.has(row, data.messages_key):
             raise BadRow(
                 f"nothing to score: the row has neither '{key}' nor '{data.messages_key}' nor '{data.chosen_key}'; "
                 f"it has {', '.join(sorted(row)) or 'no keys'}"
             )
-        *prompt, response = self.reader.conversation(row)
-        return {"": (prompt, [response])}
+        *prompt, last = self.reader.conversation(row)
+        return {"": (prompt, [last])}
 
 
-def judged(judge: Judge, rows: Sequence[RowAnswers]) -> list[Record]:
-    """The rows with the judge's scores."""
-    answers = [(i, name, answer) for i, scored in enumerate(rows) for name, answer in scored.answers.items()]
-    records = [scored.row | ({} if scored.answers else {"score": None}) for scored in rows]
+def score_rows(judge: ResponseJudge, rows: Sequence[RowWithResponses]) -> list[JsonRecord]:
+    """Return the rows with the judge's scores."""
+    answers = [(i, name, answer) for i, each in enumerate(rows) for name, answer in each.responses.items()]
+    records = [each.row | ({} if each.responses else {"score": None}) for each in rows]
     for (i, name, _), verdict in zip(answers, judge([answer for *_, answer in answers]), strict=True):
-        records[i] |= entries(verdict, f"{name}_" if name else "")
+        records[i] |= verdict_entries(verdict, f"{name}_" if name else "")
     return records
 
 
-def entries(verdict: Verdict, prefix: str = "") -> Record:
-    """What a record says of a verdict."""
+def verdict_entries(verdict: Verdict, prefix: str = "") -> JsonRecord:
+    """Return the entries of a record that hold a verdict."""
     parts = {f"{prefix}rewards": verdict.parts} if verdict.parts else {}
     return {f"{prefix}score": verdict.score, **parts}
 
 
-def summary(records: Iterable[Record]) -> dict[str, float]:
-    """Rows, scores and their spread; of pairs the share in which the chosen response has the higher score (equal scores
-    count half)."""
+def summarise_scores(records: Iterable[JsonRecord]) -> dict[str, float]:
+    """Count rows and scores; return their mean and spread too.
+
+    ``pair_accuracy`` is the share of pairs whose chosen response has the higher score; equal scores count half.
+    """
     rows, scores, wins, pairs, missing = 0, [], 0.0, 0, 0
     for record in records:
         rows += 1
@@ -130,36 +143,32 @@ def summary(records: Iterable[Record]) -> dict[str, float]:
     return counts | ({"pairs": pairs, "pair_accuracy": wins / pairs} if pairs else {})
 
 
-def tell(judge: Judge, display: Display) -> None:
+def report_unscored(judge: ResponseJudge, display: Display) -> None:
     """Report the responses that this call could not score."""
     if judge.failed:
         reasons = ", ".join(f"{count} {reason}" for reason, count in judge.failed.items())
         display.note(f"warning: responses without a score: {reasons}; first: {judge.first}")
 
 
-def _rows(config: ScoreConfig, source: SourceConfig) -> Iterator[ScoreRow]:
-    """The rows of a source, each of them read once: what is wrong with a file is told before a model loads."""
+def _open_rows(config: ScoreConfig, source: SourceConfig) -> Iterator[RowToScore]:
+    """Yield the rows of a source. Each is read once, so a broken row is reported before a model loads."""
     reader, rows = RowReader(config.data, source), open_rows(source.path, source.max_samples)
     before, group = None, -1
     for number in range(len(rows)):
-        row = ScoreRow(config, reader, rows, number, 0)
+        row = RowToScore(config, reader, rows, number, 0)
         name = row.read().row.get("group")
         group += name is None or name != before
         before = name
         yield replace(row, group=group)
 
 
-def _chunks(rows: Sequence[ScoreRow]) -> Iterator[list[ScoreRow]]:
-    """Pieces of CHUNK rows or a few more: neighbours of a group stay together."""
-    piece: list[ScoreRow] = []
+def _split_rows(rows: Sequence[RowToScore]) -> Iterator[list[RowToScore]]:
+    """Yield chunks of CHUNK rows or a few more: neighbours of a group stay together."""
+    chunk: list[RowToScore] = []
     for _, group in groupby(rows, key=lambda row: (id(row.rows), row.group)):
-        piece += group
-        if len(piece) >= CHUNK:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
-
-
-def _number(row: Record, key: str) -> int:
-    return row[key] if isinstance(row.get(key), int) else 0
+        chunk += group
+        if len(chunk) >= CHUNK:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

@@ -1,131 +1,139 @@
-"""What of the scored responses is learnt from: conversations for SFT, pairs for DPO, labelled responses for KTO."""
+"""`coalign select`: training data from scored responses: conversations for SFT, pairs for DPO, labels for KTO."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coalign.commands.resumable import Record
+from coalign.commands.resumable import JsonRecord
 from coalign.config.schema import DataConfig, SelectConfig, SourceConfig
-from coalign.data.messages import Message
 from coalign.data.reader import RowReader
 from coalign.data.sources import FileRows, open_rows
+from coalign.files import write_atomically
 from coalign.types import Status
 
-CUT = Status.TRUNCATED.name.lower()
+TRUNCATED = Status.TRUNCATED.name.lower()
 READER = RowReader(DataConfig(), SourceConfig(path=""))
 
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """A response with a score; its row is read when it is wanted."""
+    """A response with a score. Its row is read from the file on each access."""
 
     score: float
     rows: FileRows
     number: int
 
     @property
-    def row(self) -> Record:
+    def row(self) -> JsonRecord:
         return self.rows[self.number]
 
 
-class Dropped(Exception):
-    """A prompt that gives nothing to learn; the text is the reason that is counted."""
+class DroppedPrompt(Exception):
+    """Raised for a prompt that gives no training data; the text is the reason to count."""
 
 
 def select(config: SelectConfig, output: Path) -> dict[str, float]:
-    """Write what is to be learnt to ``output``; the counts: prompts, rows (written), and what was dropped why.
+    """Write training data to ``output``; return the counts of prompts, rows written, and drops by reason.
 
     Responses of one prompt have the same `group`, or else the same prompt. A conversation is {messages, score}; a pair
-    is {prompt (messages), chosen, rejected, margin, chosen_score, rejected_score}; a single response {prompt, answer,
-    label}. Raises ValueError for rows without
-    `response` and `score`, and if nothing is left.
+    is {prompt (messages), chosen, rejected, margin, chosen_score, rejected_score}; a labelled response {prompt, answer,
+    label}. Raises ValueError for rows without `response` and `score`, and if nothing is left.
     """
     counts: Counter[str] = Counter()
-    groups = _groups(config, counts)
-    aside = output.with_name(output.name + ".writing")
-    with open(aside, "w", encoding="utf-8") as out:
+    groups = _group_responses(config, counts)
+    with write_atomically(output) as aside, open(aside, "w", encoding="utf-8") as out:
         for members in groups.values():
             try:
                 if not members:
-                    raise Dropped("no_response")
+                    raise DroppedPrompt("no_response")
                 chosen = KEEP[config.keep](members, config)
-            except Dropped as reason:
+            except DroppedPrompt as reason:
                 counts[f"dropped/{reason}"] += 1
                 continue
             counts["rows"] += len(chosen)
             out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in chosen)
-    counts["prompts"] = len(groups)
-    if not counts["rows"]:
-        raise ValueError(f"nothing is left to learn from of {', '.join(config.data)}: {_told(counts)}")
-    os.replace(aside, output)
+        counts["prompts"] = len(groups)
+        if not counts["rows"]:
+            found = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            raise ValueError(f"nothing is left to learn from of {', '.join(config.data)}: {found}")
     return dict(counts)
 
 
-def best(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
-    """The response with the highest score, of equals the first."""
+def keep_best(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
+    """Return the response with the highest score, of equals the first."""
     highest = max(members, key=lambda member: member.score)
-    if config.threshold is not None and highest.score < config.threshold:
-        raise Dropped("below_threshold")
-    return [_conversation(highest)]
+    _check_threshold(highest, config)
+    return [_make_conversation(highest)]
 
 
-def threshold(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
-    """Every response that reaches the threshold."""
-    good = [member for member in members if member.score >= config.threshold]
+def keep_above_threshold(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
+    """Return every response that reaches the threshold."""
+    good = [member for member in members if _reaches_threshold(member, config)]
     if not good:
-        raise Dropped("below_threshold")
-    return everything(good, config)
+        raise DroppedPrompt("below_threshold")
+    return keep_all(good, config)
 
 
-def everything(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
-    """Every response, each text once."""
-    return [_conversation(member) for member in _distinct(members)]
+def keep_all(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
+    """Return every response, each text once."""
+    return [_make_conversation(member) for member in _distinct(members)]
 
 
-def labelled(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
-    """Every response, each text once, with whether it reaches the threshold."""
-    rows = [(member, member.row) for member in _distinct(members)]
+def label_all(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
+    """Return every response, each text once, labelled by whether it reaches the threshold."""
     return [
-        {"prompt": _prompt(row), "answer": row["response"], "label": member.score >= config.threshold, **_rest(row)}
-        for member, row in rows
+        {
+            "prompt": READER.prompt(row := member.row),
+            "answer": row["response"],
+            "label": _reaches_threshold(member, config),
+            **_copy_entries(row),
+        }
+        for member in _distinct(members)
     ]
 
 
-def best_worst(members: Sequence[ScoredResponse], config: SelectConfig) -> list[Record]:
-    """The highest score against the lowest."""
+def pair_best_worst(members: Sequence[ScoredResponse], config: SelectConfig) -> list[JsonRecord]:
+    """Return the response with the highest score against the one with the lowest."""
     chosen, rejected = max(members, key=lambda m: m.score), min(members, key=lambda m: m.score)
     margin = chosen.score - rejected.score
     if len(members) == 1:
-        raise Dropped("single_response")
+        raise DroppedPrompt("single_response")
     if not margin:
-        raise Dropped("tie")
+        raise DroppedPrompt("tie")
     if margin < config.min_margin:
-        raise Dropped("below_margin")
-    if config.threshold is not None and chosen.score < config.threshold:
-        raise Dropped("below_threshold")
+        raise DroppedPrompt("below_margin")
+    _check_threshold(chosen, config)
     row, texts = chosen.row, {"chosen": chosen.row["response"], "rejected": rejected.row["response"]}
     if texts["chosen"] == texts["rejected"]:
-        raise Dropped("identical")
+        raise DroppedPrompt("identical")
     scores = {"margin": margin, "chosen_score": chosen.score, "rejected_score": rejected.score}
-    return [{"prompt": _prompt(row), **texts, **scores, **_rest(row)}]
+    return [{"prompt": READER.prompt(row), **texts, **scores, **_copy_entries(row)}]
 
 
-KEEP: Mapping[str, Callable[[Sequence[ScoredResponse], SelectConfig], list[Record]]] = {
-    "best": best,
-    "threshold": threshold,
-    "all": everything,
-    "best_worst": best_worst,
-    "labelled": labelled,
+def _reaches_threshold(member: ScoredResponse, config: SelectConfig) -> bool:
+    return config.threshold is None or member.score >= config.threshold
+
+
+def _check_threshold(member: ScoredResponse, config: SelectConfig) -> None:
+    if not _reaches_threshold(member, config):
+        raise DroppedPrompt("below_threshold")
+
+
+KEEP: Mapping[str, Callable[[Sequence[ScoredResponse], SelectConfig], list[JsonRecord]]] = {
+    "best": keep_best,
+    "threshold": keep_above_threshold,
+    "all": keep_all,
+    "best_worst": pair_best_worst,
+    "labelled": label_all,
 }
 
 
-def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[ScoredResponse]]:
-    """The responses of each prompt that can be learnt from."""
+def _group_responses(config: SelectConfig, counts: Counter[str]) -> dict[str, list[ScoredResponse]]:
+    """Return the usable responses of each prompt; count the others."""
     groups: dict[str, list[ScoredResponse]] = {}
     for path in config.data:
         rows = open_rows(path)
@@ -133,11 +141,11 @@ def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[Scored
             row = rows[number]
             if "score" not in row or not isinstance(row.get("response"), str):
                 raise ValueError(f"{rows.where(number)}: no `score` and `response`; the row has {', '.join(row)}")
-            name = [path, row["group"]] if "group" in row else _prompt(row)
+            name = [path, row["group"]] if "group" in row else READER.prompt(row)
             members = groups.setdefault(json.dumps(name), [])
             if row["score"] is None:
                 counts["unscored"] += 1
-            elif config.truncated == "drop" and row.get("status") == CUT:
+            elif config.truncated == "drop" and row.get("status") == TRUNCATED:
                 counts["truncated"] += 1
             else:
                 members.append(ScoredResponse(row["score"], rows, number))
@@ -145,26 +153,18 @@ def _groups(config: SelectConfig, counts: Counter[str]) -> dict[str, list[Scored
 
 
 def _distinct(members: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    """The first response of each text."""
+    """Return the first response of each text."""
     first: dict[str, ScoredResponse] = {}
     for member in members:
         first.setdefault(member.row["response"], member)
     return list(first.values())
 
 
-def _conversation(member: ScoredResponse) -> Record:
+def _make_conversation(member: ScoredResponse) -> JsonRecord:
     row = member.row
     answer = {"role": "assistant", "content": row["response"]}
-    return {"messages": [*_prompt(row), answer], "score": member.score, **_rest(row)}
+    return {"messages": [*READER.prompt(row), answer], "score": member.score, **_copy_entries(row)}
 
 
-def _prompt(row: Record) -> list[Message]:
-    return READER.prompt(row)
-
-
-def _rest(row: Record) -> Record:
+def _copy_entries(row: JsonRecord) -> JsonRecord:
     return {key: row[key] for key in ("tools", "group") if key in row}
-
-
-def _told(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

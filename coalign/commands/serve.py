@@ -1,6 +1,6 @@
-"""The format of `/get_reward`: a request's body as answers to score, verdicts as the body of the response.
+"""`coalign serve-reward`: a reward model or reward functions over HTTP (the extra [serve]).
 
-`coalign serve-reward`: a reward model or reward functions over HTTP (the extra [serve]).
+POST `/get_reward` takes RewardRequest and answers what `write_response` returns; GET `/health` counts responses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from coalign.commands.judges import Judge, JudgedResponse, Verdict, open_judge
+from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign.config.errors import dotted, readable
 from coalign.config.schema import ServeConfig
 from coalign.data.messages import Message, as_messages
@@ -33,14 +33,21 @@ from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.rewards.remote import Batches
 
+log = logging.getLogger(__name__)
+
+# Batches at once. A model computes one after the other; a slow function should not hold up other requests.
+_MODEL_BATCHES, _FUNCTION_BATCHES = 1, 8
+
 
 class BadRequest(ValueError):
-    """A body that is not what it should be."""
+    """A request body with wrong content."""
 
 
 class RewardRequest(BaseModel):
-    """Lists of one entry for each response. ``query``, ``prompts`` and ``labels`` are OpenRLHF's; the others are what
-    coalign.rewards.Remote sends as well. Other keys are ignored."""
+    """The body of a request: lists with one entry for each response. Other keys are ignored.
+
+    ``query``, ``prompts`` and ``labels`` are OpenRLHF's; coalign.rewards.Remote sends the others, too.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -61,16 +68,15 @@ class RewardRequest(BaseModel):
         return self
 
 
-def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[JudgedResponse]:
-    """What there is to score. Raises BadRequest, naming the key.
+def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[ResponseToScore]:
+    """Return the responses to score. Raises BadRequest naming the wrong key.
 
-    The response is the last of the ``messages``; without them that of ``responses``, else what follows the prompt in
-    the query, without the texts of ``strip`` at its end. The row is that of ``rows``, with the label under
-    ``label_key``.
+    A response is the last of its ``messages``; without them that of ``responses``, else what follows the prompt in the
+    query, without the texts of ``strip`` at its end. The row is that of ``rows``, with the label under ``label_key``.
     """
     try:
         request = RewardRequest.model_validate_json(body)
-        return [_answer(request, i, label_key, strip) for i in range(len(request.query))]
+        return [_read_response(request, i, label_key, strip) for i in range(len(request.query))]
     except ValidationError as error:
         problems = error.errors(include_url=False)
         raise BadRequest(
@@ -81,67 +87,70 @@ def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list
 
 
 def write_response(verdicts: Sequence[Verdict | Exception]) -> dict[str, Any]:
-    """`rewards` (null where there is none, with the reason in `errors` by number), `scores` (the same, for OpenRLHF)
-    and in `extra_logs` the values of several functions."""
-    errors = {i: why for i, verdict in enumerate(verdicts) if (why := _why_none(verdict))}
-    rewards = [None if i in errors else verdict.score for i, verdict in enumerate(verdicts)]
-    parts = [{} if i in errors else verdict.parts for i, verdict in enumerate(verdicts)]
+    """Return the body of an answer: `rewards`, `scores` (the same, for OpenRLHF), `extra_logs` and maybe `errors`.
+
+    A reward is null where there is none; `errors` holds the reason under the response's number. `extra_logs` holds the
+    values of each of several functions.
+    """
+    rewards: list[float | None] = []
+    parts: list[dict[str, float]] = []
+    errors: dict[int, str] = {}
+    for i, verdict in enumerate(verdicts):
+        if isinstance(verdict, Exception):
+            errors[i] = f"{type(verdict).__name__}: {verdict}"
+        elif verdict.score is None:
+            errors[i] = verdict.why
+        elif not math.isfinite(verdict.score):
+            errors[i] = f"the score is {verdict.score}"
+        else:
+            rewards.append(verdict.score)
+            parts.append(verdict.parts)
+            continue
+        rewards.append(None)
+        parts.append({})
     names = parts[0] if parts else {}
     logs = {name: [part[name] for part in parts] for name in names if all(name in part for part in parts)}
     return {"rewards": rewards, "scores": rewards, "extra_logs": logs} | ({"errors": errors} if errors else {})
 
 
-def _why_none(verdict: Verdict | Exception) -> str:
-    """Why there is no reward; empty if there is one."""
-    if isinstance(verdict, Exception):
-        return f"{type(verdict).__name__}: {verdict}"
-    if verdict.score is None:
-        return verdict.why
-    return "" if math.isfinite(verdict.score) else f"the score is {verdict.score}"
-
-
-def _answer(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> JudgedResponse:
-    prompt, response = _conversation(request, i, strip)
+def _read_response(request: RewardRequest, i: int, label_key: str, strip: Sequence[str]) -> ResponseToScore:
+    prompt, response = _read_conversation(request, i, strip)
     row = dict(request.rows[i]) if request.rows else {}
     if request.labels and request.labels[i] is not None:
         row[label_key] = request.labels[i]
     tokens = request.tokens[i] if request.tokens else 0
     text = None if request.messages else request.query[i]
-    return JudgedResponse(prompt, [response], row, group=i, tokens=tokens, text=text)
+    return ResponseToScore(prompt, [response], row, group=i, tokens=tokens, text=text)
 
 
-def _conversation(request: RewardRequest, i: int, strip: Sequence[str]) -> tuple[list[Message], Message]:
+def _read_conversation(request: RewardRequest, i: int, strip: Sequence[str]) -> tuple[list[Message], Message]:
     if request.messages:
         *prompt, response = as_messages(request.messages[i], f"messages[{i}]") or [{}]
         if response.get("role") != "assistant":
             raise BadRow(f"messages[{i}] must end with what the assistant said")
         return prompt, response
-    asked = request.prompts[i] if request.prompts else ""
-    said = request.responses[i] if request.responses else _without_ends(request.query[i].removeprefix(asked), strip)
-    return [{"role": "user", "content": asked}], {"role": "assistant", "content": said}
+    question = request.prompts[i] if request.prompts else ""
+    answer = request.responses[i] if request.responses else _strip(request.query[i].removeprefix(question), strip)
+    return [{"role": "user", "content": question}], {"role": "assistant", "content": answer}
 
 
-def _without_ends(text: str, ends: Sequence[str]) -> str:
+def _strip(text: str, ends: Sequence[str]) -> str:
     while end := next((end for end in ends if end and text.rstrip().endswith(end)), ""):
         text = text.rstrip().removesuffix(end)
     return text
 
 
-log = logging.getLogger(__name__)
-
-# Batches at once. A model computes one after the other; of functions a slow one should not hold up other requests.
-_MODEL_BATCHES, _FUNCTION_BATCHES = 1, 8
-
-
 def serve(config: ServeConfig, display: Display) -> None:
-    """Serve until SIGINT or SIGTERM: no more requests are taken, those under way are answered (``config.grace``).
+    """Serve until SIGINT or SIGTERM; requests under way then get ``config.grace`` seconds to finish.
 
-    Raises ValueError for a judge that cannot be opened or serve single responses, OSError if the port is taken.
+    Raises ValueError for a judge that cannot be opened or cannot score single responses, OSError if the port is taken.
     """
-    key = _key(config.api_key_env)
+    key = os.environ.get(config.api_key_env) if config.api_key_env is not None else None
+    if config.api_key_env is not None and not key:
+        raise ValueError(f"api_key_env: there is no environment variable {config.api_key_env!r}")
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((config.host, config.port))  # a port that is taken is told before a model loads
+    listener.bind((config.host, config.port))  # before a model loads: the port may be taken
     judge = open_judge(config)
     if judge.compares:
         raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")
@@ -152,17 +161,17 @@ def serve(config: ServeConfig, display: Display) -> None:
     if key is None and not host.startswith("127.") and host != "::1":
         display.note(f"warning: no api_key_env, so whoever reaches {host}:{port} can use it")
     settings = uvicorn.Config(
-        application(judge, config, key),
+        build_application(judge, config, key),
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=config.grace,
+        timeout_graceful_shutdown=cast(int, config.grace),  # uvicorn waits for fractions of a second, too
     )
     uvicorn.Server(settings).run(sockets=[listener])
 
 
-def application(judge: Judge, config: ServeConfig, key: str | None = None) -> Starlette:
-    """The ASGI application: POST /get_reward and GET /health. It closes the judge when it is shut down."""
-    endpoint = Endpoint(judge, config, key)
+def build_application(judge: ResponseJudge, config: ServeConfig, key: str | None = None) -> Starlette:
+    """Return the ASGI application: POST /get_reward and GET /health. It closes the judge at shutdown."""
+    endpoint = RewardEndpoint(judge, config, key)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -174,28 +183,28 @@ def application(judge: Judge, config: ServeConfig, key: str | None = None) -> St
             Route("/get_reward", endpoint.get_reward, methods=["POST"]),
             Route("/health", endpoint.health, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: _refused, BadRequest: _bad, Exception: _failed},
+        exception_handlers={HTTPException: _answer_error, BadRequest: _answer_error, Exception: _answer_error},
         lifespan=lifespan,
     )
 
 
-class Endpoint:
-    """Scores requests; responses of requests that come together, or while the judge is busy, are scored together."""
+class RewardEndpoint:
+    """Scores requests. Responses that arrive together, or while the judge is busy, are scored as one batch."""
 
-    def __init__(self, judge: Judge, config: ServeConfig, key: str | None = None) -> None:
+    def __init__(self, judge: ResponseJudge, config: ServeConfig, key: str | None = None) -> None:
         self._judge, self._config = judge, config
         self._expected = None if key is None else f"Bearer {key}".encode()
         at_once = _MODEL_BATCHES if config.reward_model else _FUNCTION_BATCHES
-        self._batches = Batches(self._scored, size=config.batch_size, at_once=at_once)
+        self._batches = Batches(self._score_batch, size=config.batch_size, at_once=at_once)
         self._counts = {"scored": 0, "failed": 0}
 
     async def get_reward(self, request: Request) -> JSONResponse:
-        """See coalign.commands.serve for the format."""
+        """Answer a RewardRequest."""
         self._authorize(request)
         answers = read_request(await self._body(request), self._config.label_key, self._config.strip)
         self._admit(len(answers))
         verdicts = await asyncio.gather(*map(self._batches, answers), return_exceptions=True)
-        response = write_response(verdicts)
+        response = write_response(cast(list[Verdict | Exception], verdicts))
         failed = response["rewards"].count(None)
         if failed:
             first = next(iter(response["errors"].values()))
@@ -205,7 +214,7 @@ class Endpoint:
         return JSONResponse(response)
 
     async def health(self, _: Request) -> JSONResponse:
-        """Alive, and how much was done: {status, waiting, scored, failed}, in responses."""
+        """Answer {status, waiting, scored, failed}, counted in responses."""
         return JSONResponse({"status": "ok", "waiting": self._batches.waiting, **self._counts})
 
     def _authorize(self, request: Request) -> None:
@@ -227,35 +236,23 @@ class Endpoint:
         if self._batches.waiting + count > self._config.queue:
             raise HTTPException(429, f"{self._batches.waiting} responses are waiting already", {"Retry-After": "1"})
 
-    async def _scored(self, answers: list[JudgedResponse]) -> Sequence[Verdict | Exception]:
-        # Answers of several requests: none belongs with another one, whatever its group was.
-        return await asyncio.to_thread(self._judged, [replace(a, group=i) for i, a in enumerate(answers)])
+    async def _score_batch(self, answers: list[ResponseToScore]) -> Sequence[Verdict | Exception]:
+        # Responses of several requests: each gets a group of its own, so that none is compared with another.
+        return await asyncio.to_thread(self._score, [replace(a, group=i) for i, a in enumerate(answers)])
 
-    def _judged(self, answers: list[JudgedResponse]) -> Sequence[Verdict | Exception]:
+    def _score(self, answers: list[ResponseToScore]) -> Sequence[Verdict | Exception]:
         try:
             return self._judge(answers)
         except RewardError as error:
             return [error] * len(answers)
         except Exception as error:
-            # One that cannot be judged, messages that a template refuses say, does not spoil the others.
-            return [error] if len(answers) == 1 else [one for answer in answers for one in self._judged([answer])]
+            # One that cannot be judged (messages that a template refuses, say) does not spoil the others.
+            return [error] if len(answers) == 1 else [one for answer in answers for one in self._score([answer])]
 
 
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if not os.environ.get(variable):
-        raise ValueError(f"api_key_env: there is no environment variable {variable!r}")
-    return os.environ[variable]
-
-
-def _refused(_: Request, error: HTTPException) -> JSONResponse:
-    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-
-
-def _bad(_: Request, error: BadRequest) -> JSONResponse:
-    return JSONResponse({"error": str(error)}, 400)
-
-
-def _failed(_: Request, error: Exception) -> JSONResponse:
+def _answer_error(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    if isinstance(error, BadRequest):
+        return JSONResponse({"error": str(error)}, 400)
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)

@@ -1,4 +1,4 @@
-"""The kinds of stages of a pipeline: what each takes from the stages before, how it is checked, what it does."""
+"""The types of pipeline stages: what each takes from earlier stages, how it is checked, and what it runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
+from coalign.commands.generate import generate
+from coalign.commands.score import score
 from coalign.commands.select import select
 from coalign.config.errors import Conflict
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import (
-    DataConfig,
     GenerateConfig,
     JudgeConfig,
     RunConfig,
@@ -25,35 +26,41 @@ from coalign.launch.run import train
 from coalign.report.display import Display
 
 Settings = TypeVar("Settings", bound=Section)
-Outcome = tuple[dict[str, float], int]  # counts, exit code
+StageResult = tuple[dict[str, float], int]  # counts, exit code
 
 
-class Kind(ABC, Generic[Settings]):
-    """``output`` is the name of what it makes, in its folder."""
+class StageType(ABC, Generic[Settings]):
+    """One type of stage. ``output`` is the name of its result in the stage's folder."""
 
     output: ClassVar[str]
 
     def complete(self, settings: Settings, before: Path | None, model: str | None) -> Settings:
-        """The settings with what they leave to the pipeline: the output of the stage ``before``, the current ``model``.
-        Raises Conflict for what neither gives."""
+        """Return the settings, completed by the output of the stage ``before`` and the current ``model``.
+
+        Raises Conflict for what is still missing.
+        """
         return settings
 
     def check(self, settings: Settings) -> None:
-        """Raises ValueError for what the schema cannot see."""
+        """Raise ValueError for what the schema cannot check: reward functions and their arguments."""
+        if isinstance(settings, JudgeConfig):
+            for i, reward in enumerate(settings.reward):
+                assert reward.fn is not None  # the schema refuses models of a run here
+                bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
 
     def try_out(self, settings: Settings) -> None:
-        """Likewise for what takes some seconds to see (`coalign check`)."""
+        """Raise ValueError for what takes some seconds to check (`coalign check`)."""
 
     @abstractmethod
-    def about(self, settings: Settings) -> str:
-        """What it will do, in a line."""
+    def describe(self, settings: Settings) -> str:
+        """Describe in a line what the stage will do."""
 
     @abstractmethod
-    def run(self, settings: Settings, folder: Path, round: int, display: Display) -> Outcome:
-        """Make the output, or what is left of it."""
+    def run(self, settings: Settings, folder: Path, round: int, display: Display) -> StageResult:
+        """Write the output, or the rest of it after an interruption."""
 
 
-class Generate(Kind[GenerateConfig]):
+class GenerateStage(StageType[GenerateConfig]):
     output = "responses.jsonl"
 
     def complete(self, settings: GenerateConfig, before: Path | None, model: str | None) -> GenerateConfig:
@@ -63,39 +70,30 @@ class Generate(Kind[GenerateConfig]):
             raise Conflict(("model",), "missing: give the pipeline's `model`, or one here")
         return settings.model_copy(update={"model": settings.model or model})
 
-    def check(self, settings: GenerateConfig) -> None:
-        _check_rewards(settings)
-
-    def about(self, settings: GenerateConfig) -> str:
+    def describe(self, settings: GenerateConfig) -> str:
         return f"{settings.samples} responses of {settings.model} to {settings.prompts or 'all'} prompts"
 
-    def run(self, settings: GenerateConfig, folder: Path, round: int, display: Display) -> Outcome:
-        from coalign.commands.generate import generate
-
+    def run(self, settings: GenerateConfig, folder: Path, round: int, display: Display) -> StageResult:
         return generate(settings, folder / self.output, display, round=round), 0
 
 
-class Score(Kind[ScoreConfig]):
+class ScoreStage(StageType[ScoreConfig]):
     output = "scored.jsonl"
 
     def complete(self, settings: ScoreConfig, before: Path | None, model: str | None) -> ScoreConfig:
         if settings.data.train:
             return settings
-        return settings.model_copy(update={"data": _reading(settings.data, before)})
+        source = SourceConfig(path=_path(before, ("data", "train")))
+        return settings.model_copy(update={"data": settings.data.model_copy(update={"train": [source]})})
 
-    def check(self, settings: ScoreConfig) -> None:
-        _check_rewards(settings)
+    def describe(self, settings: ScoreConfig) -> str:
+        return f"by {', '.join(reward.fn for reward in settings.reward if reward.fn) or settings.reward_model}"
 
-    def about(self, settings: ScoreConfig) -> str:
-        return f"by {_judge(settings)}"
-
-    def run(self, settings: ScoreConfig, folder: Path, round: int, display: Display) -> Outcome:
-        from coalign.commands.score import score
-
+    def run(self, settings: ScoreConfig, folder: Path, round: int, display: Display) -> StageResult:
         return score(settings, folder / self.output, display), 0
 
 
-class Select(Kind[SelectConfig]):
+class SelectStage(StageType[SelectConfig]):
     output = "selected.jsonl"
 
     def complete(self, settings: SelectConfig, before: Path | None, model: str | None) -> SelectConfig:
@@ -103,14 +101,14 @@ class Select(Kind[SelectConfig]):
             return settings
         return settings.model_copy(update={"data": [_path(before, ("data",))]})
 
-    def about(self, settings: SelectConfig) -> str:
+    def describe(self, settings: SelectConfig) -> str:
         return f"keep {settings.keep}"
 
-    def run(self, settings: SelectConfig, folder: Path, round: int, display: Display) -> Outcome:
+    def run(self, settings: SelectConfig, folder: Path, round: int, display: Display) -> StageResult:
         return select(settings, folder / self.output), 0
 
 
-class Train(Kind[RunConfig]):
+class TrainStage(StageType[RunConfig]):
     """The stage's folder is the run's; the output is its link to the newest checkpoint's model, or the best one's."""
 
     output = "model"
@@ -121,10 +119,10 @@ class Train(Kind[RunConfig]):
     def try_out(self, settings: RunConfig) -> None:
         trace(prepare(settings))
 
-    def about(self, settings: RunConfig) -> str:
+    def describe(self, settings: RunConfig) -> str:
         return settings.algorithm
 
-    def run(self, settings: RunConfig, folder: Path, round: int, display: Display) -> Outcome:
+    def run(self, settings: RunConfig, folder: Path, round: int, display: Display) -> StageResult:
         config = settings.model_copy(update={"output": str(folder)})
         if code := train(config, Display(quiet=display.quiet, out=display.out, err=display.err)):
             return {}, code
@@ -132,25 +130,17 @@ class Train(Kind[RunConfig]):
         return {"step": int(checkpoint.name.removeprefix("step_"))}, 0
 
 
-KINDS: dict[str, Kind] = {"generate": Generate(), "score": Score(), "select": Select(), "train": Train()}
+STAGE_TYPES: dict[str, StageType] = {
+    "generate": GenerateStage(),
+    "score": ScoreStage(),
+    "select": SelectStage(),
+    "train": TrainStage(),
+}
 
 
 def trains_a_policy(config: RunConfig) -> bool:
-    """Whether the main model of a run is a language model: what it becomes is the pipeline's current model."""
+    """Tell whether a run's main model is a language model, which then becomes the pipeline's current model."""
     return prepare(config).learning[0].config.head == "lm"
-
-
-def _check_rewards(settings: JudgeConfig) -> None:
-    for i, reward in enumerate(settings.reward):
-        bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
-
-
-def _judge(settings: JudgeConfig) -> str:
-    return ", ".join(reward.fn for reward in settings.reward) or str(settings.reward_model)
-
-
-def _reading(data: DataConfig, before: Path | None) -> DataConfig:
-    return data.model_copy(update={"train": [SourceConfig(path=_path(before, ("data", "train")))]})
 
 
 def _path(before: Path | None, key: tuple[str, ...]) -> str:

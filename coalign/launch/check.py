@@ -24,7 +24,7 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import describe_reward
 from coalign.launch.layout import requested_layout
-from coalign.launch.memory_estimate import Estimate, estimate, largest_phase
+from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
 from coalign.report.display import Display
 from coalign.types import LossInput
@@ -137,7 +137,7 @@ def _memory_table(plan: Plan) -> Table:
     for model in plan.models.values():
         if model.config.load is None:
             continue
-        e: Estimate = estimate(model.config, model.role, plan.config)
+        e: MemoryEstimate = estimate_memory(model.config, model.role, plan.config)
         parts = (e.weights, e.gradients, e.optimizer, e.activations, e.cache, e.total)
         table.add_row(model.name, f"{e.parameters / 1e6:,.1f}M", *map(_size, parts))
     return table
@@ -154,19 +154,19 @@ def _device_memory(plan: Plan) -> Iterator[str]:
         if not sizes:
             continue
         leaves = {name: movable(models[name], slot.footprints[name].devices, colocated=True) for name in sizes}
-        turns, together = largest_phase(sizes, leaves), largest_phase(sizes, {})
+        turns, together = estimate_largest_phase(sizes, leaves), estimate_largest_phase(sizes, {})
         text = f"{slot.name} on each device: {_size(turns)} at most"
         yield f"{text} ({_size(together)} if nothing left it)" if turns < together else text
         if runtime.device_memory is not None and turns > runtime.device_memory * 2**30:
             yield f"  more than runtime.device_memory ({runtime.device_memory:g} GiB)"
 
 
-def _estimate_per_device(model: PlannedModel, config: RunConfig) -> Estimate:
+def _estimate_per_device(model: PlannedModel, config: RunConfig) -> MemoryEstimate:
     """The share of a model that one device has: of a group of processes a part, of a replica all of it."""
     own = model.config
     shards = own.processes // own.dp_replicate if model.module.one_group(own) else own.tensor_parallel
-    whole = asdict(estimate(own, model.role, config))
-    return Estimate(**{name: number // shards for name, number in whole.items()})
+    whole = asdict(estimate_memory(own, model.role, config))
+    return MemoryEstimate(**{name: number // shards for name, number in whole.items()})
 
 
 def _size(number: int) -> str:

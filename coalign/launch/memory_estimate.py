@@ -1,9 +1,8 @@
-"""How much memory each model of a run will take, from its files' headers and its settings; loads no weights.
+"""Estimates the memory of each model of a run from its files' headers and its settings; loads no weights.
 
-Weights, gradients and optimizer are exact for dense models. Activations follow the count of Korthikanti et al.
-(2205.05198) for attention that does not store its scores: 17 numbers of the hidden size and 2 of the intermediate size
-per token and layer are kept for the backward pass, or one of the hidden size with gradient checkpointing. An
-estimate, to see what fits before it is tried.
+Weights, gradients and optimizer states are exact for dense models. Activations follow Korthikanti et al. (2205.05198)
+for attention that does not store its scores: 17 numbers of the hidden size and 2 of the intermediate size per token and
+layer are kept for the backward pass, or one of the hidden size with gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from coalign.config.schema import LoraConfig, ModelConfig, RunConfig
 from coalign.roles import Rollout, Trainable
 
 BYTES = {"float32": 4, "bfloat16": 2}
-AVERAGE = 4  # bytes of each number of a moving average (ema)
-NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight: 4 bits, 8 of scale per 64, 32 of theirs per 256
+AVERAGE = 4  # bytes a number of a moving average (ema)
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: 4 bits, an 8-bit scale per 64, a 32-bit one per 256 scales
 GPT2_NAMES = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_inner": "intermediate_size",
 }
-LAYER = re.compile(r"\.\d+\.")  # in the names of what belongs to a numbered layer
-Shapes = Mapping[str, tuple[int, ...]]  # of tensors by name
+LAYER = re.compile(r"\.\d+\.")  # in the names of the tensors of a numbered layer
+Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Bytes of one model over all of its processes; an average of the weights counts to the optimizer."""
+class MemoryEstimate:
+    """Bytes of one model over all of its processes. An average of the weights counts as part of the optimizer."""
 
     parameters: int
     weights: int
@@ -47,20 +46,22 @@ class Estimate:
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.activations + self.cache
 
-    def kept(self, leaves: Collection[str]) -> int:
-        """Bytes that stay between two calls if these parts leave."""
-        return (0 if "weights" in leaves else self.weights) + (0 if "optimizer" in leaves else self.optimizer)
+    def resident(self, moved: Collection[str]) -> int:
+        """Return the bytes that stay on the device between two calls if the parts ``moved`` go to the host."""
+        return (0 if "weights" in moved else self.weights) + (0 if "optimizer" in moved else self.optimizer)
 
 
-def largest_phase(models: Mapping[str, Estimate], leaves: Mapping[str, Collection[str]]) -> int:
-    """Bytes of a device on which these models compute in turns: one has all that it needs, the others what stays when
-    the parts that it ``leaves`` with are on the host."""
-    kept = {name: estimate.kept(leaves.get(name, ())) for name, estimate in models.items()}
-    return max(models[name].total + sum(kept.values()) - kept[name] for name in models)
+def estimate_largest_phase(models: Mapping[str, MemoryEstimate], moved: Mapping[str, Collection[str]]) -> int:
+    """Return the peak bytes of a device whose models take turns.
+
+    In its turn a model has all that it needs; of the others stays what is not ``moved`` to the host.
+    """
+    resident = {name: estimate.resident(moved.get(name, ())) for name, estimate in models.items()}
+    return max(models[name].total + sum(resident.values()) - resident[name] for name in models)
 
 
 def read_shapes(directory: Path) -> Shapes:
-    """Of the tensors in the safetensors files of a directory, from their headers. OSError if there are none."""
+    """Read tensor shapes from the headers of a directory's safetensors files. Raises OSError if there are none."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{directory} holds no *.safetensors files")
@@ -72,14 +73,15 @@ def read_shapes(directory: Path) -> Shapes:
     return shapes
 
 
-def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
-    """The memory of one model in the role it plays."""
+def estimate_memory(model: ModelConfig, role: type, config: RunConfig) -> MemoryEstimate:
+    """Estimate the memory of one model, which must name a directory, in its role."""
+    assert model.load is not None
     directory = Path(model.load)
     shape = json.loads((directory / "config.json").read_text())
     shape = shape.get("text_config", shape)
     shape |= {ours: shape[theirs] for theirs, ours in GPT2_NAMES.items() if shape.get(theirs) is not None}
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    shapes = read_shapes(directory) if model.init == "load" else _shapes_from(shape)
+    shapes = read_shapes(directory) if model.init == "load" else _derive_shapes(shape)
     parameters = _size(shapes)
     stored, computed = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
     if role is Rollout:
@@ -88,49 +90,56 @@ def estimate(model: ModelConfig, role: type, config: RunConfig) -> Estimate:
         longest = config.data.max_prompt_tokens + model.sampling.max_new_tokens
         wanted = config.runtime.prompts_per_step * config.runtime.samples_per_prompt
         tokens = model.native.kv_tokens or min(model.native.max_sequences, wanted) * longest
-        return Estimate(parameters, parameters * computed, cache=2 * tokens * layers * heads * head_size * computed)
+        return MemoryEstimate(
+            parameters, parameters * computed, cache=2 * tokens * layers * heads * head_size * computed
+        )
     tokens = model.max_tokens_per_micro or 0
     if role is not Trainable or model.frozen:
-        return Estimate(parameters, parameters * stored, activations=4 * tokens * hidden * computed)
+        return MemoryEstimate(parameters, parameters * stored, activations=4 * tokens * hidden * computed)
     intermediate = shape.get("intermediate_size", 4 * hidden)
-    # Of each token in a layer: its input, the results of the products, or everything.
-    kept = {"full": hidden, "selective": 6 * hidden + 2 * intermediate}.get(
-        model.activation_checkpointing, 17 * hidden + 2 * intermediate
-    )
+    # Numbers kept per token and layer: the layer's input, the matrix products' results, or everything.
+    match model.activation_checkpointing:
+        case "full":
+            kept = hidden
+        case "selective":
+            kept = 6 * hidden + 2 * intermediate
+        case None:
+            kept = 17 * hidden + 2 * intermediate
     weights, trained, width = parameters * stored, shapes, stored
-    if model.lora:  # adapters are float32, beside the weights
-        trained, width = adapter_shapes(shapes, model.lora), 4
+    if model.lora:  # float32 adapters beside the weights
+        trained, width = derive_adapter_shapes(shapes, model.lora), 4
         if model.head != "lm":
             trained["score.weight"] = (1, hidden)
         quantised = _size(_matrices_of_layers(shapes)) if model.lora.base_bits else 0
         weights += int(quantised * (NF4 - stored)) + _size(trained) * width
-    return Estimate(
+    return MemoryEstimate(
         parameters,
         weights,
         gradients=_size(trained) * width,
-        optimizer=optimizer_state(trained, model.optimizer.name, width) + bool(model.ema) * AVERAGE * _size(trained),
+        optimizer=count_optimizer_bytes(trained, model.optimizer.name, width)
+        + bool(model.ema) * AVERAGE * _size(trained),
         activations=tokens * layers * kept * computed,
     )
 
 
-def optimizer_state(shapes: Shapes, name: str, width: int) -> int:
-    """Bytes that the optimizer called ``name`` keeps for tensors of these shapes, of ``width`` bytes a number."""
-    if name == "adamw_8bit":  # small tensors in 32 bits; others with a scale per block of 256, of each moment
+def count_optimizer_bytes(shapes: Shapes, name: str, width: int) -> int:
+    """Return the bytes of an optimizer's state for tensors of these shapes with ``width`` bytes a number."""
+    if name == "adamw_8bit":  # small tensors in 32 bits; each moment of the others has a scale per block of 256
         sizes = [prod(shape) for shape in shapes.values()]
         return sum(2 * (size + 4 * -(-size // 256)) if size >= 4096 else 8 * size for size in sizes)
     if name == "adafactor":
-        return width * sum(_factors(shape) for shape in shapes.values())
+        return width * sum(_count_factors(shape) for shape in shapes.values())
     moments = 2 * _size(shapes) - (_size(_matrices_of_layers(shapes)) if name == "muon" else 0)
     return width * moments
 
 
-def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Of the adapters' matrices: A [rank, in] and B [out, rank] of each linear layer, with DoRA its magnitude [out]."""
+def derive_adapter_shapes(shapes: Shapes, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of A [rank, in] and B [out, rank] of each linear layer; with DoRA its magnitude [out]."""
     adapters: dict[str, tuple[int, ...]] = {}
-    for name, (out, inside) in _matrices_of_layers(shapes).items():
+    for name, (out, inputs) in _matrices_of_layers(shapes).items():
         layer = name.removesuffix(".weight")
         if any(pattern == "all-linear" or fnmatchcase(layer, pattern) for pattern in lora.target):
-            adapters |= {f"{layer}.lora_A": (lora.rank, inside), f"{layer}.lora_B": (out, lora.rank)}
+            adapters |= {f"{layer}.lora_A": (lora.rank, inputs), f"{layer}.lora_B": (out, lora.rank)}
             adapters |= {f"{layer}.magnitude": (out,)} if lora.dora else {}
     return adapters
 
@@ -139,7 +148,7 @@ def _matrices_of_layers(shapes: Shapes) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if len(shape) == 2 and LAYER.search(name)}
 
 
-def _factors(shape: tuple[int, ...]) -> int:
+def _count_factors(shape: tuple[int, ...]) -> int:
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1] if len(shape) > 1 else prod(shape)
 
 
@@ -147,8 +156,8 @@ def _size(shapes: Shapes) -> int:
     return sum(prod(shape) for shape in shapes.values())
 
 
-def _shapes_from(shape: Mapping[str, int]) -> Shapes:
-    """Of a dense gated decoder, from its configuration."""
+def _derive_shapes(shape: Mapping[str, int]) -> Shapes:
+    """Return the shapes of a dense gated decoder, from its configuration."""
     hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
     head_size = shape.get("head_dim") or hidden // heads
     inner, kv = heads * head_size, shape.get("num_key_value_heads", heads) * head_size

@@ -15,14 +15,14 @@ from coalign.cluster.start import kind, start
 from coalign.config import dump, located
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine, Hook
-from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore, verify
-from coalign.engine.hooks.evaluation import EarlyStop, Evaluate
+from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore_engine, verify_checkpoint
+from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
-from coalign.engine.hooks.profiling import Profile
-from coalign.engine.hooks.recorder import Record
+from coalign.engine.hooks.profiling import StepProfiler
+from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.hooks.run_folder import RunFolder
 from coalign.engine.hooks.timeline import Timeline
-from coalign.engine.hooks.watchdog import Watchdog, watching
+from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.engine.reference import precompute
 from coalign.launch.build import build
 from coalign.launch.check import trace
@@ -49,7 +49,7 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
         try:
             if kind(config) == "ray":
                 log.info("placement:\n%s", "\n".join(assigned_layout(cluster.slots, cluster.seats, cluster.nodes)))
-            with watching(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
+            with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
                 engine = build(plan, cluster)
                 return _learn(engine, folder, display, watchdog, hooks)
         finally:
@@ -62,15 +62,15 @@ def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchd
     config = engine.config
     checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
     save = Save(checkpoints, config.runtime.save_every, config.runtime.best, config.runtime.best_mode)
-    record = Record(folder, display, config)
+    record = MetricsRecorder(folder, display, config)
     guards = Guards(config.runtime.guards, folder, checkpoints, record.write)
     timeline = Timeline(folder.path / "timeline", config.runtime.timeline_every)
-    profile = [Profile(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
+    profile = [StepProfiler(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
     engine.cluster.on_end = timeline.note
     engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save])
     _refuse_namesakes(engine.hooks)
     if (found := _resume_from(config, folder, checkpoints)) is not None:
-        restore(engine, found)
+        restore_engine(engine, found)
         log.info("continuing from %s", found)
     folder.begin(dump(config), engine.step)
     log.info("%s", engine.environment.loader.report())
@@ -96,7 +96,7 @@ def _refuse_namesakes(hooks: Sequence[Hook]) -> None:
             raise ValueError(f"hooks: {count} of them are called {name}; give each class a name of its own")
 
 
-def _evaluation(engine: Engine, record: Record) -> list[Hook]:
+def _evaluation(engine: Engine, record: MetricsRecorder) -> list[Hook]:
     if engine.evaluator is None:
         return []
     runtime = engine.config.runtime
@@ -108,7 +108,7 @@ def _evaluation(engine: Engine, record: Record) -> list[Hook]:
             record.record_samples(engine, batch, "eval")
 
     stopping = [EarlyStop(runtime.early_stop)] if runtime.early_stop else []
-    return [Evaluate(runtime.eval_every, runtime.eval_at_start, report), *stopping]
+    return [EvaluationHook(runtime.eval_every, runtime.eval_at_start, report), *stopping]
 
 
 def _resume_from(config: RunConfig, folder: RunFolder, checkpoints: Checkpoints) -> Path | None:
@@ -117,9 +117,9 @@ def _resume_from(config: RunConfig, folder: RunFolder, checkpoints: Checkpoints)
         folder.move_records_aside()
         return None
     if resume == "auto":
-        return checkpoints.newest()
+        return checkpoints.find_newest()
     path = Path(resume)
-    verify(path)
+    verify_checkpoint(path)
     return path
 
 

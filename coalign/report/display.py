@@ -1,7 +1,7 @@
-"""Everything that a person sees in a terminal: the progress bar, one line a step, tables, samples, warnings.
+"""Everything that commands show in a terminal: the progress bar, one line a step, tables, samples, warnings.
 
-Results (step lines, tables, ``show``) go to stdout; remarks, warnings and the bars of commands go to stderr, so a pipe
-carries results only. Without a terminal there are no bars and no control codes, and lines are never folded.
+Results (step lines, tables, ``show``) go to stdout; notes, warnings and the bars of commands go to stderr, so a pipe
+carries results only. Without a terminal there are no bars and no control codes, and lines are never wrapped.
 """
 
 from __future__ import annotations
@@ -13,38 +13,47 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from coalign.report.step_line import RunTotals, number, step_fields, step_idle, step_seconds
+from coalign.report.step_line import RunTotals, format_fields, format_idle, format_number, format_seconds
 
 if TYPE_CHECKING:
     from coalign.types import Sample  # which imports torch: two seconds that `coalign check` does not need
 
 log = logging.getLogger(__name__)
 
-_RECENT = 20  # steps that the rate and the remaining time are estimated from
+_RECENT = 20  # steps that the pace and the remaining time are estimated from
 _SUMMARY = ("eval/mean", "eval/loss/value", "reward/mean", "loss/value", "tokens/response", "time/step")
 
 
 class Display:
-    """The terminal of one command. ``quiet`` leaves warnings, tables and results, and shows no steps and no bars.
+    """Writes the output of one command. ``quiet`` hides steps, bars and INFO logs; warnings, tables and results stay.
 
-    Consoles may be given for tests and notebooks.
+    ``out`` and ``err`` replace the terminal's consoles in tests and notebooks.
     """
 
     def __init__(self, *, quiet: bool = False, out: Console | None = None, err: Console | None = None) -> None:
         # A response may hold [brackets] and :colons:. A notebook is no terminal: it gets the lines that a pipe gets.
-        plain = {"markup": False, "emoji": False, "highlight": False, "force_jupyter": False}
-        self.out = out or Console(**plain)
-        self.err = err or Console(stderr=True, **plain)
+        plain = partial(Console, markup=False, emoji=False, highlight=False, force_jupyter=False)
+        self.out = out or plain()
+        self.err = err or plain(stderr=True)
         self.quiet = quiet
         self._bar: Progress | None = None
         self._last = 0
@@ -57,7 +66,7 @@ class Display:
     # ---- training --------------------------------------------------------------------------------------------------
 
     def start(self, step: int, last: int) -> None:
-        """A run begins, or goes on, after ``step`` of ``last`` steps."""
+        """Show the bar of a run that starts or resumes after ``step`` of ``last`` steps."""
         self._last, self._begun = last, time.monotonic()
         self._times.append((step, self._begun))
         self._bar = Progress(
@@ -67,22 +76,22 @@ class Display:
             TextColumn("{task.fields[pace]}"),
             TextColumn("{task.fields[phase]}", style="dim"),
             console=self.out,
-            disable=self._barless(self.out),
+            disable=self._has_no_bar(self.out),
             expand=True,
-            refresh_per_second=2,  # the processor is busy with better things
+            refresh_per_second=2,  # leaves the processor to the run
         )
         self._task = self._bar.add_task("", total=last, completed=step, pace="", phase="")
         self._bar.start()
-        atexit.register(self.close)  # an error on the way out must not leave the terminal without its cursor
+        atexit.register(self.close)  # an error at exit must not leave the terminal without its cursor
 
     def phase(self, text: str) -> None:
-        """What is going on now, beside the bar: ``generate 41/64 samples``."""
+        """Show beside the bar what the run is doing: ``generate 41/64 samples``."""
         if self._bar is not None:
             self._bar.update(self._task, phase=text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line for the metrics of a step (names as in metrics.jsonl)."""
-        fields = [*step_fields(metrics, self._smooth), step_seconds(metrics), step_idle(metrics)]
+        """Print one line for the metrics of a step (names as in metrics.jsonl)."""
+        fields = [*format_fields(metrics, self._smooth), format_seconds(metrics), format_idle(metrics)]
         self._totals.add(metrics)
         for name, value in metrics.items():
             self._history[name] = (self._history.get(name, (value, value))[0], value)
@@ -98,20 +107,20 @@ class Display:
             self._bar.update(self._task, completed=step, pace=self._pace(), phase="")
 
     def finish(self, folder: Path) -> None:
-        """The run is over: the bar goes, a summary and the place of the results stay."""
+        """Remove the bar; print a summary and where the results are."""
         self.close()
         rows = {name: self._history[name] for name in _SUMMARY if name in self._history}
         if rows:
             table = _table("", "first", "last")
             for name, values in rows.items():
-                table.add_row(name, *map(number, values))
+                table.add_row(name, *map(format_number, values))
             self.out.print(table)
         for name, text in self._totals.rows().items():
             self.out.print(f"{name}: {text}", soft_wrap=True)
         self.out.print(f"{_duration(time.monotonic() - self._begun)}; results in {folder}", soft_wrap=True)
 
     def close(self) -> None:
-        """Take the bar away, if there is one."""
+        """Remove the bar, if there is one."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -122,51 +131,54 @@ class Display:
         if step == first:
             return ""
         seconds = (now - begun) / (step - first)
-        return f"{number(seconds)} s/step, {_duration(seconds * (self._last - step))} left"
+        return f"{format_number(seconds)} s/step, {_duration(seconds * (self._last - step))} left"
 
     # ---- everything else -------------------------------------------------------------------------------------------
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar with rate and remaining time; yields the function that advances it by n."""
+        """Show a bar with rate and remaining time; yields the function that advances it by n."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(""), TimeElapsedColumn())
         left = (TextColumn("left:"), TimeRemainingColumn())
-        with Progress(*columns, *left, console=self.err, transient=True, disable=self._barless(self.err)) as bar:
+        with Progress(*columns, *left, console=self.err, transient=True, disable=self._has_no_bar(self.err)) as bar:
             task = bar.add_task(title, total=total)
             yield lambda n: bar.update(task, advance=n)
 
     def table(self, title: str, metrics: Mapping[str, float]) -> None:
-        """Names and numbers."""
+        """Print names and numbers."""
         table = _table(title, "")
         for name, value in metrics.items():
-            table.add_row(name, number(value))
+            table.add_row(name, format_number(value))
         self.out.print(table)
 
     def sample(self, sample: Sample) -> None:
-        """One rollout: prompt, response, what it was given for it."""
+        """Print one rollout: prompt, response and reward."""
         title = f"group {sample.group}, sample {sample.index}"
-        self.out.print(Panel(Group(*_texts(sample)), title=title, subtitle=_verdict(sample), title_align="left"))
+        text = Group(
+            Text(sample.prompt.rstrip(), style="dim"), Rule(style="dim"), Text(sample.response.rstrip() or "(empty)")
+        )
+        self.out.print(Panel(text, title=title, subtitle=_format_reward(sample), title_align="left"))
 
     def show(self, content: RenderableType) -> None:
-        """A result: a text as it is, or anything that rich can render."""
+        """Print a result: a text as it is, or anything that rich can render."""
         self.out.print(content, soft_wrap=isinstance(content, str))
 
     def write(self, text: str) -> None:
-        """A piece of a result that comes bit by bit."""
+        """Print a piece of a streamed result."""
         self.out.print(text, end="", soft_wrap=True)
         self.out.file.flush()
 
     def note(self, text: str) -> None:
-        """A remark."""
+        """Print a note to stderr."""
         self.err.print(text, soft_wrap=True)
 
     def handler(self) -> logging.Handler:
-        """Sends the library's log here: warnings with their tracebacks, and remarks unless ``quiet``."""
+        """Return a handler that prints the package's log: warnings with tracebacks, and the rest unless ``quiet``."""
         handler = _LogHandler(self.err, logging.WARNING if self.quiet else logging.INFO)
         handler.addFilter(lambda record: record.name != __name__)  # step lines are on the screen already
         return handler
 
-    def _barless(self, console: Console) -> bool:
+    def _has_no_bar(self, console: Console) -> bool:
         return self.quiet or not console.is_terminal
 
 
@@ -184,21 +196,13 @@ class _LogHandler(logging.Handler):
 
 
 class _Rate(TextColumn):
-    """Units a second."""
-
-    def render(self, task: Any) -> Text:
-        return Text(f"{number(task.speed)}/s" if task.speed else "", style="progress.data.speed")
+    def render(self, task: Task) -> Text:
+        return Text(f"{format_number(task.speed)}/s" if task.speed else "", style="progress.data.speed")
 
 
-def _texts(sample: Sample) -> Iterator[RenderableType]:
-    yield Text(sample.prompt.rstrip(), style="dim")
-    yield Rule(style="dim")
-    yield Text(sample.response.rstrip() or "(empty)")
-
-
-def _verdict(sample: Sample) -> str:
-    parts = ", ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
-    reward = "no reward" if sample.reward is None else f"reward {number(sample.reward)}"
+def _format_reward(sample: Sample) -> str:
+    parts = ", ".join(f"{name} {format_number(value)}" for name, value in sample.rewards.items())
+    reward = "no reward" if sample.reward is None else f"reward {format_number(sample.reward)}"
     ending = f" · {sample.status.name.lower()}" if sample.status else ""  # 0 is OK
     return f"{reward}{f' ({parts})' if parts else ''} · {int(sample.loss_mask.sum())} tokens{ending}"
 

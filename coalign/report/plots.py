@@ -1,8 +1,6 @@
-"""The curves of a run as pictures, from its metrics.jsonl. A metric that a run does not have costs its picture only.
+"""Draws a run: curves from its metrics.jsonl, and the timeline of a step, with a row for each replica or rank.
 
-How all pictures look.
-
-The trace of a step as a picture: a row for each replica or rank, what it computed, and what waited for it.
+A metric that a run does not report costs only its own picture. matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -16,26 +14,28 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coalign.report.step_line import phase_seconds
+from coalign.report.step_line import sum_phase_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# The first eight are strong; from then on the same hues are paler.
+_COLORS = (
+    *("#3366cc", "#dd8833", "#2a9d6f", "#b04a8f", "#6b5bb0", "#8a8a3c", "#c0504d", "#4aa3a3"),
+    *("#9db4e8", "#f2c79b", "#9bd6bd", "#dfa9cb", "#b9b0e0", "#c9c98f", "#e5a9a7", "#a8d6d6"),
+)
 
 
-_STRONG = ("#3366cc", "#dd8833", "#2a9d6f", "#b04a8f", "#6b5bb0", "#8a8a3c", "#c0504d", "#4aa3a3")
-_PALE = ("#9db4e8", "#f2c79b", "#9bd6bd", "#dfa9cb", "#b9b0e0", "#c9c98f", "#e5a9a7", "#a8d6d6")
-_COLORS = _STRONG + _PALE
-
-
-def new_figure(title: str, unit: str, height: float = 4.2) -> tuple:
-    """(figure, axes) in the style of all pictures; ``height`` in inches."""
+def new_figure(title: str, unit: str, height: float = 4.2) -> tuple[Figure, Axes]:
+    """Return a figure of ``height`` inches and its axes, in the style of all pictures."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    drawing = Figure(figsize=(7.5, height))  # not pyplot: no global state, no display needed
-    FigureCanvasAgg(drawing)
-    axes: Axes = drawing.add_subplot()
+    figure = Figure(figsize=(7.5, height))  # not pyplot: no global state, no display needed
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
@@ -44,15 +44,15 @@ def new_figure(title: str, unit: str, height: float = 4.2) -> tuple:
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.margins(x=0.01)
-    return drawing, axes
+    return figure, axes
 
 
-def save_figure(drawing, path: Path) -> Path:
-    drawing.savefig(path, dpi=130, bbox_inches="tight")
+def save_figure(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=130, bbox_inches="tight")
     return path
 
 
-def color_of(count: int) -> list[str]:
+def pick_colors(count: int) -> list[str]:
     return [_COLORS[i % len(_COLORS)] for i in range(count)]
 
 
@@ -61,7 +61,7 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class _Plot:
-    """One picture: the metrics it shows (patterns of fnmatch) and its axis."""
+    """One picture: the metrics it shows (fnmatch patterns) and its axis."""
 
     file: str
     title: str
@@ -88,44 +88,47 @@ _PLOTS = (
 
 
 def plot_run(run_dir: str | Path) -> list[Path]:
-    """Draw the run's metrics.jsonl and its newest timeline into plots/*.png; returns the files. Nothing logged, nothing
-    drawn."""
-    rows = list(_rows(Path(run_dir) / "metrics.jsonl"))
+    """Draw the run's metrics.jsonl and its newest timeline into plots/*.png; return the files.
+
+    Without logged steps nothing is drawn.
+    """
+    rows = list(_read_rows(Path(run_dir) / "metrics.jsonl"))
     if not rows:
         return []
     folder = Path(run_dir) / "plots"
     folder.mkdir(exist_ok=True)
-    curves = _curves(rows)
+    curves: dict[str, Curve] = {}
+    for row in rows:
+        for name, value in _select_numbers(row).items():
+            curves.setdefault(name, []).append((row["step"], value))
     written = [_draw_curves(folder, plot, chosen) for plot in _PLOTS if (chosen := _choose(plot, curves))]
-    phases = {row["step"]: phase_seconds(_numbers(row)) for row in rows if "time/step" in _numbers(row)}
+    phases = {
+        row["step"]: sum_phase_seconds(_select_numbers(row)) for row in rows if "time/step" in _select_numbers(row)
+    }
     if phases:
         written.append(_draw_phases(folder, phases, curves["time/step"]))
     traces = sorted((Path(run_dir) / "timeline").glob("step_*.json"), key=lambda file: file.stat().st_mtime)
     return written + [plot_timeline(trace, folder / "timeline.png") for trace in traces[-1:]]
 
 
-def _rows(path: Path) -> Iterator[dict]:
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
-        for line in path.read_text().splitlines():
-            if line.endswith("}"):  # a run that is still going may be in the middle of one
-                yield json.loads(line)
+        with open(path, "rb") as lines:
+            for line in lines:
+                if line.rstrip().endswith(b"}"):  # a run that is still going may be in the middle of one
+                    yield json.loads(line)
 
 
-def _numbers(row: Mapping[str, object]) -> dict[str, float]:
-    """The finite metrics of a line (metrics.jsonl writes NaN as null)."""
+def _select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite metrics of a line (metrics.jsonl writes NaN as null)."""
     return {k: float(v) for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
-def _curves(rows: Sequence[Mapping[str, object]]) -> dict[str, Curve]:
-    curves: dict[str, Curve] = {}
-    for row in rows:
-        for name, value in _numbers(row).items():
-            curves.setdefault(name, []).append((int(row["step"]), value))
-    return curves
-
-
 def _choose(plot: _Plot, curves: Mapping[str, Curve]) -> dict[str, Curve]:
-    """The curves of a picture in the order of its patterns; of equal ones (a single reward function, say) the first."""
+    """Return the curves of a picture in the order of its patterns.
+
+    Of equal curves (those of a single reward function, say) the first one stays.
+    """
     chosen: dict[str, Curve] = {}
     for pattern in plot.metrics:
         for name in fnmatch.filter(curves, pattern):
@@ -135,15 +138,15 @@ def _choose(plot: _Plot, curves: Mapping[str, Curve]) -> dict[str, Curve]:
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """Mean of each value with up to ``reach`` neighbours on both sides (those that there are)."""
+    """Return the mean of each value with up to ``reach`` neighbours on both sides."""
     sums = [0.0, *accumulate(values)]
     spans = [(max(i - reach, 0), min(i + reach + 1, len(values))) for i in range(len(values))]
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in spans]
 
 
 def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path:
-    drawing, axes = new_figure(plot.title, plot.unit)
-    for (name, curve), color in zip(curves.items(), color_of(len(curves)), strict=True):
+    figure, axes = new_figure(plot.title, plot.unit)
+    for (name, curve), color in zip(curves.items(), pick_colors(len(curves)), strict=True):
         steps, values = zip(*curve, strict=True)
         label = name.partition("/")[2] or name
         if len(values) < 30:
@@ -155,35 +158,35 @@ def _draw_curves(folder: Path, plot: _Plot, curves: Mapping[str, Curve]) -> Path
         axes.set_ylim(bottom=0)
     if len(curves) > 1:
         axes.legend(frameon=False, fontsize=9)
-    return save_figure(drawing, folder / f"{plot.file}.png")
+    return save_figure(figure, folder / f"{plot.file}.png")
 
 
 def _draw_phases(folder: Path, phases: Mapping[int, Mapping[str, float]], total: Curve) -> Path:
-    drawing, axes = new_figure("Time of a step", "seconds")
+    figure, axes = new_figure("Time of a step", "seconds")
     steps = list(phases)
     names = list(dict.fromkeys(name for seconds in phases.values() for name in seconds if name != "eval"))
     bands = [[phases[step].get(name, 0.0) for step in steps] for name in names]
     if names:
-        axes.stackplot(steps, bands, labels=names, colors=color_of(len(names)), alpha=0.75, linewidth=0)
+        axes.stackplot(steps, bands, labels=names, colors=pick_colors(len(names)), alpha=0.75, linewidth=0)
     axes.plot(*zip(*total, strict=True), color="#222222", linewidth=1.2, label="whole step")
     axes.set_ylim(bottom=0)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return save_figure(drawing, folder / "time.png")
+    return save_figure(figure, folder / "time.png")
 
 
 _ROW = 0.32  # inches
 
 
 def plot_timeline(trace: Path, picture: Path) -> Path:
-    """Draw what coalign.engine.hooks.timeline wrote; returns ``picture``. Waiting is a thin line before a call's bar."""
+    """Draw a trace of coalign.engine.hooks.timeline; return ``picture``. Waiting is a thin line before a call's bar."""
     from matplotlib.ticker import AutoLocator
 
     events = json.loads(trace.read_text())["traceEvents"]
     rows = _timeline_rows(events)
     names = list(dict.fromkeys(event["name"] for event in events if event["ph"] == "X"))
-    colors = dict(zip(names, color_of(len(names)), strict=True))
-    fig, axes = new_figure(f"Timeline of {trace.stem.replace('_', ' ')}", "", height=1.2 + _ROW * len(rows))
+    colors = dict(zip(names, pick_colors(len(names)), strict=True))
+    figure, axes = new_figure(f"Timeline of {trace.stem.replace('_', ' ')}", "", height=1.2 + _ROW * len(rows))
     for name in names:
         bars = [event for event in events if event["ph"] == "X" and event["name"] == name]
         axes.barh(
@@ -204,15 +207,15 @@ def plot_timeline(trace: Path, picture: Path) -> Path:
     axes.set_xlabel("seconds")
     axes.xaxis.set_major_locator(AutoLocator())
     axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return save_figure(fig, picture)
+    return save_figure(figure, picture)
 
 
 def _timeline_rows(events: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], tuple[int, str]]:
-    """(model, process) -> (position from above, text), models together."""
+    """Return (model, process) -> (position from above, text), with the processes of a model next to each other."""
     models = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     threads = {_key(event): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     text = {key: models[key[0]] + ("" if name == models[key[0]] else f", {name}") for key, name in threads.items()}
-    return {key: (at, text[key]) for at, key in enumerate(sorted(text))}
+    return {key: (position, text[key]) for position, key in enumerate(sorted(text))}
 
 
 def _key(event: Mapping[str, Any]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The metrics of a step as the few short texts that stand in its line. Nothing here prints."""
+"""Formats the metrics of a step as the short texts of its line on the screen. Nothing here prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-# label, names of the metric (the first one there is), whether it gets an arrow
+# label, names of the metric (the first one that is reported counts), whether it gets an arrow
 _FIELDS = (
     ("reward", ("reward/mean",), True),
     ("loss", ("loss/value",), False),
@@ -15,12 +15,12 @@ _FIELDS = (
     ("len", ("tokens/response",), False),
     ("eval", ("eval/mean", "eval/loss/value"), True),
 )
-# label -> the calls whose seconds it sums
+# label -> the method whose seconds it sums over all models
 _PHASES = {"gen": ".generate", "score": ".forward_step", "train": ".train_step"}
 
 
-def number(value: float) -> str:
-    """A number in a few characters: 0.412, 1,234, 2.1e-06, 12; an int is a count and has no decimals."""
+def format_number(value: float) -> str:
+    """Return a number in a few characters: 0.412, 1,234, 2.1e-06, 12. An int is a count and has no decimals."""
     if isinstance(value, int):
         return f"{value:,}"
     if not math.isfinite(value):
@@ -37,16 +37,17 @@ def number(value: float) -> str:
     return f"{value:.4f}" if 0 < size < 0.01 else f"{value:.3f}"
 
 
-def step_fields(metrics: Mapping[str, float], usual: Mapping[str, float]) -> list[str]:
-    """`reward 0.412 ▲`, `loss -0.013`, …: those that this step has; arrows compare with ``usual``."""
+def format_fields(metrics: Mapping[str, float], smoothed: Mapping[str, float]) -> list[str]:
+    """Return `reward 0.412 ▲`, `loss -0.013`, …: those that this step has. Arrows compare with ``smoothed``."""
     fields = []
-    for label, names, arrow in _FIELDS:
+    for label, names, has_arrow in _FIELDS:
         name = next((name for name in names if name in metrics), None)
         if name is None:
             continue
         value = metrics[name]
-        change = value - usual.get(name, value)
-        fields.append(f"{label} {number(value)}" + (_arrow(change) if arrow else ""))
+        change = value - smoothed.get(name, value)
+        arrow = (" ▲" if change > 0 else " ▼") if has_arrow and change and math.isfinite(change) else ""
+        fields.append(f"{label} {format_number(value)}{arrow}")
     if metrics.get("samples/dropped"):
         fields.append(f"dropped {metrics['samples/dropped']:.0f}")
     rate = metrics.get("throughput/generated", metrics.get("throughput/trained"))
@@ -55,34 +56,37 @@ def step_fields(metrics: Mapping[str, float], usual: Mapping[str, float]) -> lis
     return fields
 
 
-def step_seconds(metrics: Mapping[str, float]) -> str:
-    """`5.6s (gen 2.1 score 0.4 train 2.9 sync 0.0)`: seconds of the step and of its phases, which may overlap."""
+def format_seconds(metrics: Mapping[str, float]) -> str:
+    """Return `5.6s (gen 2.1 score 0.4 train 2.9 sync 0.0)`: seconds of the step and of its phases, which may overlap.
+
+    The seconds of an evaluation stand alone. Empty if neither was timed.
+    """
     total = metrics.get("time/step", metrics.get("time/eval"))
     if total is None:
         return ""
-    phases = phase_seconds(metrics) if "time/step" in metrics else {}
+    phases = sum_phase_seconds(metrics) if "time/step" in metrics else {}
     split = " ".join(f"{label} {seconds:.1f}" for label, seconds in phases.items())
     return f"{total:.1f}s" + (f" ({split})" if split else "")
 
 
-def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each phase that the step had: generate, score, train, weight sync, evaluation."""
-    seconds = {
-        label: sum(value for name, value in metrics.items() if name.startswith("time/") and name.endswith(call))
-        for label, call in _PHASES.items()
-        if any(name.startswith("time/") and name.endswith(call) for name in metrics)
-    }
+def sum_phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each phase that the step had: generate, score, train, weight sync, evaluation."""
+    seconds: dict[str, float] = {}
+    for label, method in _PHASES.items():
+        calls = [value for name, value in metrics.items() if name.startswith("time/") and name.endswith(method)]
+        if calls:
+            seconds[label] = sum(calls)
     return seconds | {label: metrics[f"time/{label}"] for label in ("sync", "eval") if f"time/{label}" in metrics}
 
 
-def step_idle(metrics: Mapping[str, float]) -> str:
-    """`idle policy 36% trainer 52%`: the share of the step in which the models that generate or learn did not."""
-    shares = [f"{name} {share:.0%}" for name, share in _idle(metrics).items()]
+def format_idle(metrics: Mapping[str, float]) -> str:
+    """Return `idle policy 36% trainer 52%`: idle shares of the step, of models that generate or train."""
+    shares = [f"{name} {share:.0%}" for name, share in _select_idle(metrics).items()]
     return f"idle {' '.join(shares)}" if shares else ""
 
 
 class RunTotals:
-    """What all steps of a run took together."""
+    """Sums up the time and the tokens of all steps of a run."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -91,36 +95,31 @@ class RunTotals:
         self._tokens: Counter[str] = Counter()
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step; those of an evaluation alone do not count."""
+        """Add the metrics of a step; those of an evaluation alone do not count."""
         seconds = metrics.get("time/step")
         if seconds is None:
             return
         self._seconds += seconds
-        self._phases.update(phase_seconds(metrics))
-        self._idle.update({name: share * seconds for name, share in _idle(metrics).items()})
+        self._phases.update(sum_phase_seconds(metrics))
+        self._idle.update({name: share * seconds for name, share in _select_idle(metrics).items()})
         rates = {what: metrics.get(f"throughput/{what}") for what in ("generated", "trained")}
         self._tokens.update({what: rate * seconds for what, rate in rates.items() if rate})
 
     def rows(self) -> dict[str, str]:
-        """`shares of time`, `idle` and `tokens/s`, each in words; without steps, none."""
+        """Return `shares of time`, `idle` and `tokens/s` as text; empty without steps."""
         if not self._seconds:
             return {}
-        of_time = lambda seconds: f"{seconds / self._seconds:.0%}"  # noqa: E731
+        share = lambda seconds: f"{seconds / self._seconds:.0%}"  # noqa: E731
         rows = {
-            "shares of time": " ".join(f"{name} {of_time(seconds)}" for name, seconds in self._phases.items()),
-            "idle": " ".join(f"{name} {of_time(seconds)}" for name, seconds in self._idle.items()),
-            "tokens/s": " ".join(f"{what} {number(n / self._seconds)}" for what, n in self._tokens.items()),
+            "shares of time": " ".join(f"{name} {share(seconds)}" for name, seconds in self._phases.items()),
+            "idle": " ".join(f"{name} {share(seconds)}" for name, seconds in self._idle.items()),
+            "tokens/s": " ".join(f"{what} {format_number(n / self._seconds)}" for what, n in self._tokens.items()),
         }
         return {name: text for name, text in rows.items() if text}
 
 
-def _idle(metrics: Mapping[str, float]) -> dict[str, float]:
+def _select_idle(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the idle shares of the models that generate or train."""
     names = [name.removeprefix("idle/") for name in metrics if name.startswith("idle/")]
     calls = (_PHASES["gen"], _PHASES["train"])
     return {name: metrics[f"idle/{name}"] for name in names if any(f"time/{name}{call}" in metrics for call in calls)}
-
-
-def _arrow(change: float) -> str:
-    if not change or not math.isfinite(change):
-        return ""
-    return " ▲" if change > 0 else " ▼"

@@ -12,7 +12,18 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "coalign"
 
-BELOW_BACKENDS = {"types", "roles", "config", "files", "threads", "data", "algorithms", "rewards", "environments", "weights"}
+BELOW_BACKENDS = {
+    "types",
+    "roles",
+    "config",
+    "files",
+    "threads",
+    "data",
+    "algorithms",
+    "rewards",
+    "environments",
+    "weights",
+}
 ALLOWED = {
     "types": set(),
     "roles": {"types"},
@@ -81,7 +92,9 @@ def test_imports_point_downwards(file):
     for name in imports(file, annotations=False):
         if name.startswith("coalign."):
             home = name.split(".")[1]
-            assert home == part or home in ALLOWED[part], f"{file.relative_to(PACKAGE)} imports {name}; {part} may import {sorted(ALLOWED[part])}"
+            assert home == part or home in ALLOWED[part], (
+                f"{file.relative_to(PACKAGE)} imports {name}; {part} may import {sorted(ALLOWED[part])}"
+            )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))

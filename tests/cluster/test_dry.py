@@ -59,7 +59,9 @@ def test_generate_gives_the_columns_of_the_design(cluster):
 
 
 def test_episodes_have_rewards_of_their_turns(cluster):
-    context = Context(samples_per_prompt=2, environment=find_environment(RolloutConfig(fn="tool_use", tools=["calculator"])))
+    context = Context(
+        samples_per_prompt=2, environment=find_environment(RolloutConfig(fn="tool_use", tools=["calculator"]))
+    )
     cluster.spawn("player", ModelConfig(module="native"), context)
     out = cluster.models["player"].generate(standins.prompts()).result().fetch()
     assert len(out["turn_rewards"]) == out.tokens_total and len(out["messages"]) == len(out)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.commands import pipeline
+from coalign.commands import resumable
 from coalign.config.introspect import changes_results
 from coalign.config.schema import GenerateConfig, RewardConfig, RunConfig, SelectConfig
 
@@ -54,15 +54,15 @@ def test_the_mark_of_a_section_holds_for_all_of_it():
 def test_settings_by_their_key(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}\n")
     config = SelectConfig(keep="best", data=[str(tmp_path / "a.jsonl")])
-    found = pipeline.fingerprint_settings(config)
-    assert found["keep"] == "best" and found["data[0]"] == pipeline.fingerprint_path(tmp_path / "a.jsonl")
+    found = resumable.fingerprint_settings(config)
+    assert found["keep"] == "best" and found["data[0]"] == resumable.fingerprint_path(tmp_path / "a.jsonl")
 
 
 def test_arguments_of_functions_are_in_the_fingerprint():
     rewards = [RewardConfig(fn="tests.runs:digits", threads=3, weight=0.5)]
-    found = pipeline.fingerprint_settings(RunConfig(algorithm="grpo", output="a", reward=rewards))
+    found = resumable.fingerprint_settings(RunConfig(algorithm="grpo", output="a", reward=rewards))
     assert found["reward[0].threads"] == 3 and found["reward[0].weight"] == 0.5
-    assert found["reward[0].fn (source)"] == pipeline.fingerprint_code("tests.runs:digits")
+    assert found["reward[0].fn (source)"] == resumable.fingerprint_code("tests.runs:digits")
     assert "output" not in found and not any(key.startswith("runtime.profile") for key in found)
     other = RunConfig(algorithm="grpo", output="b", reward=rewards, runtime={"ray_address": "x", "stall": None})
-    assert pipeline.fingerprint_settings(other) == found
+    assert resumable.fingerprint_settings(other) == found

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from coalign.backends.engines.native.module import NativeModule
 from coalign.cli import app
 from coalign.commands.generate import generate
-from coalign.commands.resumable import Partial
+from coalign.commands.resumable import ResumableOutput
 from coalign.config.schema import DataConfig, GenerateConfig, NativeConfig, SamplingConfig, SourceConfig
 from coalign.engine.hooks.run_folder import FolderInUse
 from coalign.report.display import Display
@@ -119,14 +119,14 @@ class Killed(BaseException):
 
 
 def kill_after(patch, units):
-    add = Partial.add
+    add = ResumableOutput.add
 
     def stop(self, unit):
         add(self, unit)
         if self.done == units:
             raise Killed
 
-    patch.setattr(Partial, "add", stop)
+    patch.setattr(ResumableOutput, "add", stop)
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])
@@ -171,7 +171,7 @@ def test_what_was_begun_otherwise_begins_anew(home, tmp_path, monkeypatch, caplo
     change = change or {"model": str(tiny_model_dir(tmp_path / "other", seed=5))}
     with caplog.at_level(logging.WARNING):
         generate(settings(home, **change), tmp_path / "out.jsonl", quiet())
-    assert f"out.jsonl.partial: {what} changed since it was begun, so it begins anew" in caplog.text
+    assert f"out.jsonl.partial: {what} changed since it was begun, so it starts over" in caplog.text
     generate(settings(home, **change), tmp_path / "whole.jsonl", quiet())
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 

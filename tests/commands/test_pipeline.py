@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from coalign.cli import app
 from coalign.commands import pipeline
-from coalign.commands.resumable import Partial
-from coalign.commands.stages import KINDS
+from coalign.commands.resumable import ResumableOutput
+from coalign.commands.stages import STAGE_TYPES
 from coalign.config import ConfigError
 from coalign.config.pipelines import is_pipeline, load_pipeline
-from coalign.engine.hooks.recorder import Record
+from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.report.display import Display
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir
@@ -65,7 +65,7 @@ def write(home, output, rounds=2, text=TINY):
 def run(path, *overrides):
     """The exit code, and what was shown."""
     display = Display(out=Console(record=True, width=200), err=Console(record=True, width=200), quiet=True)
-    code = pipeline.run(load_pipeline(path, overrides), display)
+    code = pipeline.run_pipeline(load_pipeline(path, overrides), display)
     return code, display.out.export_text() + display.err.export_text()
 
 
@@ -210,13 +210,13 @@ def raising(patch, owner, name, times):
 @pytest.mark.parametrize(
     ("owner", "name", "times"),
     [
-        pytest.param(Partial, "add", 1, id="while generating", marks=pytest.mark.slow),
-        pytest.param(Partial, "finish", 1, id="between a stage's output and its record"),
-        pytest.param(Partial, "add", 3, id="while scoring", marks=pytest.mark.slow),
-        pytest.param(type(KINDS["select"]), "run", 1, id="after selecting", marks=pytest.mark.slow),
-        pytest.param(Record, "after_step", 2, id="while training", marks=pytest.mark.slow),
-        pytest.param(type(KINDS["train"]), "run", 1, id="after training", marks=pytest.mark.slow),
-        pytest.param(Record, "after_step", 5, id="while training in the second round", marks=pytest.mark.slow),
+        pytest.param(ResumableOutput, "add", 1, id="while generating", marks=pytest.mark.slow),
+        pytest.param(ResumableOutput, "finish", 1, id="between a stage's output and its record"),
+        pytest.param(ResumableOutput, "add", 3, id="while scoring", marks=pytest.mark.slow),
+        pytest.param(type(STAGE_TYPES["select"]), "run", 1, id="after selecting", marks=pytest.mark.slow),
+        pytest.param(MetricsRecorder, "after_step", 2, id="while training", marks=pytest.mark.slow),
+        pytest.param(type(STAGE_TYPES["train"]), "run", 1, id="after training", marks=pytest.mark.slow),
+        pytest.param(MetricsRecorder, "after_step", 5, id="while training in the second round", marks=pytest.mark.slow),
     ],
 )
 def test_killed_anywhere_the_weights_are_the_same(home, whole, monkeypatch, request, owner, name, times):
@@ -273,7 +273,7 @@ def test_the_examples(home, monkeypatch, name, more):
     monkeypatch.setenv("GSM8K", str(home))
     path = EXAMPLES / f"{name}.yaml"
     assert len(path.read_text().splitlines()) < 40
-    pipeline.check(load_pipeline(path), Display(out=Console(quiet=True)))
+    pipeline.check_pipeline(load_pipeline(path), Display(out=Console(quiet=True)))
     assert run(path, f"output={home / name}", *SMALL, *more)[0] == 0
     first, second = (home / name / f"round_{k}" / "04_train" for k in (1, 2))
     assert weights(first) != weights(second)
@@ -289,7 +289,7 @@ def test_a_run_of_its_own_as_a_stage(home):
     path = write(home, "file", text=text + "  - train: sft.yaml\n")
     more = write(home, "more", text=text + "  - {{name: fine, train: {{include: sft.yaml, seed: 6}}}}\n")
     (first, second), (other, _) = (
-        [s for s in pipeline.plan(load_pipeline(p)) if s.kind == "train"] for p in (path, more)
+        [s for s in pipeline.plan_stages(load_pipeline(p)) if s.kind == "train"] for p in (path, more)
     )
     assert (first.settings.seed, other.settings.seed, other.name) == (5, 6, "fine")
     assert [s.settings.models["trainer"].optimizer.warmup for s in (first, second)] == [1, 2]
@@ -297,7 +297,9 @@ def test_a_run_of_its_own_as_a_stage(home):
 
 
 def test_short_forms(home):
-    stages = pipeline.plan(load_pipeline(write(home, "short"), ["stages.score=math", "stages.select=best_worst"]))
+    stages = pipeline.plan_stages(
+        load_pipeline(write(home, "short"), ["stages.score=math", "stages.select=best_worst"])
+    )
     assert [reward.fn for reward in stages[1].settings.reward] == ["math"]
     assert stages[2].settings.keep == "best_worst" and stages[2].settings.data == [str(stages[1].output)]
 
@@ -309,7 +311,7 @@ def test_a_reward_model_does_not_become_the_current_model(home):
         '  - name: again\n    score: {{reward_model: "${{stages.judge.output}}"}}\n'
     )
     (home / "pairs.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}) + "\n")
-    stages = {(s.round, s.name): s for s in pipeline.plan(load_pipeline(write(home, "judge", text=text)))}
+    stages = {(s.round, s.name): s for s in pipeline.plan_stages(load_pipeline(write(home, "judge", text=text)))}
     trained = stages[1, "train"].output
     assert stages[1, "judge"].settings.models["trainer"].load == str(trained)
     assert stages[2, "generate"].settings.model == str(trained)
@@ -352,7 +354,7 @@ def test_bad_input(home, old, new, message):
         text = text.replace('"tests.runs:digits"}}', '"tests.runs:digits"}}}}')
     path = write(home, "bad", text=text)
     with pytest.raises(ValueError) as caught:
-        pipeline.plan(load_pipeline(path))
+        pipeline.plan_stages(load_pipeline(path))
     assert message.replace("line ", f"{path}:") in str(caught.value)
 
 
@@ -367,7 +369,7 @@ def test_more_bad_input(home):
     with pytest.raises(
         ConfigError, match=r"override 'stages\[3\]\.train\.sed=1': stages\[3\]\.train\.sed: unknown key"
     ):
-        pipeline.plan(load_pipeline(path, ["stages.train.sed=1"]))
+        pipeline.plan_stages(load_pipeline(path, ["stages.train.sed=1"]))
     with pytest.raises(ConfigError, match="stages: missing"):
         load_pipeline(write(home, "empty", text="output: {home}/x\n"))
     with pytest.raises(
@@ -375,11 +377,11 @@ def test_more_bad_input(home):
     ):
         load_pipeline(write(home, "two", text="stages: [{{score: {{}}, select: {{}}}}]\n"))
     with pytest.raises(ConfigError, match=r"stages\[0\]\.select\.data: missing: no stage comes before"):
-        pipeline.plan(load_pipeline(write(home, "first", text="stages: [{{select: {{keep: best}}}}]\n")))
+        pipeline.plan_stages(load_pipeline(write(home, "first", text="stages: [{{select: {{keep: best}}}}]\n")))
     with pytest.raises(ConfigError, match="there is no file"):
         load_pipeline(home / "nothing.yaml")
     with pytest.raises(ConfigError, match=r"stages\[2\]\.select\.data.*: there is no file 'nothing.jsonl'"):
-        pipeline.plan(load_pipeline(path, ["stages.select.data=nothing.jsonl"]))
+        pipeline.plan_stages(load_pipeline(path, ["stages.select.data=nothing.jsonl"]))
 
 
 def test_check_knows_a_pipeline_from_a_run(home):
@@ -394,13 +396,13 @@ def test_check_knows_a_pipeline_from_a_run(home):
 def test_a_training_run_that_is_stopped_ends_the_pipeline_with_its_code(home, whole, monkeypatch):
     path = write(home, "stopped")
     with monkeypatch.context() as patch:
-        real = Record.after_step
+        real = MetricsRecorder.after_step
 
         def after_step(self, engine, stats, batch):
             real(self, engine, stats, batch)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        patch.setattr(Record, "after_step", after_step)
+        patch.setattr(MetricsRecorder, "after_step", after_step)
         assert run(path)[0] == 128 + signal.SIGTERM
     assert not (Path(home) / "stopped" / "round_2").exists()
     assert run(path)[0] == 0

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.cli import app
 from coalign.commands import score as scoring
-from coalign.commands.resumable import Partial
+from coalign.commands.resumable import ResumableOutput
 from coalign.commands.score import score
 from coalign.config.schema import DataConfig, ScoreConfig, SourceConfig
 from coalign.report.display import Display
@@ -178,7 +178,7 @@ def test_a_killed_call_goes_on_with_the_same_numbers(judge, tmp_path, monkeypatc
     monkeypatch.setattr(scoring, "CHUNK", 2)
     path = write(tmp_path / "r.jsonl", *({"prompt": f"{i}", "response": "x" * i} for i in range(1, 8)))
     whole, counts = scored(path, tmp_path, reward_model=str(judge))
-    add = Partial.add
+    add = ResumableOutput.add
 
     def stop(self, unit):
         add(self, unit)
@@ -187,7 +187,7 @@ def test_a_killed_call_goes_on_with_the_same_numbers(judge, tmp_path, monkeypatc
 
     (tmp_path / "scored.jsonl").unlink()
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Partial, "add", stop)
+        patch.setattr(ResumableOutput, "add", stop)
         scored(path, tmp_path, reward_model=str(judge))
     calls, real = [], FSDPModule.forward_step
     monkeypatch.setattr(

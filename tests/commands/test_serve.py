@@ -18,7 +18,7 @@ import uvicorn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.commands.judges import Verdict, open_judge
-from coalign.commands.serve import application, serve
+from coalign.commands.serve import build_application, serve
 from coalign.config import ConfigError, load_section
 from coalign.config.schema import ServeConfig
 from tests.runs import ROOT, metrics, run, settings, weights_hash
@@ -73,7 +73,7 @@ def served():
 
     def start(judge=None, *, key=None, **config):
         config = ServeConfig(**{"reward": {"fn": "math", "retries": 0}} | config)
-        app = application(judge or open_judge(config), config, key)
+        app = build_application(judge or open_judge(config), config, key)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=20))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

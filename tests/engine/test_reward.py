@@ -271,7 +271,9 @@ def test_models_of_the_reward_are_frozen_and_read_as_they_must(tmp_path):
     assert list(models) == ["kind", "terse", FUNCTIONS]
     assert models["kind"].frozen and models["kind"].chat_template is None
     assert models["terse"].frozen and models["terse"].chat_template == "auto"
-    assert prepare(loaded(two_judges(tmp_path), "models.kind.chat_template=none")).configs["kind"].chat_template == "none"
+    assert (
+        prepare(loaded(two_judges(tmp_path), "models.kind.chat_template=none")).configs["kind"].chat_template == "none"
+    )
     assert loaded(two_judges(tmp_path), f"runtime.colocation=[[policy, {FUNCTIONS}]]").runtime.colocation
 
 

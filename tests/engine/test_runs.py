@@ -121,7 +121,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
-    real, calls = checkpoint.fill, []
+    real, calls = checkpoint.write_engine_state, []
 
     def full(engine, directory):
         calls.append(engine.step)
@@ -129,7 +129,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
         if engine.step == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "fill", full)
+    monkeypatch.setattr(checkpoint, "write_engine_state", full)
     config = settings(tmp_path, "grpo", save_every=1, steps=3, eval_at_start=False)
     with caplog.at_level(logging.WARNING):
         assert run(config) == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coalign.engine.hooks.recorder import Record
+from coalign.engine.hooks.recorder import MetricsRecorder
 from tests.runs import metrics, run, settings, weights_hash
 
 
@@ -48,7 +48,7 @@ def samples(config):
 
 def stopped(config, step):
     """Run until ``step``, as if the process had been asked to end."""
-    record = Record.after_step
+    record = MetricsRecorder.after_step
 
     def after_step(self, engine, stats, batch):
         record(self, engine, stats, batch)
@@ -56,7 +56,7 @@ def stopped(config, step):
             engine.stop = "test"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Record, "after_step", after_step)
+        patch.setattr(MetricsRecorder, "after_step", after_step)
         run(config)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig, RunConfig
-from coalign.launch.memory_estimate import Estimate, estimate, largest_phase
+from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.roles import Context, Trainable
 from tests.tiny import tiny_model_dir
 
@@ -20,7 +20,7 @@ def both(path: str, **config):
     model = ModelConfig(load=path, **config)
     module = FSDPModule(model, Context())
     module.setup()
-    return estimate(model, Trainable, RunConfig(algorithm="sft")), module
+    return estimate_memory(model, Trainable, RunConfig(algorithm="sft")), module
 
 
 def held(tensors) -> int:
@@ -57,18 +57,20 @@ def test_adapters(path, lora):
 
 def test_random_weights_are_counted_from_the_configuration(path):
     loaded, drawn = (
-        estimate(ModelConfig(load=path, init=init), Trainable, RunConfig(algorithm="sft"))
+        estimate_memory(ModelConfig(load=path, init=init), Trainable, RunConfig(algorithm="sft"))
         for init in ("load", "random")
     )
     assert loaded == drawn
 
 
 def test_the_largest_phase_of_models_that_take_turns():
-    trainer = Estimate(1, weights=10, gradients=10, optimizer=20, activations=5)
-    policy, reference = Estimate(1, weights=10, cache=30), Estimate(1, weights=10, activations=1)
+    trainer = MemoryEstimate(1, weights=10, gradients=10, optimizer=20, activations=5)
+    policy, reference = MemoryEstimate(1, weights=10, cache=30), MemoryEstimate(1, weights=10, activations=1)
     models = {"policy": policy, "trainer": trainer, "reference": reference}
-    assert largest_phase(models, {}) == 10 + 30 + (10 + 20) + 10  # the policy's turn, beside weights and optimizer
+    assert (
+        estimate_largest_phase(models, {}) == 10 + 30 + (10 + 20) + 10
+    )  # the policy's turn, beside weights and optimizer
     everything = dict.fromkeys(models, ("weights", "gradients", "optimizer", "kv"))
-    assert largest_phase(models, everything) == 10 + 10 + 20 + 5
-    assert largest_phase(models, everything | {"reference": ()}) == 45 + 10
-    assert largest_phase(models, {"trainer": ("optimizer",)}) == max(40 + 10 + 10, 45 + 20)
+    assert estimate_largest_phase(models, everything) == 10 + 10 + 20 + 5
+    assert estimate_largest_phase(models, everything | {"reference": ()}) == 45 + 10
+    assert estimate_largest_phase(models, {"trainer": ("optimizer",)}) == max(40 + 10 + 10, 45 + 20)

@@ -11,7 +11,14 @@ import torch
 from rich.console import Console
 
 from coalign.report.display import Display
-from coalign.report.step_line import RunTotals, number, phase_seconds, step_fields, step_idle, step_seconds
+from coalign.report.step_line import (
+    RunTotals,
+    format_fields,
+    format_idle,
+    format_number,
+    format_seconds,
+    sum_phase_seconds,
+)
 from coalign.types import Sample, Status
 
 METRICS = {
@@ -76,20 +83,20 @@ def run(shown):
     ],
 )
 def test_numbers_are_short(value, shown):
-    assert number(value) == shown
+    assert format_number(value) == shown
 
 
 def test_the_line_of_a_step():
-    fields = step_fields(METRICS, {"reward/mean": 0.3, "loss/value": 1.0})
+    fields = format_fields(METRICS, {"reward/mean": 0.3, "loss/value": 1.0})
     assert fields == ["reward 0.412 ▲", "loss -0.013", "kl 0.0021", "len 96", "1,234 tok/s"]
-    assert step_seconds(METRICS) == "5.6s (gen 2.1 score 0.4 train 2.9 sync 0.0)"
-    assert step_fields(METRICS, {"reward/mean": 0.5})[0] == "reward 0.412 ▼"
-    assert step_fields(METRICS, {"reward/mean": 0.4123})[0] == "reward 0.412"
+    assert format_seconds(METRICS) == "5.6s (gen 2.1 score 0.4 train 2.9 sync 0.0)"
+    assert format_fields(METRICS, {"reward/mean": 0.5})[0] == "reward 0.412 ▼"
+    assert format_fields(METRICS, {"reward/mean": 0.4123})[0] == "reward 0.412"
 
 
 def test_idle_models_are_those_that_generate_or_learn():
-    assert step_idle(METRICS) == "idle policy 62% trainer 48%"
-    assert step_idle({"time/eval": 4.2}) == ""
+    assert format_idle(METRICS) == "idle policy 62% trainer 48%"
+    assert format_idle({"time/eval": 4.2}) == ""
 
 
 def test_totals_weigh_steps_by_their_time():
@@ -106,18 +113,18 @@ def test_totals_weigh_steps_by_their_time():
 
 
 def test_fields_that_a_step_lacks_are_left_out():
-    assert step_fields({}, {}) == [] and step_seconds({}) == ""
-    assert step_fields({"loss/nll": 1.0, "samples/dropped": 0.0}, {}) == []
-    assert step_fields({"samples/dropped": 3.0, "eval/mean": float("nan")}, {"eval/mean": 1.0}) == [
+    assert format_fields({}, {}) == [] and format_seconds({}) == ""
+    assert format_fields({"loss/nll": 1.0, "samples/dropped": 0.0}, {}) == []
+    assert format_fields({"samples/dropped": 3.0, "eval/mean": float("nan")}, {"eval/mean": 1.0}) == [
         "eval nan",
         "dropped 3",
     ]
-    assert step_seconds({"time/eval": 4.2}) == "4.2s"
-    assert step_seconds({"time/step": 4.2}) == "4.2s"
+    assert format_seconds({"time/eval": 4.2}) == "4.2s"
+    assert format_seconds({"time/step": 4.2}) == "4.2s"
 
 
 def test_phases_sum_the_calls_of_all_models():
-    seconds = phase_seconds(
+    seconds = sum_phase_seconds(
         METRICS | {"time/value_trainer.train_step": 1.0, "time/eval": 2.0, "memory/policy.generate": 9}
     )
     assert seconds == pytest.approx({"gen": 2.1, "score": 0.4, "train": 3.9, "sync": 0.01, "eval": 2.0})

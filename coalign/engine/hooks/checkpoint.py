@@ -1,18 +1,21 @@
-"""Checkpoints that are whole or not there: written aside, hashed, flushed, renamed.
+"""Checkpoints: what they hold, when one is written, and how a run resumes from one.
 
-``checkpoints/step_N/`` holds ``state.json`` (step, cursor, recipe state, metrics), ``buffer.pt`` (batches between
-environment and trainer), ``models/<name>/`` (what that backend needs to go on bit for bit), ``hf/`` (the trained model
-as a Hugging Face directory) and, last of all, ``manifest.json`` with the size and SHA-256 of every other file.
+``checkpoints/step_N/`` holds:
 
-What a checkpoint of an engine holds, when one is taken, and how a run goes on from one.
+- ``state.json``: step, data position, state of the recipe and of the hooks;
+- ``buffer.pt``: batches between environment and trainer;
+- ``models/<name>/``: what that backend needs to continue bit for bit;
+- ``hf/``: the trained model as a Hugging Face directory; ``hf_<name>/`` for every further model that is trained,
+  ``hf_ema/`` for an average of the weights, ``adapter/`` for LoRA adapters;
+- ``manifest.json``: size and SHA-256 of every other file. It is written last.
+
+A checkpoint is written beside its place, hashed, flushed and then renamed: it is complete or it does not exist.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -23,9 +26,12 @@ import torch
 
 from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
+from coalign.engine.hooks.evaluation import is_improvement
+from coalign.files import flush_path, hash_file, write_atomically
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
+    from coalign.cluster.future import BatchRef
     from coalign.engine.engine import Engine
 
 
@@ -35,66 +41,66 @@ MANIFEST = "manifest.json"
 
 
 class CorruptCheckpoint(RuntimeError):
-    """A checkpoint that is not what its manifest says."""
+    """A checkpoint whose files do not match its manifest."""
 
 
 class Checkpoints:
-    """The checkpoints of one run folder: ``keep`` newest ones, and the best by a metric if one is watched."""
+    """The checkpoints of one run folder: the newest ``keep``, and the best by a metric if one is watched."""
 
     def __init__(self, directory: Path, keep: int) -> None:
         self.directory = directory
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Steps with a finished checkpoint, ascending (finished is not verified)."""
+        """Return the steps with a complete checkpoint, ascending. Their files are not verified."""
         found = [p.name.removeprefix("step_") for p in self.directory.glob("step_*") if (p / MANIFEST).exists()]
         return sorted(int(name) for name in found if name.isdigit())
 
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
 
-    def write(self, step: int, fill: Callable[[Path], None]) -> Path:
-        """Make the checkpoint of ``step``: ``fill(directory)`` writes its files.
+    def write(self, step: int, write_files: Callable[[Path], None]) -> Path:
+        """Write the checkpoint of ``step``, whose files ``write_files(directory)`` writes; return its path.
 
-        Raises what writing raises (a full disk is an OSError, here or in a worker) and then leaves nothing behind; the
-        checkpoints before it stay as they are.
+        Raises what writing raises (a full disk is an OSError, here or in a worker). Nothing is left behind then, and
+        earlier checkpoints stay as they are.
         """
-        final, aside = self.path(step), self.directory / f".writing-step_{step}"
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
+        final = self.path(step)
+        with write_atomically(final) as aside:
             aside.mkdir(parents=True)
-            fill(aside)
-            _seal(aside)
-            # What an interrupted `prune` left, or this run's own before a rollback.
+            write_files(aside)
+            files = {
+                str(file.relative_to(aside)): {"size": file.stat().st_size, "sha256": hash_file(file)}
+                for file in sorted(aside.rglob("*"))
+                if file.is_file()
+            }
+            (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+            for path in (*aside.rglob("*"), aside):
+                flush_path(path)
+            # An interrupted `prune` may have left a directory there, or this run before a rollback.
             shutil.rmtree(final, ignore_errors=True)
-            os.replace(aside, final)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-        _flush(self.directory)
+        flush_path(self.directory)
         return final
 
-    def point(self, step: int) -> None:
-        """Let `model`, beside the folder of checkpoints, be the Hugging Face directory of this step's."""
+    def link_model(self, step: int) -> None:
+        """Make `model`, beside the checkpoint folder, a link to the Hugging Face directory of ``step``."""
         link = self.directory.parent / "model"
-        aside = link.with_name(".model.writing")
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(os.path.relpath(self.path(step) / "hf", link.parent))
-        os.replace(aside, link)
+        with write_atomically(link) as aside:
+            aside.symlink_to(os.path.relpath(self.path(step) / "hf", link.parent))
 
     def prune(self, best: int | None) -> None:
-        """Delete all but the newest ``keep`` and the ``best`` step."""
+        """Delete all checkpoints but the newest ``keep`` and the ``best`` step."""
         for step in self.steps()[: -self.keep]:
             if step != best:
                 # The manifest goes first: a half-deleted directory must not look like a checkpoint.
                 (self.path(step) / MANIFEST).unlink()
                 shutil.rmtree(self.path(step))
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint that verifies; those that do not are reported and passed over."""
+    def find_newest(self) -> Path | None:
+        """Return the newest checkpoint that passes verification. Those that fail are logged and skipped."""
         for step in reversed(self.steps()):
             try:
-                verify(self.path(step))
+                verify_checkpoint(self.path(step))
             except CorruptCheckpoint as problem:
                 log.warning("%s; trying the one before", problem)
             else:
@@ -102,7 +108,7 @@ class Checkpoints:
         return None
 
 
-def verify(path: Path) -> None:
+def verify_checkpoint(path: Path) -> None:
     """Check every file against the manifest. Raises CorruptCheckpoint naming the first file that differs."""
     try:
         files: dict[str, Any] = json.loads((path / MANIFEST).read_text())["files"]
@@ -114,39 +120,12 @@ def verify(path: Path) -> None:
             raise CorruptCheckpoint(f"{path}: {name} is missing")
         if (size := file.stat().st_size) != expected["size"]:
             raise CorruptCheckpoint(f"{path}: {name} has {size} bytes, {expected['size']} were written")
-        if _digest(file) != expected["sha256"]:
+        if hash_file(file) != expected["sha256"]:
             raise CorruptCheckpoint(f"{path}: the contents of {name} have changed since they were written")
 
 
-def _seal(path: Path) -> None:
-    """Flush all files of a directory to disk and write the manifest over them."""
-    files = {}
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        files[str(file.relative_to(path))] = {"size": file.stat().st_size, "sha256": _digest(file)}
-        _flush(file)
-    with open(path / MANIFEST, "w") as out:
-        json.dump({"files": files}, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _digest(file: Path) -> str:
-    with open(file, "rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def fill(engine: Engine, directory: Path) -> None:
-    """Write everything that ``restore`` reads, and for others `hf/` of the main model, `hf_<name>/` of any that learns
-    besides, `hf_ema/` where it keeps an average of its weights, `adapter/` where it has adapters.
-    """
+def write_engine_state(engine: Engine, directory: Path) -> None:
+    """Write the files of a checkpoint, all but the manifest."""
     environment = engine.environment.state_dict()
     state = {
         "step": engine.step,
@@ -159,30 +138,30 @@ def fill(engine: Engine, directory: Path) -> None:
         "hooks": {type(hook).__name__: hook.state_dict() for hook in engine.hooks},
     }
     (directory / "state.json").write_text(json.dumps(state, indent=1))
-    torch.save(_plain(environment), directory / "buffer.pt")
+    torch.save(to_plain(environment), directory / "buffer.pt")
     saves = []
     for i, name in enumerate(engine.learning):
-        model, own = engine.running[name], "" if i == 0 else f"_{name}"
+        model, suffix = engine.running[name], "" if i == 0 else f"_{name}"
         saves.append(model.save(str(directory / "models" / name)))
-        saves.append(model.save_hf(str(directory / f"hf{own}")))
+        saves.append(model.save_hf(str(directory / f"hf{suffix}")))
         if model.config.ema:
-            saves.append(model.save_hf(str(directory / f"hf{own}_ema"), average=True))
+            saves.append(model.save_hf(str(directory / f"hf{suffix}_ema"), average=True))
         if model.config.lora:
-            saves.append(model.save_adapter(str(directory / f"adapter{own}")))
+            saves.append(model.save_adapter(str(directory / f"adapter{suffix}")))
     for save in saves:
         save.result()
 
 
-def restore(engine: Engine, directory: Path) -> None:
-    """Continue from a checkpoint, hooks included. ValueError if it is of another recipe or of other data."""
-    state = _read(directory)
+def restore_engine(engine: Engine, directory: Path) -> None:
+    """Resume from a checkpoint, hooks included. Raises ValueError for one of another recipe or other data."""
+    state = json.loads((directory / "state.json").read_text())
     if state["algorithm"] != engine.config.algorithm:
         raise ValueError(f"{directory} is of a `{state['algorithm']}` run; this one is `{engine.config.algorithm}`")
     if (state["ptx"] is None) != (engine.ptx_loader is None):
         there, here = ("with", "without") if state["ptx"] else ("without", "with")
         raise ValueError(f"{directory} is of a run {there} `ptx`; this one is {here} it")
-    _learn_again(engine, directory, state)
-    environment = _batches(torch.load(directory / "buffer.pt", weights_only=True))
+    _load_training_state(engine, directory, state)
+    environment = _from_plain(torch.load(directory / "buffer.pt", weights_only=True))
     engine.environment.load_state_dict({"loader": state["loader"], **environment}, engine.step)
     if engine.ptx_loader:
         engine.ptx_loader.load_state_dict(state["ptx"])
@@ -191,20 +170,18 @@ def restore(engine: Engine, directory: Path) -> None:
             hook.load_state_dict(saved)
 
 
-def rewind(engine: Engine, directory: Path) -> None:
-    """Take back all that was learned since a checkpoint of this run, and go on from its step with data not drawn yet.
-    Samples made since are forgotten, also those under way; hooks keep what they know."""
-    _learn_again(engine, directory, _read(directory))
+def rewind_engine(engine: Engine, directory: Path) -> None:
+    """Return to the weights and the step of a checkpoint of this run, and continue with data not drawn yet.
+
+    Samples made since then are discarded, also those being generated. Hooks keep their state.
+    """
+    _load_training_state(engine, directory, json.loads((directory / "state.json").read_text()))
     engine.environment.restart(engine.step)
     engine.trainers.sync(engine.step)
 
 
-def _read(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "state.json").read_text())
-
-
-def _learn_again(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
-    """The models that learn, the recipe, and how far they had come."""
+def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:
+    """Load the trained models, the state of rewards and recipe, and the step."""
     loads = [engine.running[name].load(str(directory / "models" / name)) for name in engine.learning]
     for load in loads:
         load.result()
@@ -214,34 +191,31 @@ def _learn_again(engine: Engine, directory: Path, state: dict[str, Any]) -> None
     engine.load_state_dict(state["recipe"])
 
 
-def _plain(value: Any) -> Any:
-    """A state with its batches as dictionaries of tensors and lists, which load without running any code."""
+def to_plain(value: Any) -> Any:
+    """Replace the batches in a state by dictionaries of tensors and lists, which load without running any code."""
     if isinstance(value, Batch):
         return {"lengths": value.lengths, "token": dict(value.token), "sequence": dict(value.sequence)}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return [to_plain(item) for item in value]
+    return {key: to_plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _batches(value: Any) -> Any:
-    """What ``_plain`` was given."""
+def _from_plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_batches(item) for item in value]
+        return [_from_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"lengths", "token", "sequence"}:
         return Batch(**value)
-    return {key: _batches(item) for key, item in value.items()}
+    return {key: _from_plain(item) for key, item in value.items()}
 
 
 class Save(Hook):
-    """Takes a checkpoint every ``every`` steps, at the end, and when the loop is asked to stop.
+    """Writes a checkpoint every ``every`` steps, at the end, and when the loop is asked to stop.
 
-    None of an unhealthy step (coalign.engine.hooks.guards), unless the run ends there.
-
-    A checkpoint that cannot be written does not end the run: it goes on with the last good one and says so. Whatever
-    the reason: writers of tensors report a full disk by errors of their own. Only the first checkpoint (a run that
-    cannot save should not go on) and the last one must succeed.
+    An unhealthy step (coalign.engine.hooks.guards) is not saved unless the run ends there. A checkpoint that cannot be
+    written, for whatever reason, does not end the run: a warning names the last good one. Only the first checkpoint (a
+    run that cannot save should not continue) and the last one must succeed.
     """
 
     def __init__(
@@ -249,28 +223,31 @@ class Save(Hook):
     ) -> None:
         self.checkpoints = checkpoints
         self.every = every
-        self.metric, self.mode = best, mode
+        self.metric = best
+        self.mode: Literal["max", "min"] = mode
         self.best: tuple[float, int] | None = None  # value, step
 
-    def after_step(self, engine: Engine, stats: Stats, batch: Any) -> None:
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         last = engine.complete or engine.stop is not None
-        if engine.healthy and self.metric in stats and self._is_best(stats[self.metric].value):
-            self.best = (stats[self.metric].value, engine.step)
-        best_now = self.best is not None and self.best[1] == engine.step
-        due = best_now or (self.every and engine.step % self.every == 0)
+        if engine.healthy and self.metric in stats:
+            value = stats[self.metric].value
+            if is_improvement(value, self.best and self.best[0], self.mode):
+                self.best = (value, engine.step)
+        is_best = self.best is not None and self.best[1] == engine.step
+        due = is_best or (self.every and engine.step % self.every == 0)
         if not (last or (due and engine.healthy)):
             return
         engine.phase("save")
         try:
-            self.checkpoints.write(engine.step, lambda directory: fill(engine, directory))
-        except Exception as problem:
+            self.checkpoints.write(engine.step, lambda directory: write_engine_state(engine, directory))
+        except Exception as problem:  # writers of tensors report a full disk by errors of their own
             good = self.checkpoints.steps()
             free = f"{shutil.disk_usage(self.checkpoints.directory).free / 2**20:.1f} MiB are free on that disk"
             if last or not good:
                 problem.add_note(f"the checkpoint of step {engine.step} could not be written; {free}")
                 raise
             log.warning(
-                "the checkpoint of step %d could not be written (%s; %s); training goes on, "
+                "the checkpoint of step %d could not be written (%s; %s); training continues, "
                 "the last good one is step %d",
                 engine.step,
                 str(problem).partition("\n")[0],
@@ -280,7 +257,7 @@ class Save(Hook):
             engine.late = {"checkpoint/failed": Total(1.0)}
         else:
             best = self.best[1] if self.best else None
-            self.checkpoints.point(engine.step if best is None else best)
+            self.checkpoints.link_model(engine.step if best is None else best)
             self.checkpoints.prune(best)
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,8 +265,3 @@ class Save(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best = tuple(state["best"]) if state["best"] else None
-
-    def _is_best(self, value: float) -> bool:
-        if math.isnan(value) or self.best is None:
-            return not math.isnan(value)
-        return value > self.best[0] if self.mode == "max" else value < self.best[0]

@@ -1,11 +1,11 @@
-"""What hangs off the loop: evaluation, logs, checkpoints. A hook sees the engine after each step."""
+"""Hooks that evaluate a run and end it when it no longer improves."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.config.errors import near
 from coalign.config.schema.runtime import EarlyStopConfig
@@ -20,10 +20,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Evaluate(Hook):
-    """Before training, every ``every`` steps, and at the end. ``report(step, stats, batches)`` receives the results."""
+def is_improvement(value: float, best: float | None, mode: Literal["max", "min"], min_delta: float = 0.0) -> bool:
+    """Tell whether ``value`` beats ``best`` (None: there is none yet) by more than ``min_delta``. NaN never does."""
+    if math.isnan(value) or best is None:
+        return not math.isnan(value)
+    return (value - best if mode == "max" else best - value) > min_delta
 
-    def __init__(self, every: int, at_start: bool, report: Callable[[int, Stats, list[Any]], None]) -> None:
+
+class EvaluationHook(Hook):
+    """Evaluates before training, every ``every`` steps, and at the end. ``report(step, stats, batches)`` is called with
+    the results."""
+
+    def __init__(self, every: int, at_start: bool, report: Callable[[int, Stats, list[BatchRef]], None]) -> None:
         self.every = every
         self.at_start = at_start
         self.report = report
@@ -38,7 +46,8 @@ class Evaluate(Hook):
             stats.update(results)
             self.report(engine.step, {}, batches)
 
-    def _evaluate(self, engine: Engine) -> tuple[Stats, list[Any]]:
+    def _evaluate(self, engine: Engine) -> tuple[Stats, list[BatchRef]]:
+        assert engine.evaluator is not None  # a run without evaluation data has no such hook
         engine.phase("evaluate")
         results, batches = engine.evaluator.evaluate()
         for hook in engine.hooks:
@@ -70,7 +79,7 @@ class EarlyStop(Hook):
                 f"it reports {', '.join(names)}"
             )
         value = stats[metric].value
-        if self._improves(value):
+        if is_improvement(value, self.best, self.config.mode, self.config.min_delta):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
@@ -81,12 +90,6 @@ class EarlyStop(Hook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
-
-    def _improves(self, value: float) -> bool:
-        if math.isnan(value) or self.best is None:
-            return not math.isnan(value)
-        gain = value - self.best if self.config.mode == "max" else self.best - value
-        return gain > self.config.min_delta
 
     def _stop_if_due(self, engine: Engine) -> None:
         if self.waited >= self.config.patience:

@@ -1,4 +1,4 @@
-"""Looks at every step before its weights are used: sick ones are neither served nor saved. See docs/stability.md."""
+"""Checks every step before its weights are used: unhealthy ones are neither synced nor saved. See docs/stability.md."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
-from coalign.engine.hooks.checkpoint import Checkpoints, fill, rewind
-from coalign.engine.hooks.run_folder import RunFolder, flatten
+from coalign.engine.hooks.checkpoint import Checkpoints, rewind_engine, to_plain, write_engine_state
+from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.types import Stat, Stats, Total
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNHEALTHY = 3  # exit code of a run that its guards ended
-# The metric of each threshold; `max_` ones are bounds from above, `min_` ones from below.
+# The metric of each threshold; `max_` ones are upper bounds, `min_` ones lower bounds.
 METRICS = {
     "max_approx_kl": "loss/approx_kl",
     "max_kl_ref": "loss/kl_ref",
@@ -38,10 +38,10 @@ METRICS = {
 
 
 class Guards(Hook):
-    """Refuses a step whose loss or gradient is not finite, and the ``patience``-th in a row beyond a threshold: its
-    batch is written to ``failed/``, then the run ends, or goes back to its newest checkpoint and on with later data.
+    """Refuses a step whose loss or gradient is not finite, and the ``patience``-th in a row beyond a threshold.
 
-    ``record(step, stats)`` receives the metrics of the step that ends the run.
+    The step's batch is written to ``failed/``. Then the run ends, or returns to its newest checkpoint and continues
+    with later data. ``record(step, stats)`` receives the metrics of the step that ends the run.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class Guards(Hook):
         self.ended = False  # whether this ended the run
 
     def begin(self, engine: Engine) -> None:
-        """To roll back the first steps there has to be a checkpoint of what came before them."""
+        """Write a checkpoint if there is none: rolling back the first steps needs one of what came before them."""
         if self.config.action == "rollback" and not self.checkpoints.steps():
-            self.checkpoints.write(engine.step, partial(fill, engine))
+            self.checkpoints.write(engine.step, partial(write_engine_state, engine))
 
     def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
         """Raises ValueError if a threshold is set on a metric that no loss reports."""
-        broken, beyond = not_finite(stats), beyond_thresholds(stats, self.config)
-        self.unhealthy = self.unhealthy + 1 if broken or beyond else 0
+        broken, exceeded = list_non_finite(stats), list_exceeded(stats, self.config)
+        self.unhealthy = self.unhealthy + 1 if broken or exceeded else 0
         engine.healthy = not self.unhealthy
         stats["guards/unhealthy"] = Total(self.unhealthy)
         if self.config.action == "rollback":
             stats["guards/rollbacks"] = Total(self.rollbacks)
-        if beyond and not broken and self.unhealthy < self.config.patience:
-            log.warning("step %d: %s", engine.step, "; ".join(beyond))
+        if exceeded and not broken and self.unhealthy < self.config.patience:
+            log.warning("step %d: %s", engine.step, "; ".join(exceeded))
         if not (broken or self.unhealthy >= self.config.patience):
             return False
-        self._act(engine, stats, batch, [*broken, *beyond])
+        self._end_or_roll_back(engine, stats, batch, [*broken, *exceeded])
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,39 +81,40 @@ class Guards(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.unhealthy, self.rollbacks = state["unhealthy"], state["rollbacks"]
 
-    def _act(self, engine: Engine, stats: Stats, batch: BatchRef, reasons: list[str]) -> None:
-        said = f"step {engine.step} is unhealthy: {'; '.join(reasons)}"
-        dump = write_dump(self._place(engine.step), engine.step, batch.fetch(), stats, reasons)
+    def _end_or_roll_back(self, engine: Engine, stats: Stats, batch: BatchRef, reasons: list[str]) -> None:
+        message = f"step {engine.step} is unhealthy: {'; '.join(reasons)}"
+        suffix = f"_after_{self.rollbacks}_rollbacks" if self.rollbacks else ""
+        dump = self.folder.path / "failed" / f"step_{engine.step}{suffix}.pt"
+        write_dump(dump, engine.step, batch.fetch(), stats, reasons)
         if self.config.action == "rollback" and self.rollbacks < self.config.max_rollbacks:
             self._roll_back(engine)
-            log.warning("%s. Its batch is in %s. Going on from step %d with later data", said, dump, engine.step)
+            log.warning("%s. Its batch is in %s. Continuing from step %d with later data", message, dump, engine.step)
             return
         if self.config.action == "rollback":
-            said = f"{said}, after {self.rollbacks} rollbacks (runtime.guards.max_rollbacks)"
+            message = f"{message}, after {self.rollbacks} rollbacks (runtime.guards.max_rollbacks)"
         self.ended = True
         self.record(engine.step, stats)
         good = self.checkpoints.steps()
         left = f"the newest checkpoint is of step {good[-1]}" if good else "there is no checkpoint yet"
-        engine.stop = f"{said}. Its batch is in {dump}; {left}"
+        engine.stop = f"{message}. Its batch is in {dump}; {left}"
         log.error("stopping: %s", engine.stop)
 
     def _roll_back(self, engine: Engine) -> None:
+        newest = self.checkpoints.find_newest()
+        if newest is None:
+            raise RuntimeError(f"no checkpoint in {self.checkpoints.directory} is intact, so the step stays unhealthy")
         self.rollbacks += 1
         self.unhealthy = 0
         engine.healthy = True
-        rewind(engine, self.checkpoints.newest())
+        rewind_engine(engine, newest)
         self.folder.metrics.cut(engine.step)
         self.folder.samples.cut(engine.step)
-        # With the cursor of now and the count: a run that is killed here must not meet the same data again.
-        self.checkpoints.write(engine.step, partial(fill, engine))
-
-    def _place(self, step: int) -> Path:
-        again = f"_after_{self.rollbacks}_rollbacks" if self.rollbacks else ""
-        return self.folder.path / "failed" / f"step_{step}{again}.pt"
+        # With the current data position and count: a run that is killed here must not meet the same data again.
+        self.checkpoints.write(engine.step, partial(write_engine_state, engine))
 
 
-def not_finite(stats: Stats) -> list[str]:
-    """What is NaN or infinite among the losses and gradient norms of all models that learn."""
+def list_non_finite(stats: Stats) -> list[str]:
+    """Describe what is NaN or infinite among the losses and gradient norms of all trained models."""
     found = []
     for name, metric in stats.items():
         if name.endswith("loss/not_finite"):
@@ -126,9 +127,11 @@ def not_finite(stats: Stats) -> list[str]:
     return found
 
 
-def beyond_thresholds(stats: Stats, config: GuardsConfig) -> list[str]:
-    """Which thresholds the step's metrics are beyond; NaN is beyond all. A step without an update need not report what
-    is asked for. Raises what `check_reported` raises."""
+def list_exceeded(stats: Stats, config: GuardsConfig) -> list[str]:
+    """Describe the thresholds that the step's metrics exceed; NaN exceeds all of them.
+
+    A step without an update may lack the metrics. Otherwise raises what `check_reported` raises.
+    """
     if "loss/value" in stats:
         check_reported(config, stats)
     found = []
@@ -140,7 +143,7 @@ def beyond_thresholds(stats: Stats, config: GuardsConfig) -> list[str]:
 
 
 def check_reported(config: GuardsConfig, reported: Collection[str]) -> None:
-    """Refuse (ValueError) a threshold on a metric that the main model's loss does not report."""
+    """Raise ValueError for a threshold on a metric that the main model's loss does not report."""
     for key, name, limit in _thresholds(config):
         if name not in reported:
             others = [f"{other} ({metric})" for other, metric in METRICS.items() if metric in reported]
@@ -149,19 +152,17 @@ def check_reported(config: GuardsConfig, reported: Collection[str]) -> None:
 
 
 def _thresholds(config: GuardsConfig) -> Iterator[tuple[str, str, float]]:
-    """(key, metric, limit) of those that are set."""
+    """Yield (key, metric, limit) of each threshold that is set."""
     return ((key, name, limit) for key, name in METRICS.items() if (limit := getattr(config, key)) is not None)
 
 
-def write_dump(path: Path, step: int, batch: Batch, stats: Stats, reasons: list[str]) -> Path:
-    """Write what `read_dump` reads."""
+def write_dump(path: Path, step: int, batch: Batch, stats: Stats, reasons: list[str]) -> None:
+    """Write the file that `read_dump` reads."""
     path.parent.mkdir(exist_ok=True)
-    columns = {"lengths": batch.lengths, "token": dict(batch.token), "sequence": dict(batch.sequence)}
-    torch.save({"step": step, "reasons": reasons, "metrics": flatten(stats), "batch": columns}, path)
-    return path
+    torch.save({"step": step, "reasons": reasons, "metrics": flatten_stats(stats), "batch": to_plain(batch)}, path)
 
 
 def read_dump(path: str | Path) -> tuple[Batch, dict[str, Any]]:
-    """The batch of an unhealthy step as it came from the environment, and ``step``, ``reasons`` and ``metrics``."""
+    """Return the batch of an unhealthy step, as the environment made it, and ``step``, ``reasons``, ``metrics``."""
     dump = torch.load(path, weights_only=True)
     return Batch(**dump.pop("batch")), dump

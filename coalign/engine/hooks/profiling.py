@@ -1,4 +1,4 @@
-"""Traces of the steps that `runtime.profile` names, by every process of its models."""
+"""Profiler traces of the steps that `runtime.profile` names, one for each process of its models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from coalign.engine.engine import Engine
 
 
-class Profile(Hook):
-    """Starts traces before a step and ends them after it; see coalign.cluster.worker. With staleness, a trace has what
-    a model computes during the step, also for other steps. Models that are all in one process are in one trace."""
+class StepProfiler(Hook):
+    """Starts traces before a step and ends them after it; see coalign.cluster.worker.
+
+    With staleness, a trace shows what a model computes during the step, also for other steps. Models that share one
+    process are in one trace.
+    """
 
     def __init__(self, config: ProfileConfig, folder: Path, engine: Engine) -> None:
         self.config = config
@@ -30,11 +33,11 @@ class Profile(Hook):
         """The engine enters a phase; `rollout` is the first one of a step."""
         step = self._engine.step + 1
         if name == "rollout" and step in self.config.steps:
-            for started in [model.start_trace(self.config, step) for model in self.models]:
-                started.result()
+            for future in [model.start_trace(self.config, step) for model in self.models]:
+                future.result()
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         if engine.step in self.config.steps:
             directory = (self.folder / f"step_{engine.step}").resolve()
-            for stopped in [model.stop_trace(str(directory)) for model in self.models]:
-                stopped.result()
+            for future in [model.stop_trace(str(directory)) for model in self.models]:
+                future.result()

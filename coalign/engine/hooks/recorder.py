@@ -1,4 +1,4 @@
-"""Writes what a run measures and makes: metrics.jsonl, samples.jsonl, tensorboard, wandb, the step line."""
+"""Writes a run's metrics and samples: metrics.jsonl, samples.jsonl, TensorBoard, wandb and the step line."""
 
 from __future__ import annotations
 
@@ -7,41 +7,50 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.data.templates import read_samples
 from coalign.engine.engine import Hook
-from coalign.engine.hooks.run_folder import RunFolder, flatten
+from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
 from coalign.types import Stats
 
 if TYPE_CHECKING:
+    from coalign.cluster.future import BatchRef
+    from coalign.config.schema import RunConfig
     from coalign.engine.engine import Engine
     from coalign.report.display import Display
 
 
-class Record(Hook):
-    """One object a step into metrics.jsonl, a few samples into samples.jsonl, a line on the screen."""
+class MetricsRecorder(Hook):
+    """Writes one object a step into metrics.jsonl, a few samples into samples.jsonl, and a line on the screen."""
 
-    def __init__(self, folder: RunFolder, display: Display, config: Any) -> None:
+    def __init__(self, folder: RunFolder, display: Display, config: RunConfig) -> None:
         self.folder = folder
         self.display = display
         self.samples = config.runtime.log_samples
-        self._wandb = _wandb(config) if config.runtime.wandb else None
-        self._board = _tensorboard(folder) if config.runtime.tensorboard else None
+        self._wandb = self._board = None
+        if config.runtime.wandb:
+            import wandb  # pyright: ignore[reportMissingImports]  # an optional package
+
+            self._wandb = wandb.init(project=config.runtime.wandb, name=config.output, config=config.model_dump())
+        if config.runtime.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder.path / "tensorboard"))
 
     def write(self, step: int, stats: Stats) -> None:
-        """Metrics of one step, everywhere."""
-        numbers = flatten(stats)
+        """Write the metrics of one step everywhere."""
+        numbers = flatten_stats(stats)
         self.folder.metrics.append({"step": step, **dict(sorted(numbers.items()))})
-        for name, number in numbers.items():
-            if self._board:
+        if self._board:
+            for name, number in numbers.items():
                 self._board.add_scalar(name, number, step)
         if self._wandb:
             self._wandb.log(numbers, step=step)
         self.display.step(step, numbers)
 
-    def after_step(self, engine: Engine, stats: Stats, batch: Any) -> None:
+    def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None:
         self.write(engine.step, stats)
         self.record_samples(engine, batch, "train")
 
-    def record_samples(self, engine: Engine, batch: Any, phase: str) -> None:
-        """The first few rows of a batch, as people read them."""
+    def record_samples(self, engine: Engine, batch: BatchRef, phase: str) -> None:
+        """Write the first few rows of a batch as text. Only prompts have samples."""
         if not self.samples or engine.source != "prompts":
             return
         for sample in read_samples(batch.fetch(rows=self.samples), engine.tokenizer):
@@ -57,8 +66,8 @@ class Record(Hook):
                     "rewards": sample.rewards,
                     "status": sample.status.name.lower(),
                     "versions": [list(pair) for pair in sample.versions],
-                    "row": _jsonable(sample.meta),
-                    **({} if sample.turn_rewards is None else {"messages": _jsonable(sample.messages)}),
+                    "row": _to_json(sample.meta),
+                    **({} if sample.turn_rewards is None else {"messages": _to_json(sample.messages)}),
                 }
             )
 
@@ -69,17 +78,5 @@ class Record(Hook):
             self._wandb.finish()
 
 
-def _jsonable(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
-
-
-def _tensorboard(folder: RunFolder) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder.path / "tensorboard"))
-
-
-def _wandb(config: Any) -> Any:
-    import wandb
-
-    return wandb.init(project=config.runtime.wandb, name=config.output, config=config.model_dump())

@@ -1,12 +1,13 @@
-"""Tells of a run that stands still: which phase, which calls on which processes since when, and every process's Python
-stacks, in files. It ends nothing: that is what `runtime.call_timeout` is for.
+"""Reports a stalled run: its phase, the calls that each process is busy with, and every process's Python stacks.
 
-Also on demand: `kill -USR1` to the process of the command.
+It ends nothing: that is what `runtime.call_timeout` is for. `kill -USR1` to the process of the command asks for a
+report at once.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import signal
 import threading
@@ -14,30 +15,33 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.future import Future
 
+if TYPE_CHECKING:
+    from coalign.cluster.base import Cluster
+
 log = logging.getLogger(__name__)
 
-_LOOK = 5.0  # seconds between two looks at most
+_LONGEST_PAUSE = 5.0  # seconds between two looks
 
 
 class Watchdog:
-    """A thread that reports a call which a process has been busy with for ``seconds`` (None: never), again each time
-    that it has taken twice as long; and a run in which nobody has been busy for as long.
+    """A thread that reports a call which keeps a process busy for ``seconds``, and a run without a busy process.
 
-    Reports go to the log and, with the stacks, to ``folder/<time>/``.
+    A call is reported again each time that it has taken twice as long. Reports go to the log and, with the stacks, to
+    ``folder/<time>/``. With ``seconds`` None, only a signal makes one.
     """
 
-    def __init__(self, cluster: Any, folder: Path, seconds: float | None) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, seconds: float | None) -> None:
         self.cluster = cluster
         self.folder = folder
-        self.seconds = seconds
+        self.seconds = math.inf if seconds is None else seconds
         self._phase, self._since = "start", time.time()
-        self._busy = time.time()  # when anybody was seen computing
-        self._limits: dict[Future, float] = {}  # of the calls reported, when they are next
-        self._idle_limit = seconds
+        self._busy = time.time()  # when a process was last seen computing
+        self._limits: dict[Future, float] = {}  # of the calls reported: seconds until the next report
+        self._idle_limit = self.seconds
         self._asked = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name="coalign-watchdog", daemon=True)
@@ -51,17 +55,15 @@ class Watchdog:
         self._thread.join()
 
     def phase(self, name: str) -> None:
-        """What the run does from now on, as reports call it."""
+        """Set the phase that reports name."""
         self._phase, self._since = name, time.time()
 
     def report_now(self, *_: Any) -> None:
-        """Have the thread write a report at once (a handler of signals may call this)."""
+        """Have the thread write a report at once (a signal handler may call this)."""
         self._asked.set()
 
     def look(self, now: float) -> str | None:
-        """Why the run stands still, if it does and this has not been told."""
-        if self.seconds is None:
-            return None
+        """Return why the run is stalled, if it is and this has not been reported yet."""
         calls = self.cluster.under_way()
         ages = {call: now - min(since) for call in calls if (since := _running_since(call))}
         self._limits = {call: limit for call, limit in self._limits.items() if call in ages}
@@ -77,18 +79,18 @@ class Watchdog:
         return f"{', '.join(str(call.call) for call in late)} without an answer for {max(late.values()):.0f} s"
 
     def report(self, reason: str) -> Path:
-        """Write what is under way and all stacks; where."""
-        place = self.folder / time.strftime("%Y%m%d-%H%M%S")
-        place.mkdir(parents=True, exist_ok=True)
-        lines = [f"{reason}; phase `{self._phase}` since {_clock(self._since)}", *self._calls(), f"stacks: {place}"]
+        """Write the calls under way and all stacks; return the folder they are in."""
+        folder = self.folder / time.strftime("%Y%m%d-%H%M%S")
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{reason}; phase `{self._phase}` since {_clock(self._since)}", *self._calls(), f"stacks: {folder}"]
         log.warning("%s", "\n  ".join(lines))
-        (place / "report.txt").write_text("\n".join(lines) + "\n")
+        (folder / "report.txt").write_text("\n".join(lines) + "\n")
         for where, text in self.cluster.stacks().items():
-            (place / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', where)}.txt").write_text(text)
-        return place
+            (folder / f"{re.sub(r'[^A-Za-z0-9.-]+', '_', where)}.txt").write_text(text)
+        return folder
 
     def _calls(self) -> Iterator[str]:
-        """A line for each process that is busy, and for each call that waits."""
+        """Yield a line for each process that is busy, and for each call that waits."""
         for call in self.cluster.under_way():
             if not _running_since(call):
                 yield f"{call.call}: waits since {_clock(call.made)} (for its inputs, its turn or its devices)"
@@ -97,7 +99,7 @@ class Watchdog:
                     yield f"{call.call}: at {each.where} since {_clock(each.since)}"
 
     def _watch(self) -> None:
-        pause = min(_LOOK, self.seconds / 4) if self.seconds else None
+        pause = min(_LONGEST_PAUSE, self.seconds / 4) if math.isfinite(self.seconds) else None
         while not self._closed:
             asked = self._asked.wait(pause)
             self._asked.clear()
@@ -105,13 +107,13 @@ class Watchdog:
             if reason and not self._closed:
                 try:
                     self.report(reason)
-                except Exception:  # the run is more than its report
-                    log.exception("the report of a run that stands still failed")
+                except Exception:  # a failed report must not end the run
+                    log.exception("the report of a stalled run failed")
 
 
 @contextmanager
-def watching(cluster: Any, folder: Path, seconds: float | None) -> Iterator[Watchdog]:
-    """A watchdog for the time of the block; SIGUSR1 makes it report."""
+def run_watchdog(cluster: Cluster, folder: Path, seconds: float | None) -> Iterator[Watchdog]:
+    """Run a watchdog during the block; SIGUSR1 makes it report."""
     watchdog = Watchdog(cluster, folder, seconds)
     before = signal.signal(signal.SIGUSR1, watchdog.report_now)
     watchdog.start()

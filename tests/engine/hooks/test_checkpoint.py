@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from coalign.engine.hooks.checkpoint import MANIFEST, Checkpoints, CorruptCheckpoint, verify
+from coalign.engine.hooks.checkpoint import MANIFEST, Checkpoints, CorruptCheckpoint, verify_checkpoint
 
 
 def fill(directory):
@@ -19,8 +19,8 @@ def checkpoints(tmp_path):
 
 def test_a_checkpoint_is_written_whole_and_verifies(checkpoints):
     path = checkpoints.write(1, fill)
-    verify(path)
-    assert checkpoints.newest() == path
+    verify_checkpoint(path)
+    assert checkpoints.find_newest() == path
     assert not list(checkpoints.directory.glob(".writing*"))
 
 
@@ -32,9 +32,9 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_used(checkpoints, caplog, 
     data[5] ^= 1
     (second / file).write_bytes(data)
     with pytest.raises(CorruptCheckpoint, match=f"contents of {file} have changed"):
-        verify(second)
+        verify_checkpoint(second)
     with caplog.at_level(logging.WARNING):
-        assert checkpoints.newest() == first
+        assert checkpoints.find_newest() == first
     assert file in caplog.text
 
 
@@ -43,18 +43,18 @@ def test_a_file_cut_in_half_or_missing_is_found(checkpoints):
     file = path / "hf" / "model.bin"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CorruptCheckpoint, match=r"model.bin has 100 bytes, 10240 were written"):
-        verify(path)
+        verify_checkpoint(path)
     file.unlink()
     with pytest.raises(CorruptCheckpoint, match=r"model.bin is missing"):
-        verify(path)
+        verify_checkpoint(path)
 
 
 def test_a_manifest_that_cannot_be_read(checkpoints):
     path = checkpoints.write(3, fill)
     (path / MANIFEST).write_text("{")
     with pytest.raises(CorruptCheckpoint, match=r"no readable manifest\.json"):
-        verify(path)
-    assert checkpoints.newest() is None
+        verify_checkpoint(path)
+    assert checkpoints.find_newest() is None
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(checkpoints):
@@ -67,7 +67,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(checkpoints):
     for step in (1, 2):
         with pytest.raises(OSError, match="No space"):
             checkpoints.write(step, full)
-    assert checkpoints.newest() == good
+    assert checkpoints.find_newest() == good
     assert [p.name for p in checkpoints.directory.iterdir()] == ["step_1"]
 
 
@@ -76,7 +76,7 @@ def test_a_crash_while_writing_is_invisible_and_cleaned_up(checkpoints):
     left = checkpoints.directory / ".writing-step_2"
     left.mkdir()
     (left / "state.json").write_text("{}")
-    assert checkpoints.newest() == good
+    assert checkpoints.find_newest() == good
     checkpoints.write(2, fill)
     assert not left.exists()
 
@@ -89,5 +89,5 @@ def test_the_newest_and_the_best_are_kept(checkpoints):
 
 
 def test_no_checkpoint_at_all(checkpoints):
-    assert checkpoints.newest() is None
+    assert checkpoints.find_newest() is None
     assert checkpoints.steps() == []

@@ -11,7 +11,7 @@ import torch
 from coalign.cluster.future import WorkerError
 from coalign.config import ConfigError, load
 from coalign.config.schema import ProfileConfig
-from coalign.engine.hooks.profiling import Profile
+from coalign.engine.hooks.profiling import StepProfiler
 from tests.cluster.threads import thread_cluster
 from tests.runs import run, settings
 
@@ -53,7 +53,7 @@ def steps(profile, engine, count):
 def test_each_step_that_is_named_has_a_trace_of_its_own(tmp_path):
     said = []
     running = engine(said)
-    steps(Profile(ProfileConfig(steps=[2, 3], models=["trainer"]), tmp_path, running), running, 4)
+    steps(StepProfiler(ProfileConfig(steps=[2, 3], models=["trainer"]), tmp_path, running), running, 4)
     assert said == [
         ("trainer", "start", 2),
         ("trainer", "stop", "step_2"),
@@ -65,14 +65,14 @@ def test_each_step_that_is_named_has_a_trace_of_its_own(tmp_path):
 def test_all_models_unless_some_are_named(tmp_path):
     said = []
     running = engine(said)
-    steps(Profile(ProfileConfig(steps=[1]), tmp_path, running), running, 1)
+    steps(StepProfiler(ProfileConfig(steps=[1]), tmp_path, running), running, 1)
     assert [name for name, what, _ in said if what == "start"] == ["policy", "trainer"]
 
 
 def test_models_of_one_process_are_in_one_trace(tmp_path):
     said = []
     running = engine(said, in_process=True)
-    steps(Profile(ProfileConfig(steps=[1]), tmp_path, running), running, 1)
+    steps(StepProfiler(ProfileConfig(steps=[1]), tmp_path, running), running, 1)
     assert said == [("policy", "start", 1), ("policy", "stop", "step_1")]
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from coalign.engine.hooks.run_folder import FolderInUse, RunFolder, StepLog, flatten
+from coalign.engine.hooks.run_folder import FolderInUse, RunFolder, StepLog, flatten_stats
 from coalign.types import Max, Stat, Total, merge_stats
 
 
@@ -29,6 +29,17 @@ def test_cut_forgets_later_steps_and_half_a_line(tmp_path):
         out.write('{"step": 5, "rew')
     file.cut(2)
     assert [line["step"] for line in lines(file.path)] == [0, 1, 2]
+
+
+def test_cut_keeps_lines_with_unicode_line_separators_and_stops_at_half_a_character(tmp_path):
+    file = StepLog(tmp_path / "samples.jsonl")
+    file.append({"step": 1, "response": "a\u2028b\x85c"})
+    file.append({"step": 2})
+    with open(file.path, "ab") as out:
+        out.write('{"step": 2, "response": "é'.encode()[:-1])
+    file.cut(2)
+    kept = [json.loads(line) for line in file.path.read_bytes().split(b"\n")[:-1]]
+    assert kept == [{"step": 1, "response": "a\u2028b\x85c"}, {"step": 2}]
 
 
 def test_a_full_disk_keeps_lines_until_there_is_room(tmp_path, monkeypatch):
@@ -92,5 +103,5 @@ def test_metrics_merge_exactly():
     merged = merge_stats(
         [{"a": Stat(1.0, 2.0), "m": Max(3.0)}, {"a": Stat(5.0, 1.0), "t": Total(2.0)}, {"t": Total(0.5)}]
     )
-    assert flatten(merged) == {"a": 2.0, "m": 3.0, "t": 2.5}
+    assert flatten_stats(merged) == {"a": 2.0, "m": 3.0, "t": 2.5}
     assert math.isnan(Stat(0.0, 0.0).value)

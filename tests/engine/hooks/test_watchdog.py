@@ -9,8 +9,8 @@ import threading
 import time
 
 from coalign.cluster.answers import Running
-from coalign.cluster.future import Call, Future, Outcome
-from coalign.engine.hooks.watchdog import Watchdog, watching
+from coalign.cluster.future import Future, Outcome
+from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from tests.cluster.threads import thread_cluster
 
 
@@ -87,7 +87,7 @@ def test_a_stall_of_a_real_call_is_seen_and_the_run_goes_on(tmp_path):
         go_on.wait()
         return "done"
 
-    with thread_cluster({"judge": {"module": "SumModule"}}) as cluster, watching(cluster, tmp_path, 0.2):
+    with thread_cluster({"judge": {"module": "SumModule"}}) as cluster, run_watchdog(cluster, tmp_path, 0.2):
         future = cluster.models["judge"].run(stands_still)
         begun.wait()
         while not list(tmp_path.glob("*/driver.txt")):
@@ -101,7 +101,7 @@ def test_a_stall_of_a_real_call_is_seen_and_the_run_goes_on(tmp_path):
 
 def test_a_signal_asks_for_a_report(tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
-    with watching(Calls(), tmp_path, None):
+    with run_watchdog(Calls(), tmp_path, None):
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + 30.0
         while not list(tmp_path.glob("*/report.txt")) and time.monotonic() < deadline:
@@ -114,10 +114,10 @@ def test_a_signal_asks_for_a_report(tmp_path):
 def test_a_report_that_fails_ends_nothing(tmp_path, caplog):
     cluster = Calls()
     cluster.stacks = lambda: 1 / 0
-    with watching(cluster, tmp_path, None) as watchdog:
+    with run_watchdog(cluster, tmp_path, None) as watchdog:
         watchdog.report_now()
         deadline = time.monotonic() + 30.0
         while "failed" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.05)
         assert watchdog._thread.is_alive()
-    assert "the report of a run that stands still failed" in caplog.text
+    assert "the report of a stalled run failed" in caplog.text
