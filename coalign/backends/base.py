@@ -18,9 +18,9 @@ from torch import Tensor
 from coalign.algorithms.aggregate import Totals, trained_sequences
 from coalign.algorithms.importance import mismatch_stats
 from coalign.algorithms.segments import segment_count
-from coalign.backends.layout import trained
+from coalign.backends.layout import get_loss_mask
 from coalign.backends.objective import Objective, groups_of
-from coalign.backends.optim import learning_rate
+from coalign.backends.optim import compute_learning_rate
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS, Arena
@@ -218,13 +218,13 @@ class TrainableModule(Module):
         raise NotImplementedError
 
     @property
-    def learning_rate(self) -> float:
+    def compute_learning_rate(self) -> float:
         """Of the optimizer step under way, whose tokens are counted already."""
         own, context = self.config, self.context
         if own.optimizer.unit == "tokens":
-            return learning_rate(self.tokens - 1, own.optimizer, total=context.tokens)
+            return compute_learning_rate(self.tokens - 1, own.optimizer, total=context.tokens)
         total = (context.steps - own.learns_after) * own.updates_per_batch * own.epochs_per_batch
-        return learning_rate(self.updates, own.optimizer, total=total)
+        return compute_learning_rate(self.updates, own.optimizer, total=total)
 
     @property
     def progress(self) -> dict[str, int]:
@@ -253,7 +253,7 @@ class TrainableModule(Module):
             computed = self.computed(batch)
         result = torch.zeros(len(batch) if output == "scores" else batch.tokens_total)
         for micro, out in computed:
-            where = micro["row"] if output == "scores" else micro["token"][trained(micro)]
+            where = micro["row"] if output == "scores" else micro["token"][get_loss_mask(micro)]
             result[where] = out[output].float().cpu()
         return {into or column: result}
 
@@ -266,7 +266,7 @@ class TrainableModule(Module):
             width = parts[0][1][name].shape[1]
             columns[name] = torch.zeros(batch.tokens_total, width, dtype=TOKEN_COLUMNS[name])
             for micro, out in parts:
-                columns[name][micro["token"][trained(micro)]] = out[name].cpu().to(TOKEN_COLUMNS[name])
+                columns[name][micro["token"][get_loss_mask(micro)]] = out[name].cpu().to(TOKEN_COLUMNS[name])
         return columns
 
     def computed(self, batch: Batch, *, needs: Sequence[str] = ()) -> list[tuple[Batch, Outputs]]:
@@ -346,7 +346,7 @@ class TrainableModule(Module):
             "loss/lr": Stat(lr),
             "loss/grad_norm": Stat(norm if finite else 0.0, float(finite)),
             "loss/skipped_updates": Total(first * (not finite)),
-            "tokens/trained": Total(float(trained(batch).sum())),
+            "tokens/trained": Total(float(get_loss_mask(batch).sum())),
         }
         if not finite:
             step["loss/not_finite"] = Total(first)
@@ -363,7 +363,7 @@ class TrainableModule(Module):
 
     def _totals(self, batch: Batch) -> Totals:
         """The denominators of one update, over all ranks."""
-        segment, group = batch.segment[trained(batch)], groups_of(batch)
+        segment, group = batch.segment[get_loss_mask(batch)], groups_of(batch)
         counts = len(segment), trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
         return Totals(*self.all_reduce([float(count) for count in counts]))
 
@@ -382,7 +382,7 @@ class TrainableModule(Module):
             return value
 
         if objective.per == "token":  # a row that was masked whole adds nothing and would cost as much as any
-            batch = batch.select(segment_count(batch.segment[trained(batch)], len(batch)) > 0)
+            batch = batch.select(segment_count(batch.segment[get_loss_mask(batch)], len(batch)) > 0)
         return self._micros(batch, objective.per), measure, seen
 
     def _micros(self, batch: Batch, per: str = "token") -> list[Batch]:
@@ -419,7 +419,7 @@ class TrainableModule(Module):
     def _mismatch(self, batch: Batch) -> Stats:
         if self.config.head != "lm" or "rollout_logprobs" not in batch:
             return {}
-        own, mask = self.forward_step(batch, into="old_logprobs")["old_logprobs"], trained(batch)
+        own, mask = self.forward_step(batch, into="old_logprobs")["old_logprobs"], get_loss_mask(batch)
         found = mismatch_stats(own[mask], batch["rollout_logprobs"][mask])
         return {f"loss/{name}": stat for name, stat in found.items()}
 
@@ -428,7 +428,7 @@ class TrainableModule(Module):
         if self.config.head != "lm" or "rollout_logprobs" not in batch or "old_logprobs" in batch:
             return batch
         versions = batch.get("versions")
-        stale = versions is not None and bool((versions[trained(batch)] < self.version).any())
+        stale = versions is not None and bool((versions[get_loss_mask(batch)] < self.version).any())
         several = self.config.updates_per_batch * self.config.epochs_per_batch > 1
         (needed,) = self.all_reduce([float(stale or several)], "max")
         return batch.with_(**self.forward_step(batch, into="old_logprobs")) if needed else batch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from coalign.backends.optim import Average
+from coalign.backends.optim import WeightAverage
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
 # torch says so each time that one process saves alone, as it should.
@@ -21,11 +21,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 State = dict[str, Tensor | int]
 
 
-def training_state(model: nn.Module, optimizer: Any | None, average: Average | None = None) -> State:
+def get_training_state(model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None) -> State:
     """By name: live tensors (trained parameters, persistent buffers, the optimizer's state, averages), and the plain
     numbers among the optimizer's state. Frozen parameters are where the model was loaded from."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    state: State = {MODEL + name: tensor for name, tensor in weights(model).items() if name not in frozen}
+    state: State = {MODEL + name: tensor for name, tensor in get_weights(model).items() if name not in frozen}
     for name, entries in _optimizer_state(model, optimizer):
         state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in entries.items()}
     if average is not None:
@@ -33,7 +33,7 @@ def training_state(model: nn.Module, optimizer: Any | None, average: Average | N
     return state
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def get_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and persistent buffers, live."""
     parameters, persistent = dict(model.named_parameters()), model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -46,7 +46,7 @@ def save(dir: str | Path, state: State, progress: dict[str, int], *, alone: bool
 
 
 def load(
-    dir: str | Path, model: nn.Module, optimizer: Any | None, average: Average | None = None, *, alone: bool
+    dir: str | Path, model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None, *, alone: bool
 ) -> dict[str, int]:
     """Fill the training state of these in place; returns the progress. A collective, unless ``alone``.
 
@@ -56,7 +56,7 @@ def load(
     if not (Path(dir) / ".metadata").is_file():
         raise FileNotFoundError(f"{dir} holds no checkpoint of a trainer (no .metadata file)")
     saved = FileSystemReader(str(dir)).read_metadata().state_dict_metadata
-    state = training_state(model, optimizer, average)
+    state = get_training_state(model, optimizer, average)
     _refuse_strangers(dir, {n: m for n, m in saved.items() if not n.startswith(PROGRESS)}, state)
     progress = {name.removeprefix(PROGRESS): 0 for name in saved if name.startswith(PROGRESS)}
     loaded: dict[str, Any] = {**state, "progress": progress}

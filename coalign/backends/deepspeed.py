@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coalign.backends import optim
 from coalign.backends.base import Outputs
-from coalign.backends.checkpoint import weights
+from coalign.backends.checkpoint import get_weights
 from coalign.backends.hf.module import HuggingFaceModule
 from coalign.backends.layout import Layout
 from coalign.backends.process_group import join_process_group
@@ -86,7 +86,7 @@ class DeepSpeedModule(HuggingFaceModule):
         self.model = self._read(torch.device("cpu"))
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if trained:
-            self.optimizer = optim.adamw(list(trained.values()), self.config.optimizer)
+            self.optimizer = optim.build_adamw(list(trained.values()), self.config.optimizer)
             self.optimizer.state.clear()  # it will be that of flat pieces
         # DeepSpeed rounds before it takes its copies in float32.
         exact = {name: p.detach().clone() for name, p in trained.items()} if self.compute_dtype else {}
@@ -197,7 +197,9 @@ class DeepSpeedModule(HuggingFaceModule):
     @property
     def _layout(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
-        shapes = {name: list(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in weights(self.model).items()}
+        shapes = {
+            name: list(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in get_weights(self.model).items()
+        }
         return {
             "deepspeed.stage": self.config.deepspeed.stage,
             "processes": self.context.world_size,

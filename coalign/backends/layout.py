@@ -56,7 +56,7 @@ class Layout:
         return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
 
 
-def trained(batch: Batch) -> Tensor:
+def get_loss_mask(batch: Batch) -> Tensor:
     """bool[sum T]: the loss mask, or every token that has a predecessor where the batch has none.
 
     Raises ValueError for an empty sequence, and for a mask that trains the first token of one: nothing predicts it.
@@ -81,7 +81,7 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
     tokens share the prompt's place; a batch without these columns shares nothing. Exact for models that mix tokens by
     attention alone. Raises ValueError as `trained` does.
     """
-    where = trained(batch).nonzero().flatten()
+    where = get_loss_mask(batch).nonzero().flatten()
     runs = list(_runs(batch, share_prefix))
     # The row is the batch without the prompts that repeat the one in the first row of their run.
     repeated, first = torch.zeros(len(batch), dtype=torch.int64), torch.arange(len(batch))

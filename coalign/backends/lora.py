@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coalign.backends.checkpoint import weights
+from coalign.backends.checkpoint import get_weights
 from coalign.config.schema import ModelConfig
 
 ADAPTER = "default"  # peft's name of an adapter that nobody named
@@ -47,7 +47,7 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=targets(model, lora.target, f"models.{name}.lora.target"),
+        target_modules=find_target_layers(model, lora.target, f"models.{name}.lora.target"),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type="CAUSAL_LM" if config.head == "lm" else "SEQ_CLS",
@@ -56,12 +56,12 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
-    for parameter in trained(model).values():
+    for parameter in find_trained_parameters(model).values():
         parameter.requires_grad_(True)
         parameter.data = parameter.data.float()
 
 
-def targets(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
+def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
     """The linear layers that ``patterns`` mean, by their full names. ``key`` is the setting that errors name."""
     names = {module: name for name, module in model.named_modules()}
     head, embeddings = names[_head(model)], names[model.get_input_embeddings()]
@@ -101,7 +101,7 @@ def _examples(names: list[str], pattern: str) -> str:
 # ---- what is in a model with adapters
 
 
-def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def find_trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The live parameters of the adapters, and of a `score` head, under their names in an adapter's file."""
     found = {name: parameter for name, parameter in model.named_parameters() if PART in name}
     if model.get_output_embeddings() is None:
@@ -111,7 +111,7 @@ def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {PREFIX + short[name]: parameter for name, parameter in found.items()}
 
 
-def merged(
+def export_merged(
     model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of all weights as a model without adapters has them, in the dtype of the frozen weights.
@@ -123,7 +123,7 @@ def merged(
     """
     layers = _adapted(model)
     blocks = {name.rpartition(".")[0] for name in layers}
-    for name, tensor in weights(model).items():
+    for name, tensor in get_weights(model).items():
         owner, _, leaf = name.rpartition(".")
         owner = owner.removesuffix(BASE)
         layer = layers.get(owner) if leaf == "weight" else None
@@ -135,13 +135,13 @@ def merged(
 
 
 @torch.no_grad()
-def apart(
+def export_separate(
     model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """As ``merged``, but the weights are those beneath the adapters, and these come beside them: A and B by their names
     in an adapter's file, B multiplied by the scaling. For adapters without magnitudes."""
     layers = _adapted(model)
-    for name, tensor in weights(model).items():
+    for name, tensor in get_weights(model).items():
         owner, part, _ = name.partition(PART)
         if part:
             value, scaling = whole(tensor), layers[owner].scaling[ADAPTER]
@@ -176,7 +176,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Within this context ``model`` computes what it computed before it had adapters."""
     layers = _adapted(model).values()
     parameters = [p for layer in layers for n, p in layer.named_parameters() if "lora_" in n]
@@ -197,7 +197,9 @@ def off(model: nn.Module) -> Iterator[None]:
 def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, write: bool) -> None:
     """Write the adapters so that ``peft.PeftModel.from_pretrained(base, directory)`` loads them. A collective, in which
     one rank ``write``s."""
-    tensors = {name: whole(parameter.detach()).cpu().contiguous() for name, parameter in trained(model).items()}
+    tensors = {
+        name: whole(parameter.detach()).cpu().contiguous() for name, parameter in find_trained_parameters(model).items()
+    }
     if not write:
         return
     settings = copy(model.peft_config[ADAPTER])
@@ -213,11 +215,11 @@ def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, 
 def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
     """Take the values of a trained adapter. Raises ValueError, naming keys under ``models.<name>.lora``, unless it is
     one of the same kind, rank and layers."""
-    (theirs, tensors), ours = read(directory), model.peft_config[ADAPTER]
+    (theirs, tensors), ours = read_adapter(directory), model.peft_config[ADAPTER]
     for key, field in FIELDS.items():
         if (there := getattr(theirs, field)) != (here := getattr(ours, field)):
             raise ValueError(f"models.{name}.lora.{key} is {here}, but {there} in the adapter {directory}")
-    own = trained(model)
+    own = find_trained_parameters(model)
     sides = [(own.keys() - tensors.keys(), "not there"), (tensors.keys() - own.keys(), "only there")]
     if differences := [f"{key.removeprefix(PREFIX)} is {side}" for keys, side in sides for key in sorted(keys)[:3]]:
         raise ValueError(f"models.{name}.lora.target is not that of {directory}: {', '.join(differences)}")
@@ -230,12 +232,12 @@ def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
         parameter.copy_(tensors[key])
 
 
-def fold(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
+def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
     """``model`` with an adapter merged into its weights, whatever kind of LoRA peft made it with.
 
     Raises ValueError for an adapter of layers that the model does not have, or has in another size.
     """
-    settings, tensors = read(directory)
+    settings, tensors = read_adapter(directory)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wrong = []
     for key, tensor in tensors.items():
@@ -253,7 +255,7 @@ def fold(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
     return _peft().PeftModel.from_pretrained(model, directory).merge_and_unload(safe_merge=True)
 
 
-def read(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
+def read_adapter(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
     """peft's configuration of an adapter, and its tensors. ValueError for a directory without a LoRA adapter."""
     peft = _peft()
     for file in (SETTINGS, TENSORS):

@@ -12,7 +12,7 @@ from torch import Tensor
 from coalign.algorithms.aggregate import Totals, aggregation_weights, group_weights, sequence_weights
 from coalign.algorithms.importance import mismatch_stats
 from coalign.algorithms.traits import check_aggregation, needs, per
-from coalign.backends.layout import trained
+from coalign.backends.layout import get_loss_mask
 from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
 from coalign.types import LossInput, Stats
@@ -92,7 +92,7 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
 
     Without an ``old_logprobs`` column the anchor of the importance ratio is the current policy itself.
     """
-    mask = trained(micro)
+    mask = get_loss_mask(micro)
     device = next(iter(outputs.values())).device
     columns = {name: column[mask].to(device) for name, column in micro.token.items()}
     columns |= {name: c.to(device) if isinstance(c, Tensor) else c for name, c in micro.sequence.items()}

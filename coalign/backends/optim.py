@@ -26,9 +26,9 @@ BETA2_DECAY = -0.8  # of Adafactor: the second moment forgets with 1 - step ** B
 SMALLEST_RMS = 1e-3  # of Adafactor: a parameter moves at least as if its entries were this large
 
 
-def build(
+def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, layers: Sequence[nn.Module]
-) -> Optimizer | SideBySide:
+) -> Optimizer | CombinedOptimizer:
     """The optimizer ``config.name`` of those ``parameters`` that require a gradient.
 
     Muon takes the matrices inside of ``layers`` (a model's decoder layers), AdamW what is left: embeddings, head, norms
@@ -40,15 +40,18 @@ def build(
     if config.name == "adafactor":
         return Adafactor(_groups(trained, config), lr=config.lr)
     if config.name == "adamw_8bit":
-        return adamw_8bit(_groups(trained, config), config)
+        return build_adamw_8bit(_groups(trained, config), config)
     if config.name == "muon":
         inside = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
-        parts = (muon, [p for p in trained if p in inside]), (adamw, [p for p in trained if p not in inside])
-        return SideBySide(*(make(own, config) for make, own in parts if own))
-    return adamw(trained, config)
+        parts = (
+            (build_muon, [p for p in trained if p in inside]),
+            (build_adamw, [p for p in trained if p not in inside]),
+        )
+        return CombinedOptimizer(*(make(own, config) for make, own in parts if own))
+    return build_adamw(trained, config)
 
 
-def adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def build_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (1711.05101)."""
     groups = _groups(parameters, config)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
@@ -61,7 +64,7 @@ def adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.
     return optimizer
 
 
-def muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
+def build_muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
     """Muon with steps of AdamW's size (2502.16982), so that one learning rate serves both.
 
     A sharded matrix is orthogonalised as a whole: torch gathers what each product needs.
@@ -117,7 +120,7 @@ def _adafactor(p: nn.Parameter, state: dict[str, Tensor], *, lr: float, weight_d
     p.add_(update, alpha=-size / max(1.0, _rms(update)))
 
 
-class SideBySide:
+class CombinedOptimizer:
     """Several optimizers, each with its own parameters, as one."""
 
     def __init__(self, *parts: Optimizer) -> None:
@@ -140,7 +143,7 @@ class SideBySide:
             part.zero_grad()
 
 
-def clip(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
     """The global L2 norm of the gradients, which are scaled down to ``limit`` where they exceed it. A collective."""
     alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
     total = math.hypot(*(_number(nn.utils.get_total_norm(gradients)) for gradients in alike))
@@ -179,7 +182,7 @@ def check_adamw_8bit() -> None:
         raise ImportError("optimizer.name: `adamw_8bit` needs bitsandbytes (pip install coalign[qlora])")
 
 
-def adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Moments of tensors of 4096 and more entries in 8 bits, in blocks of 256; of smaller ones in float32.
 
     Parameters must be whole: it cannot read sharded ones. Raises what `check` raises.
@@ -194,7 +197,7 @@ def adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.o
     return optimizer
 
 
-def learning_rate(place: int, config: OptimizerConfig, *, total: int) -> float:
+def compute_learning_rate(place: int, config: OptimizerConfig, *, total: int) -> float:
     """Of the optimizer step that ends with unit ``place`` (from 0) of the ``total`` of the run.
 
     A unit is an optimizer step, or a token trained on; ``warmup`` and ``decay`` count the same units. Linear warm-up:
@@ -215,7 +218,7 @@ def _left(place: int, config: OptimizerConfig, total: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
 
 
-class Average:
+class WeightAverage:
     """average = decay * average + (1 - decay) * weights, after each optimizer step, from the weights as they start.
 
     Of the parameters that require a gradient; each average lies where its parameter does, and is sharded like it. Kept

@@ -102,7 +102,7 @@ def _refuse_other_shapes(directory: str, found: Iterable[tuple[str, torch.Size, 
         raise ValueError(f"{directory}: the weights do not fit: {'; '.join(wrong)}")
 
 
-def skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> PreTrainedModel:
+def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> PreTrainedModel:
     """The model without storage. ``packed``: as of `load`."""
     hf = read_config(config)
     with torch.device("meta"):
@@ -125,7 +125,7 @@ def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
 
 
-def context_length(hf: PretrainedConfig) -> int | None:
+def read_context_length(hf: PretrainedConfig) -> int | None:
     """Tokens of the longest sequence that the architecture says it can read."""
     return getattr(hf.get_text_config(), "max_position_embeddings", None)
 
@@ -136,7 +136,7 @@ def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: Model
     read_tokenizer(config).save_pretrained(dir)
 
 
-def save_beside(config: ModelConfig, dir: str | Path) -> None:
+def save_config(config: ModelConfig, dir: str | Path) -> None:
     """config.json and tokenizer, for weights that are written by themselves."""
     hf = json.loads((Path(str(config.load)) / "config.json").read_text(encoding="utf-8"))
     hf |= {"dtype": config.dtype}

@@ -33,7 +33,9 @@ def join_process_group(context: Context, *, host: bool = False) -> None:
     )
 
 
-def all_reduced(values: Sequence[float], op: str, device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+def all_reduce_values(
+    values: Sequence[float], op: str, device: torch.device, group: dist.ProcessGroup | None
+) -> list[float]:
     """The ``sum`` or ``max`` of each value over the ranks of ``group`` (None: all)."""
     all_of = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)

@@ -12,7 +12,7 @@ import torch
 from coalign.algorithms.combine import combine
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader
-from coalign.backends.scorers.reward import reward_functions
+from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.engine.reward import terms_of
@@ -77,7 +77,7 @@ class FunctionJudge:
         """Raises ValueError (ConfigError) for a function that is not there or gets wrong arguments."""
         self.failed: Counter[str] = Counter()
         self.first = ""
-        self._functions, self._terms = reward_functions(config.reward), terms_of(config.reward)
+        self._functions, self._terms = build_reward_functions(config.reward), terms_of(config.reward)
         self.compares = [function.name for function in self._functions if function.takes == "group"]
         self._caller = Caller()
         self._scored = False

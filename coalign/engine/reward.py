@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
 from coalign.algorithms.combine import Term, combine, moments_of
-from coalign.backends.scorers.reward import named
+from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.functions import merge_columns
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.functions import resolve
@@ -205,7 +205,7 @@ def reward_models(config: RunConfig) -> dict[str, ModelConfig]:
     policy's tokens. Raises what coalign.backends.scorers.reward.named raises."""
     for i, part in enumerate(config.reward):
         if part.fn:
-            named(part, f"reward.{i}")
+            resolve_reward(part, f"reward.{i}")
     models = {}
     for name in reward_names(config):
         if name == FUNCTIONS:

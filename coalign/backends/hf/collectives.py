@@ -11,7 +11,7 @@ from torch import Tensor
 Group = dist.ProcessGroup
 
 
-class Gather(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     """[n, …] on each of k ranks -> [k·n, …], end to end. Every rank uses the result for a part of what is computed, so
     gradients are summed, and each rank takes its own."""
 
@@ -25,7 +25,7 @@ class Gather(torch.autograd.Function):
         return _summed(grad, ctx.group), None
 
 
-class Sum(torch.autograd.Function):
+class ReduceScatter(torch.autograd.Function):
     """[k·n, …] on each of k ranks -> the sum over ranks, of which each takes its own [n, …]: the way back of Gather."""
 
     @staticmethod
@@ -38,7 +38,7 @@ class Sum(torch.autograd.Function):
         return _gathered(grad, ctx.group), None
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Cut in dimension ``split`` into a piece for each rank; the pieces that come are joined in dimension ``join``."""
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, __version__
 
 
-def style_of(name: str, plan: dict[str, str]) -> str | None:
+def find_style(name: str, plan: dict[str, str]) -> str | None:
     """What ``plan`` says about the module or parameter ``name``."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
@@ -23,16 +23,16 @@ def style_of(name: str, plan: dict[str, str]) -> str | None:
 DISPATCH, SLICED = "ep_dispatch_experts", "moe_tp_experts"
 
 
-def experts_of(model: PreTrainedModel) -> list[nn.Module]:
+def find_experts(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that hold the experts of a layer, stacked, as the model's plans call them."""
     modules = model.named_modules()
-    return [m for n, m in modules if style_of(n, model.ep_plan) == DISPATCH or style_of(n, model.tp_plan) == SLICED]
+    return [m for n, m in modules if find_style(n, model.ep_plan) == DISPATCH or find_style(n, model.tp_plan) == SLICED]
 
 
-def unfit(model: PreTrainedModel, ways: int) -> str | None:
+def find_unfit_experts(model: PreTrainedModel, ways: int) -> str | None:
     """Why the experts of a model cannot be dealt out over so many ranks."""
-    dealt = [module for name, module in model.named_modules() if style_of(name, model.ep_plan) == DISPATCH]
-    if not dealt and experts_of(model):
+    dealt = [module for name, module in model.named_modules() if find_style(name, model.ep_plan) == DISPATCH]
+    if not dealt and find_experts(model):
         return f"the plans of transformers {__version__} cut experts, and deal none out; 5.19 does"
     if not dealt:
         return f"{type(model).__name__} has no experts that could be dealt out"
@@ -40,7 +40,7 @@ def unfit(model: PreTrainedModel, ways: int) -> str | None:
     return None if not any(count % ways for count in counts) else f"it does not divide the {max(counts)} experts"
 
 
-def apply(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def apply_expert_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Deal the experts (without storage yet) of all layers out over ``mesh``, of one dimension."""
     from transformers.distributed.tensor_parallel import apply_expert_parallelism  # not in every version
 

@@ -18,7 +18,7 @@ MULTIPLE = 16  # of both sizes of a matrix, for the kernels
 ROUTERS = ("gate", "router")  # what they choose is not to be a matter of rounding
 
 
-def check_kind(device: torch.device, key: str) -> None:
+def check_device_type(device: torch.device, key: str) -> None:
     """Raises ValueError for a ``device`` of a kind that cannot multiply so. ``key``: the setting."""
     if device.type != "cuda":
         raise ValueError(f"{key} needs a GPU that multiplies 8-bit floats, and this model computes on {device.type}")
@@ -26,7 +26,7 @@ def check_kind(device: torch.device, key: str) -> None:
 
 def check_device(device: torch.device, key: str) -> None:
     """Raises ValueError where ``device`` cannot multiply so."""
-    check_kind(device, key)
+    check_device_type(device, key)
     if (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         needed, there = (".".join(map(str, version)) for version in (CAPABILITY, found))
         raise ValueError(f"{key} needs a GPU of compute capability {needed} or more; that of {device} is {there}")
@@ -39,7 +39,7 @@ def check(device: torch.device, key: str) -> None:
         raise ImportError(f"{key} needs torchao: pip install 'coalign[fp8]'")
 
 
-def chosen(layer: nn.Module) -> list[str]:
+def find_float8_layers(layer: nn.Module) -> list[str]:
     """The linear layers within a decoder layer that compute so: all whose sizes the kernels take, but routers."""
     return [
         name
@@ -50,7 +50,7 @@ def chosen(layer: nn.Module) -> list[str]:
     ]
 
 
-def convert(layers: Sequence[nn.Module], **options: Any) -> None:
+def convert_layers(layers: Sequence[nn.Module], **options: Any) -> None:
     """Have the linear layers of decoder layers compute so. ``options``: further ones of torchao's
     Float8LinearConfig."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -58,5 +58,5 @@ def convert(layers: Sequence[nn.Module], **options: Any) -> None:
     # The number of tokens is a side of the product that makes the gradient of a weight.
     config = Float8LinearConfig(pad_inner_dim=True, **options)
     for layer in layers:
-        names = set(chosen(layer))
+        names = set(find_float8_layers(layer))
         convert_to_float8_training(layer, module_filter_fn=lambda _, name, names=names: name in names, config=config)

@@ -23,10 +23,10 @@ from coalign.backends.hf import expert_parallel, float8, tensor_parallel
 from coalign.backends.hf import layers as compiling
 from coalign.backends.hf.heads import PackedModel
 from coalign.backends.hf.module import HuggingFaceModule
-from coalign.backends.hf.ranks import Ranks
+from coalign.backends.hf.ranks import RankMeshes
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout, pack
-from coalign.backends.optim import Average
+from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import join_process_group
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -40,7 +40,7 @@ class FSDPModule(HuggingFaceModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     parallel = ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")
-    optimizer: optim.Optimizer | optim.SideBySide | None = None
+    optimizer: optim.Optimizer | optim.CombinedOptimizer | None = None
     rows: RowSharding | None = None  # over several ranks
 
     @classmethod
@@ -50,7 +50,7 @@ class FSDPModule(HuggingFaceModule):
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         if config.fp8:
-            float8.check_kind(device, f"models.{name}.fp8")
+            float8.check_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
@@ -84,10 +84,10 @@ class FSDPModule(HuggingFaceModule):
         if self.context.world_size == 1:
             self.model = self._read(self.device)
             if self.config.fp8:
-                float8.convert(decoder_layers(self.model.model))
+                float8.convert_layers(decoder_layers(self.model.model))
         else:
             join_process_group(self.context, host=self.config.cpu_offload)
-            ranks = Ranks(self.config, self.device)
+            ranks = RankMeshes(self.config, self.device)
             self.rows = RowSharding(RankAxis.of(ranks.rows["context"]), RankAxis.of(ranks.rows["tensor"]))
             self.data = ranks.rows.get_group("data")
             self._load_sharded(ranks)
@@ -95,9 +95,9 @@ class FSDPModule(HuggingFaceModule):
         if self.config.compile:
             compiling.compile_layers(layers)
         if not self.config.frozen:
-            self.optimizer = optim.build(self.model.parameters(), self.config.optimizer, layers=layers)
+            self.optimizer = optim.build_optimizer(self.model.parameters(), self.config.optimizer, layers=layers)
             if self.config.ema:
-                self.average = Average(self.model, self.config.ema.decay)
+                self.average = WeightAverage(self.model, self.config.ema.decay)
 
     def close(self) -> None:
         if self.context.world_size > 1:
@@ -121,7 +121,7 @@ class FSDPModule(HuggingFaceModule):
         return tensor.full_tensor() if self.context.world_size > 1 else tensor
 
     def optimizer_step(self) -> float:
-        norm = optim.clip(self.model.parameters(), self.config.optimizer.clip_grad_norm)
+        norm = optim.clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm)
         if norm < float("inf"):
             self._set_learning_rate()
             self.optimizer.step()
@@ -132,7 +132,7 @@ class FSDPModule(HuggingFaceModule):
         return norm
 
     def save(self, dir: str | Path) -> None:
-        state = checkpoint.training_state(self.model, self.optimizer, self.average)
+        state = checkpoint.get_training_state(self.model, self.optimizer, self.average)
         checkpoint.save(dir, state, self.progress, alone=self.context.world_size == 1)
 
     def load(self, dir: str | Path) -> None:
@@ -141,7 +141,7 @@ class FSDPModule(HuggingFaceModule):
 
     # ---- building
 
-    def _load_sharded(self, ranks: Ranks) -> None:
+    def _load_sharded(self, ranks: RankMeshes) -> None:
         """Rank 0 reads the weights and hands every rank its shards; no other rank ever holds the whole model."""
         state, buffers, known = {}, {}, torch.zeros(1 if self.config.head == "reward" else len(PROBE["tokens"]) - 1)
         if self.context.rank == 0:
@@ -149,10 +149,10 @@ class FSDPModule(HuggingFaceModule):
             state, buffers = full.state_dict(), dict(full.named_buffers())
             with torch.no_grad():
                 known = full.eval()(pack(PROBE))[HEADS[self.config.head][0]].float()
-        model = self._wrap(pretrained.skeleton(self.config, name=self.context.model))
+        model = self._wrap(pretrained.build_skeleton(self.config, name=self.context.model))
         model.heads = self.rows.heads
         if self.config.fp8:
-            float8.convert(decoder_layers(model.model))
+            float8.convert_layers(decoder_layers(model.model))
         cut(model, ranks)
         shard(model, ranks, self.compute_dtype, host=self.config.cpu_offload)
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
@@ -179,20 +179,20 @@ class FSDPModule(HuggingFaceModule):
             )
 
 
-def cut(model: PackedModel, ranks: Ranks) -> None:
+def cut(model: PackedModel, ranks: RankMeshes) -> None:
     """Deal the experts of a skeleton out, and cut its layers, over ranks that compute together."""
     if ranks.experts is not ranks.whole:
-        expert_parallel.apply(model.model, ranks.experts["expert"])
+        expert_parallel.apply_expert_parallel(model.model, ranks.experts["expert"])
     if ranks.layers is not ranks.whole:
         tensor_parallel.apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
 
 
-def shard(model: PackedModel, ranks: Ranks, compute_dtype: torch.dtype | None, *, host: bool) -> None:
+def shard(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:
     """FSDP2 on every decoder layer, its experts apart, and on the rest; gradients are summed over ranks, never
     averaged: the loss already carries global denominators. ``host``: shards stay in the host's memory."""
     offload = CPUOffloadPolicy(pin_memory=ranks.whole.device_type == "cuda") if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    dealt_out = expert_parallel.experts_of(model.model) if ranks.experts is not ranks.whole else []
+    dealt_out = expert_parallel.find_experts(model.model) if ranks.experts is not ranks.whole else []
     groups = [(dealt_out, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
     for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
         fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)

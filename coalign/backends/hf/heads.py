@@ -61,7 +61,7 @@ class PackedModel(nn.Module):
                 raise
 
 
-class Readings:
+class LanguageModelHead:
     """What is read from the hidden states of a language model, at the sampling temperature.
 
     ``top``: as a teacher, how many of its likeliest tokens (0: all). ``settings`` of the logits: scale, softcap
@@ -111,7 +111,7 @@ class LanguageModel(PackedModel):
         # What families do to their logits: Cohere, Granite, Gemma.
         scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
         softcap = getattr(text, "final_logit_softcapping", None)
-        self.read = Readings(temperature=temperature, top=top, scale=scale, softcap=softcap)
+        self.read = LanguageModelHead(temperature=temperature, top=top, scale=scale, softcap=softcap)
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         hidden = self.hidden(layout)[layout.predictors]

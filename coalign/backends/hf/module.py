@@ -22,8 +22,8 @@ from coalign.backends.base import HEADS, Measure, Outputs, TrainableModule
 from coalign.backends.hf import layers
 from coalign.backends.hf.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.backends.layout import Layout, pack
-from coalign.backends.optim import Average
-from coalign.backends.process_group import all_reduced
+from coalign.backends.optim import WeightAverage
+from coalign.backends.process_group import all_reduce_values
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory.copying import storage_of
@@ -43,12 +43,12 @@ class HuggingFaceModule(TrainableModule):
     adapters = True
     model: PackedModel
     optimizer: Any = None
-    average: Average | None = None  # of a backend that keeps one
+    average: WeightAverage | None = None  # of a backend that keeps one
     data: dist.ProcessGroup | None = None  # the ranks that have other rows than this one and each other; None: all
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        model = pretrained.skeleton(config, name=name)
+        model = pretrained.build_skeleton(config, name=name)
         cls.check_model(model, config, name)
         PackedModel(model).check()
 
@@ -113,7 +113,7 @@ class HuggingFaceModule(TrainableModule):
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         if self.context.world_size == 1:
             return list(values)
-        return all_reduced(values, op, self.device, self.data)
+        return all_reduce_values(values, op, self.device, self.data)
 
     @property
     def exports(self) -> bool:
@@ -121,7 +121,7 @@ class HuggingFaceModule(TrainableModule):
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         """All ranks make each weight whole together, and the one that has yielded the fewest bytes so far keeps it."""
-        given = lora.merged if self.context.adapter_rank is None else lora.apart
+        given = lora.export_merged if self.context.adapter_rank is None else lora.export_separate
         yielded = [0] * self.context.world_size
         for name, tensor in given(self.model.model, self._whole, changing=changing):
             owner = yielded.index(min(yielded))
@@ -134,7 +134,7 @@ class HuggingFaceModule(TrainableModule):
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         with self.average.in_place() if average else nullcontext():
             weights = {}
-            for name, tensor in lora.merged(self.model.model, self._whole):
+            for name, tensor in lora.export_merged(self.model.model, self._whole):
                 if self.context.rank == 0:
                     weights[name] = tensor.detach()
             if self.context.rank == 0:
@@ -146,7 +146,7 @@ class HuggingFaceModule(TrainableModule):
     def base_weights(self) -> AbstractContextManager[None]:
         if not pretrained.has_adapters(self.config):
             return super().base_weights()
-        return lora.off(self.model)
+        return lora.disable_adapters(self.model)
 
     @property
     def constant(self) -> Sequence[str]:

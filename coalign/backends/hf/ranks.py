@@ -18,7 +18,7 @@ from coalign.config.schema import ModelConfig
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-class Ranks:
+class RankMeshes:
     """The meshes of a model over all ranks of the default process group. Making one is a collective.
 
     Each of the ``context`` × ``tensor`` ranks that compute a row together holds a part of it between two layers, and

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from coalign.backends.hf.collectives import Exchange, Group, ScatterRows
+from coalign.backends.hf.collectives import AllToAll, Group, ScatterRows
 from coalign.backends.layout import Block, Layout
 
 
@@ -52,11 +52,11 @@ class HeadExchange:
         ranks, heads = self.group.size(), x.shape[1]
         if heads < ranks:
             x = x.repeat_interleave(ranks // heads, 1)
-        return Exchange.apply(x, self.group, 1, 2)
+        return AllToAll.apply(x, self.group, 1, 2)
 
     def given_back(self, x: Tensor) -> Tensor:
         """[1, P, heads / k, D] -> [1, P / k, heads, D]."""
-        return Exchange.apply(x, self.group, 1, 2)
+        return AllToAll.apply(x, self.group, 1, 2)
 
 
 class RowSharding:

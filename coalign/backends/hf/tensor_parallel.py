@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PreTrainedModel
 
 from coalign.backends.hf import expert_parallel
-from coalign.backends.hf.collectives import Gather, Group, Sum
-from coalign.backends.hf.expert_parallel import experts_of, style_of
+from coalign.backends.hf.collectives import AllGather, Group, ReduceScatter
+from coalign.backends.hf.expert_parallel import find_experts, find_style
 from coalign.config.schema import ModelConfig
 
 # How a plan of transformers cuts a linear layer: its outputs, its inputs, or not at all. Styles that only repair a
@@ -34,7 +34,7 @@ def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> st
     """Why the plan of a model cannot be followed."""
     blocks = [block for layer in layers for block in _cut_blocks(model, layer)]
     names = {module: name for name, module in model.named_modules()}
-    styles = {names[module]: style_of(names[module], model.tp_plan) for block in blocks for module in block.modules()}
+    styles = {names[module]: find_style(names[module], model.tp_plan) for block in blocks for module in block.modules()}
     for name, style in styles.items():
         if style not in {OUTPUTS, INPUTS, None} | WHOLE:
             return f"the model's plan cuts '{name}' as `{style}`, which Coalign does not know"
@@ -50,7 +50,7 @@ def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], m
     for layer in layers:
         for block in _cut_blocks(model, layer):
             for module in block.modules():
-                if (style := style_of(names[module], model.tp_plan)) in (OUTPUTS, INPUTS):
+                if (style := find_style(names[module], model.tp_plan)) in (OUTPUTS, INPUTS):
                     _cut(module, style, mesh)
             _around(block, mesh.get_group())
         for module in layer.modules():
@@ -60,8 +60,8 @@ def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], m
 def _cut_blocks(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
     """The parts of a layer that the plan cuts. Beside experts each rank keeps to its own part of the row."""
     names = {module: name for name, module in model.named_modules()}
-    experts = set(experts_of(model))
-    planned = {m for m in layer.modules() if style_of(names[m], model.tp_plan)}
+    experts = set(find_experts(model))
+    planned = {m for m in layer.modules() if find_style(names[m], model.tp_plan)}
     return [b for b in layer.children() if experts.isdisjoint(b.modules()) and not planned.isdisjoint(b.modules())]
 
 
@@ -121,16 +121,20 @@ def _around(block: nn.Module, group: Group) -> None:
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
         if args:
-            args = (_turned(Gather, args[0], group), *args[1:])
+            args = (_turned(AllGather, args[0], group), *args[1:])
         else:
-            kwargs["hidden_states"] = _turned(Gather, kwargs["hidden_states"], group)
+            kwargs["hidden_states"] = _turned(AllGather, kwargs["hidden_states"], group)
         out = forward(*args, **kwargs)
-        return (_turned(Sum, out[0], group), *out[1:]) if isinstance(out, tuple) else _turned(Sum, out, group)
+        return (
+            (_turned(ReduceScatter, out[0], group), *out[1:])
+            if isinstance(out, tuple)
+            else _turned(ReduceScatter, out, group)
+        )
 
     block.forward = gathered
 
 
-def _turned(function: type[Gather] | type[Sum], x: Tensor, group: Group) -> Tensor:
+def _turned(function: type[AllGather] | type[ReduceScatter], x: Tensor, group: Group) -> Tensor:
     """Of a row [1, P, H]."""
     return function.apply(x[0], group)[None]
 
@@ -168,5 +172,5 @@ def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConf
             yield "context_parallel", f"the {own} heads of keys and values of a process do not divide over it"
     if config.compile and (ways > 1 or config.expert_parallel > 1):
         yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
-    if config.expert_parallel > 1 and (reason := expert_parallel.unfit(model, config.expert_parallel)):
+    if config.expert_parallel > 1 and (reason := expert_parallel.find_unfit_experts(model, config.expert_parallel)):
         yield "expert_parallel", reason

@@ -24,7 +24,7 @@ from coalign.backends import pretrained, process_group
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import float8
 from coalign.backends.megatron.partition import OWNED
-from coalign.backends.process_group import all_reduced
+from coalign.backends.process_group import all_reduce_values
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -48,7 +48,7 @@ class MegatronModule(TrainableModule):
         for key, reason in _problems(config, device):
             raise ValueError(f"models.{name}.{key}{reason}")
         if config.fp8:
-            float8.check_kind(device, f"models.{name}.fp8")
+            float8.check_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
@@ -153,7 +153,7 @@ class MegatronModule(TrainableModule):
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         from coalign.backends.megatron import ranks
 
-        return all_reduced(values, op, self.device, ranks.data())
+        return all_reduce_values(values, op, self.device, ranks.data())
 
     @property
     def exports(self) -> bool:
@@ -209,7 +209,7 @@ class MegatronModule(TrainableModule):
                 "weight_map": {name: files[rank] for rank in filled for name in shares[rank]},
             }
             (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-            pretrained.save_beside(self.config, dir)
+            pretrained.save_config(self.config, dir)
         dist.barrier()
 
     # ---- memory

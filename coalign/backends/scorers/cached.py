@@ -18,7 +18,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from coalign.backends.base import HEADS, Module
-from coalign.backends.layout import trained
+from coalign.backends.layout import get_loss_mask
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -81,7 +81,7 @@ class CachedModule(Module):
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor | Total]:
         """As TrainableModule.forward_step, with log-probs from the store where it has them."""
-        mask = trained(batch)
+        mask = get_loss_mask(batch)
         keys = _keys(batch, mask)
         found = self._read(keys)
         missing = [row for row, key in enumerate(keys) if key not in found]
@@ -99,7 +99,7 @@ class CachedModule(Module):
             self.scorer.arena = self.arena
             self.scorer.setup()
         (column,) = self.scorer.forward_step(batch).values()
-        mask = trained(batch)
+        mask = get_loss_mask(batch)
         counts = torch.bincount(batch.segment[mask], minlength=len(batch)).tolist()
         values = [part.numpy().tobytes() for part in column[mask].split(counts)]
         with self.store:
@@ -115,7 +115,7 @@ class CachedModule(Module):
         return found
 
 
-def identity(config: ModelConfig, seed: int) -> str:
+def hash_model(config: ModelConfig, seed: int) -> str:
     """A hash of the files and settings that the log-probs follow from. ValueError for a model without files.
 
     ``seed``: what random weights are drawn from.

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from coalign.backends.engines.native.module import NativeModule
-from coalign.backends.pretrained import context_length, read_config, read_tokenizer
+from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -39,7 +39,7 @@ class JudgeReply(NamedTuple):
     text: str = ""
 
 
-def judging(config: ModelConfig, name: str) -> Judging:
+def build_judging(config: ModelConfig, name: str) -> Judging:
     """What ``models.<name>.judge`` names. ValueError (ConfigError) where it is missing or has wrong arguments."""
     if config.judge is None:
         raise ValueError(f"models.{name}.judge is missing: what the model is asked (`pointwise`, `pairwise`)")
@@ -47,7 +47,7 @@ def judging(config: ModelConfig, name: str) -> Judging:
     return cls(**bind(cls, config.judge.arguments, f"models.{name}.judge"))
 
 
-class Examiner:
+class JudgeRunner:
     """Asks what ``config.judge`` says, in the words of the model's own tokenizer and ``config.chat_template``.
 
     ``reserved``: tokens of the model's context that a question has to leave free.
@@ -57,11 +57,11 @@ class Examiner:
         """Raises ValueError where nobody says whose tokens the responses are, or how to ask."""
         if context.tokenizer is None:
             raise ValueError(f"model '{context.model}' reads responses, and the context names no tokenizer for them")
-        self.judging = judging(config, context.model)
+        self.judging = build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
         self._template = load_template(self.tokenizer, config.chat_template or "auto")
         self._policys = AutoTokenizer.from_pretrained(context.tokenizer, trust_remote_code=config.trust_remote_code)
-        self._longest = (context_length(read_config(config)) or 2**31) - reserved
+        self._longest = (read_context_length(read_config(config)) or 2**31) - reserved
 
     def score(self, batch: Batch, answer: Callable[[Batch], list[JudgeReply]], name: str) -> dict[str, Any]:
         """The columns ``name`` f32[N] and ``status`` u8[N], NaN and ERROR where a response has no reward, and
@@ -151,12 +151,12 @@ class JudgeModule(NativeModule):
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        judging(config, context.model)
+        build_judging(config, context.model)
         return ("reward", "status")
 
     def setup(self) -> None:
         """Raises what NativeModule and Examiner raise."""
-        self.examiner = Examiner(self.config, self.context, reserved=self.config.sampling.max_new_tokens)
+        self.examiner = JudgeRunner(self.config, self.context, reserved=self.config.sampling.max_new_tokens)
         super().setup()
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Any]:

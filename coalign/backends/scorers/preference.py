@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.scorers.judge import Examiner, JudgeReply, judging
+from coalign.backends.scorers.judge import JudgeReply, JudgeRunner, build_judging
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -22,7 +22,7 @@ class PreferenceModule(FSDPModule):
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        judging(config, context.model)
+        build_judging(config, context.model)
         return ("reward", "status")
 
     @classmethod
@@ -34,7 +34,7 @@ class PreferenceModule(FSDPModule):
     def setup(self) -> None:
         """Raises what the checks of Module raise, and ValueError for a label that is no single token."""
         self.check_before_setup()
-        self.examiner = Examiner(self.config, self.context, reserved=1)
+        self.examiner = JudgeRunner(self.config, self.context, reserved=1)
         self.labels = [self._token(label) for label in self.examiner.judging.labels]
         super().setup()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from coalign.backends.base import Module
-from coalign.backends.pretrained import context_length, read_config, read_tokenizer
+from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -102,7 +102,7 @@ class ConversationReader:
     def __init__(self, config: ModelConfig) -> None:
         """Raises ValueError if the tokenizer has no template and ``config.chat_template`` gives none."""
         self._template = load_template(read_tokenizer(config), config.chat_template or "auto")
-        limits = (context_length(read_config(config)), config.max_tokens_per_micro)
+        limits = (read_context_length(read_config(config)), config.max_tokens_per_micro)
         self.longest = min(limit for limit in (*limits, 2**31) if limit)
 
     def read(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], int]:

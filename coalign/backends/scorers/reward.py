@@ -44,7 +44,7 @@ class RewardModule(Module):
 
         trust = self.config.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
-        self.functions = reward_functions([RewardConfig(**entry) for entry in self.context.rewards])
+        self.functions = build_reward_functions([RewardConfig(**entry) for entry in self.context.rewards])
         self.caller = Caller()
 
     def close(self) -> None:
@@ -86,18 +86,18 @@ class RewardModule(Module):
         log.warning(message, exc_info=first.error if trace else None)
 
 
-def reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
+def build_reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
     """The functions that `reward:` lists. Raises what `reward_function` raises."""
-    return [reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
+    return [build_reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
 
 
-def reward_function(config: RewardConfig, where: str) -> RewardFunction:
+def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
     """The function that a configuration names, with its arguments. Raises what `named` raises."""
     limits = {"weight": config.weight, "timeout": config.timeout, "retries": config.retries}
-    return RewardFunction(config.called, *named(config, where), **limits)
+    return RewardFunction(config.called, *resolve_reward(config, where), **limits)
 
 
-def named(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function (or class) and its arguments, checked. A short name is one of coalign.rewards.
 
     Raises ConfigError for wrong arguments (``where`` is the section's path), ValueError if there is no such function or
