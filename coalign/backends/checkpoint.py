@@ -1,4 +1,4 @@
-"""A trainer's state on disk, in torch's distributed checkpoint format: any number of ranks reads what another wrote."""
+"""A trainer's state on disk in torch's distributed checkpoint format, which any number of ranks can read."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from coalign.backends.optim import WeightAverage
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
-# torch says so each time that one process saves alone, as it should.
+# torch warns each time that one process saves alone, which is intended here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 State = dict[str, Tensor | int]
 
 
 def get_training_state(model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None) -> State:
-    """By name: live tensors (trained parameters, persistent buffers, the optimizer's state, averages), and the plain
-    numbers among the optimizer's state. Frozen parameters are where the model was loaded from."""
+    """The live tensors of a training by name: trained parameters, persistent buffers, optimizer state, averages.
+
+    Also the plain numbers in the optimizer's state. Frozen parameters are left out: they are where the model came from.
+    """
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     state: State = {MODEL + name: tensor for name, tensor in get_weights(model).items() if name not in frozen}
     for name, entries in _optimizer_state(model, optimizer):
@@ -42,16 +44,16 @@ def get_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def save(dir: str | Path, state: State, progress: dict[str, int], *, alone: bool) -> None:
     """Write ``state`` and ``progress``. A collective, unless this process holds the model ``alone``."""
-    dcp.save({**state, "progress": progress}, checkpoint_id=str(dir), no_dist=alone)
+    state_dict_saver.save({**state, "progress": progress}, checkpoint_id=str(dir), no_dist=alone)
 
 
 def load(
     dir: str | Path, model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None, *, alone: bool
 ) -> dict[str, int]:
-    """Fill the training state of these in place; returns the progress. A collective, unless ``alone``.
+    """Fill the training state of these objects in place; returns the progress. A collective, unless ``alone``.
 
     Raises FileNotFoundError where there is no checkpoint, and ValueError naming the entries that are missing, left over
-    or of another shape. Nothing is touched then.
+    or of another shape; then nothing is changed.
     """
     if not (Path(dir) / ".metadata").is_file():
         raise FileNotFoundError(f"{dir} holds no checkpoint of a trainer (no .metadata file)")
@@ -60,14 +62,14 @@ def load(
     _refuse_strangers(dir, {n: m for n, m in saved.items() if not n.startswith(PROGRESS)}, state)
     progress = {name.removeprefix(PROGRESS): 0 for name in saved if name.startswith(PROGRESS)}
     loaded: dict[str, Any] = {**state, "progress": progress}
-    dcp.load(loaded, checkpoint_id=str(dir), no_dist=alone)
+    state_dict_loader.load(loaded, checkpoint_id=str(dir), no_dist=alone)
     for name, entries in _optimizer_state(model, optimizer):  # tensors were filled, numbers replaced
         entries.update({key: loaded[f"{OPTIMIZER}{name}.{key}"] for key in entries})
     return loaded["progress"]
 
 
 def _optimizer_state(model: nn.Module, optimizer: Any | None) -> list[tuple[str, dict[str, Any]]]:
-    """(parameter's name, its live entries) of everything that is optimised."""
+    """(parameter name, its live entries) of every optimised parameter."""
     if optimizer is None:
         return []
     state: Mapping[nn.Parameter, dict[str, Any]] = optimizer.state
@@ -88,7 +90,6 @@ def _refuse_strangers(dir: str | Path, saved: dict[str, Any], state: State) -> N
 
 
 def _shape(value: Any) -> tuple[int, ...] | str:
-    """Of a tensor or its metadata."""
-    if isinstance(value, TensorStorageMetadata | Tensor):
-        return tuple(value.size() if isinstance(value, Tensor) else value.size)
-    return "a number"
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return tuple(value.size) if isinstance(value, TensorStorageMetadata) else "a number"

@@ -137,7 +137,7 @@ class ModelJudge:
         read = [self._read(answer) for answer in answers]
         verdicts = [self._verdict(len(tokens), answer) for (tokens, _), answer in zip(read, answers, strict=True)]
         if fits := [i for i, verdict in enumerate(verdicts) if not verdict.why]:
-            batch = self._reader.packed([read[i] for i in fits], [answers[i].group for i in fits])
+            batch = self._reader.pack([read[i] for i in fits], [answers[i].group for i in fits])
             scores = self._module.forward_step(batch)
             for i, score in zip(fits, scores["reward"].tolist(), strict=True):
                 verdicts[i] = Verdict(score)
@@ -148,7 +148,7 @@ class ModelJudge:
 
     def _read(self, answer: JudgedResponse) -> tuple[list[int], int]:
         if answer.text is not None:
-            return self._reader.rendered(answer.text)
+            return self._reader.read_rendered(answer.text)
         return self._reader.read([*answer.prompt, *answer.response], answer.tools)
 
     def _verdict(self, length: int, answer: JudgedResponse) -> Verdict:

@@ -202,7 +202,7 @@ def reward_names(config: RunConfig) -> list[str]:
 
 def reward_models(config: RunConfig) -> dict[str, ModelConfig]:
     """The models of `reward_names`: frozen, and each with the template by which it reads, if it is not to read the
-    policy's tokens. Raises what coalign.backends.scorers.reward.named raises."""
+    policy's tokens. Raises what coalign.backends.scorers.reward.resolve_reward raises."""
     for i, part in enumerate(config.reward):
         if part.fn:
             resolve_reward(part, f"reward.{i}")

@@ -47,7 +47,7 @@ def test_the_models_own_weights_come_back_even_after_an_error():
     average = WeightAverage(layer, decay=0.5)
     own = nn.init.normal_(layer.weight).detach().clone()
     storage = layer.weight.data_ptr()
-    with pytest.raises(RuntimeError), average.in_place():
+    with pytest.raises(RuntimeError), average.swap_in():
         assert torch.equal(layer.weight, average.tensors["weight"]) and not torch.equal(layer.weight, own)
         raise RuntimeError
     assert torch.equal(layer.weight, own) and layer.weight.data_ptr() == storage

@@ -137,8 +137,8 @@ class Megatron:
         return {f"0/{name}": t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)}
 
     def outputs(self) -> dict[str, Tensor]:
-        part = self.rows.part(pack(rows()))
-        return self.rows.whole(self.model(part.layout, self.rows.heads, ("entropy",)), part)
+        part = self.rows.cut(pack(rows()))
+        return self.rows.gather(self.model(part.layout, self.rows.heads, ("entropy",)), part)
 
     def gradients(self) -> dict[str, Tensor]:
         """By the names of Hugging Face tensors: those that this rank makes."""

@@ -181,7 +181,7 @@ class MegatronModule(TrainableModule):
         from coalign.backends.megatron import checkpoint
 
         with self._here():
-            self.go_on_from(checkpoint.load(dir, self.pipeline, self.optimizer))
+            self.restore_progress(checkpoint.load(dir, self.pipeline, self.optimizer))
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         """Each rank writes a file of its share."""
