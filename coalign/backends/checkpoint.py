@@ -79,11 +79,8 @@ def _optimizer_state(model: nn.Module, optimizer: Any | None) -> list[tuple[str,
 def _refuse_strangers(dir: str | Path, saved: dict[str, Any], state: State) -> None:
     wrong = [f"{name} is missing there" for name in state if name not in saved]
     wrong += [f"{name} is unknown here" for name in saved if name not in state]
-    wrong += [
-        f"{name} is {there} there and {here} here"
-        for name, value in state.items()
-        if name in saved and (there := _shape(saved[name])) != (here := _shape(value))
-    ]
+    shapes = {name: (_shape(saved[name]), _shape(value)) for name, value in state.items() if name in saved}
+    wrong += [f"{name} is {there} there and {here} here" for name, (there, here) in shapes.items() if there != here]
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise ValueError(f"checkpoint {dir} is of another model or optimizer: {'; '.join(wrong[:5])}{more}")

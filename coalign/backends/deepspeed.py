@@ -74,10 +74,7 @@ class DeepSpeedModule(HuggingFaceModule):
                 check_zero_keys(config.deepspeed.zero, name)
 
     def setup(self) -> None:
-        """Join the other ranks, load the model and hand it to DeepSpeed.
-
-        Raises what the checks of Module and coalign.backends.pretrained raise.
-        """
+        """Join the other ranks and load the model. Raises what the checks of Module and pretrained.load raise."""
         self.check_before_setup()
         if not self.one_group(self.config):
             self.model = self._read(self.device)
@@ -153,10 +150,8 @@ class DeepSpeedModule(HuggingFaceModule):
             parameters: list[Any] = list(self.model.parameters())
             return [*(p for p in parameters if p.numel()), *(p.ds_tensor for p in parameters if _is_sharded(p))]
         state = self.optimizer.state if self.optimizer else {}
-        return [
-            *state,
-            *(value for entries in state.values() for value in entries.values() if isinstance(value, Tensor)),
-        ]
+        entries = (value for entries in state.values() for value in entries.values())
+        return [*state, *(value for value in entries if isinstance(value, Tensor))]
 
     @property
     def _gradient_size(self) -> int:

@@ -79,10 +79,8 @@ def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str
         if not hits and fnmatchcase(embeddings, pattern):
             raise ValueError(f"{key}: '{pattern}' matches the embeddings; adapters go into linear layers")
         if not hits:
-            raise ValueError(
-                f"{key}: '{pattern}' matches none of the linear layers of {type(model).__name__} "
-                f"({_examples(inner, pattern)})"
-            )
+            some = f"the linear layers of {type(model).__name__} ({_examples(inner, pattern)})"
+            raise ValueError(f"{key}: '{pattern}' matches none of {some}")
         chosen |= dict.fromkeys(hits)
     return list(chosen)
 

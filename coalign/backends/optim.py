@@ -63,17 +63,10 @@ def build_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> 
 
 
 def build_muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
-    """Muon with steps of AdamW's size (2502.16982), so that one learning rate suits both.
-
-    Sharded matrices are orthogonalised as a whole: torch gathers what each product needs.
-    """
-    optimizer = torch.optim.Muon(
-        parameters,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=MOMENTUM,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    """Muon with steps of AdamW's size (2502.16982), so that one learning rate suits both. torch gathers sharded
+    matrices to orthogonalise them."""
+    settings = {"weight_decay": config.weight_decay, "momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = torch.optim.Muon(parameters, lr=config.lr, **settings)
     for p in parameters:
         optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
     return optimizer
@@ -145,7 +138,7 @@ class CombinedOptimizer:
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
     """Scale the gradients down to the L2 norm ``limit`` if they exceed it; returns their norm before. A collective."""
     alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
-    total = math.hypot(*(_number(nn.utils.get_total_norm(gradients)) for gradients in alike))
+    total = math.hypot(*(_to_float(nn.utils.get_total_norm(gradients)) for gradients in alike))
     if limit is not None and limit < total < math.inf:
         for gradients in alike:
             torch._foreach_mul_(gradients, limit / total)  # pyright: ignore[reportPrivateImportUsage] (no public name)
@@ -167,12 +160,12 @@ def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _rms(tensor: Tensor) -> float:
-    return _number(torch.linalg.vector_norm(tensor)) / tensor.numel() ** 0.5
+    return _to_float(torch.linalg.vector_norm(tensor)) / tensor.numel() ** 0.5
 
 
-def _number(value: Tensor) -> float:
+def _to_float(norm: Tensor) -> float:
     """The norm of a sharded tensor is itself a sharded tensor."""
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def check_adamw_8bit() -> None:
@@ -220,9 +213,8 @@ def _schedule(unit: int, config: OptimizerConfig, total: int) -> float:
 class WeightAverage:
     """Exponential moving average of trained weights: decay * average + (1 - decay) * weights after each step.
 
-    It starts from the first weights. Each average is on the device of its parameter and sharded like it. It is float32
-    whatever the weights are, because at decay 0.999 a step adds less than bfloat16 can hold. (AveragedModel of
-    torch.optim.swa_utils copies the whole module, frozen weights too, in the dtype of the weights.)
+    It starts from the first weights, in float32, because at decay 0.999 a step adds less than bfloat16 can hold; each
+    average is sharded as its parameter. (AveragedModel of torch.optim.swa_utils copies frozen weights and the dtype.)
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -239,13 +231,10 @@ class WeightAverage:
     def swap_in(self) -> Iterator[None]:
         """Within this context the model's weights are the average; afterwards its own again, bit for bit."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self._set(self.tensors)
+        for name, p in self.parameters.items():
+            p.detach().copy_(self.tensors[name])
         try:
             yield
         finally:
-            self._set(own)
-
-    @torch.no_grad()
-    def _set(self, values: dict[str, Tensor]) -> None:
-        for name, p in self.parameters.items():
-            p.copy_(values[name])
+            for name, p in self.parameters.items():
+                p.detach().copy_(own[name])

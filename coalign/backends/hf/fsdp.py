@@ -8,21 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.fsdp import (
-    FSDPModule as FSDPModelModule,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -88,10 +80,7 @@ class FSDPModule(HuggingFaceModule):
             self.compute_dtype = None
 
     def setup(self) -> None:
-        """Join the other ranks, if any, and load the model.
-
-        Raises what the checks of Module and coalign.backends.pretrained raise.
-        """
+        """Join the other ranks and load the model. Raises what the checks of Module and pretrained.load raise."""
         self.check_before_setup()
         if self.context.world_size == 1:
             self.model = self._read(self.device)
@@ -120,7 +109,7 @@ class FSDPModule(HuggingFaceModule):
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
         results = super().run(micros, loss, needs=needs)
         if loss is None and self.context.world_size > 1:
-            cast(FSDPModelModule, self.model).reshard()  # as a backward does: readers of the weights expect shards
+            cast(Any, self.model).reshard()  # as a backward does: readers of the weights expect shards
         return results
 
     def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
@@ -180,10 +169,8 @@ class FSDPModule(HuggingFaceModule):
         self._check_cut(known.to(self.device))
 
     def _check_cut(self, known: Tensor) -> None:
-        """Compare the outputs for PROBE with those ``known`` from one process. NotImplementedError if they differ.
-
-        Without this check, a plan of cuts that does not fit its model would go unnoticed.
-        """
+        """NotImplementedError unless the outputs for PROBE are those ``known`` from one process: a plan of cuts that
+        does not fit its model would go unnoticed."""
         dist.broadcast(known, 0)
         [own] = self.run([PROBE])
         difference = float((own[HEADS[self.config.head][0]].float() - known).abs().max())

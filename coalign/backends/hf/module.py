@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from coalign.backends import lora, pretrained, process_group
+from coalign.backends import lora, pretrained
 from coalign.backends.base import HEADS, Measure, Outputs, TrainableModule
 from coalign.backends.hf import layers
 from coalign.backends.hf.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.backends.layout import Layout, pack
 from coalign.backends.optim import WeightAverage
-from coalign.backends.process_group import all_reduce_values
+from coalign.backends.process_group import all_reduce_values, enforce_determinism
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory.copying import storage_of
@@ -67,7 +67,7 @@ class HuggingFaceModule(TrainableModule):
         compute = getattr(torch, config.compute_dtype or config.dtype)
         self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
         if config.deterministic:
-            process_group.enforce_determinism()
+            enforce_determinism()
 
     # ---- what a subclass may override
 

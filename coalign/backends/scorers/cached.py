@@ -58,11 +58,8 @@ class CachedModule(Module):
         directory = Path(str(self.config.cache))
         directory.mkdir(parents=True, exist_ok=True)
         # Calls come one at a time, but not always from the thread that opens the file.
-        self.store = sqlite3.connect(
-            directory / f"{hash_model(self.config, self.context.seed)}.sqlite",
-            timeout=BUSY_SECONDS,
-            check_same_thread=False,
-        )
+        file = directory / f"{hash_model(self.config, self.context.seed)}.sqlite"
+        self.store = sqlite3.connect(file, timeout=BUSY_SECONDS, check_same_thread=False)
         self.store.execute("CREATE TABLE IF NOT EXISTS logprobs (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
 
     def close(self) -> None:
@@ -97,12 +94,11 @@ class CachedModule(Module):
         return {into or HEADS["lm"][1]: column, **counts}
 
     def _compute(self, batch: Batch, keys: list[bytes]) -> dict[bytes, bytes]:
-        if self.scorer is None:
-            self.scorer = self.module(self.config, self.context)
-            assert self.scorer is not None
-            self.scorer.arena = self.arena
-            self.scorer.setup()
-        (column,) = self.scorer.forward_step(batch).values()
+        if (scorer := self.scorer) is None:
+            self.scorer = scorer = self.module(self.config, self.context)
+            scorer.arena = self.arena
+            scorer.setup()
+        (column,) = scorer.forward_step(batch).values()
         mask = get_loss_mask(batch)
         counts = torch.bincount(batch.segment[mask], minlength=len(batch)).tolist()
         values = [part.numpy().tobytes() for part in column[mask].split(counts)]
@@ -111,12 +107,9 @@ class CachedModule(Module):
         return dict(zip(keys, values, strict=True))
 
     def _read(self, keys: list[bytes]) -> dict[bytes, bytes]:
-        found = {}
-        for key in set(keys):
-            row = self.store.execute("SELECT value FROM logprobs WHERE key = ?", (key,)).fetchone()
-            if row is not None:
-                found[key] = row[0]
-        return found
+        query = "SELECT value FROM logprobs WHERE key = ?"
+        rows = {key: self.store.execute(query, (key,)).fetchone() for key in set(keys)}
+        return {key: row[0] for key, row in rows.items() if row is not None}
 
 
 def hash_model(config: ModelConfig, seed: int) -> str:
@@ -137,7 +130,5 @@ def hash_model(config: ModelConfig, seed: int) -> str:
 
 def _keys(batch: Batch, mask: Tensor) -> list[bytes]:
     tokens, marks = batch.token["tokens"].to(torch.int32).numpy(), mask.numpy()
-    offsets = batch.offsets.tolist()
-    return [
-        blake2b(tokens[a:b].tobytes() + marks[a:b].tobytes(), digest_size=16).digest() for a, b in pairwise(offsets)
-    ]
+    rows = (tokens[a:b].tobytes() + marks[a:b].tobytes() for a, b in pairwise(batch.offsets.tolist()))
+    return [blake2b(row, digest_size=16).digest() for row in rows]

@@ -113,10 +113,7 @@ class JudgeRunner:
 def _failure(answers: Sequence[JudgeReply]) -> str:
     """Why a response of a group has no reward; empty if it has one."""
     if not answers:
-        return (
-            "nothing to compare with: its prompt has no other response (in evaluation as many as runtime.eval_samples "
-            "says)"
-        )
+        return "nothing to compare with: its prompt has no other response (in evaluation see runtime.eval_samples)"
     return next((f"{answer.reason}: {answer.text!r:.300}" for answer in answers if answer.verdict is None), "")
 
 

@@ -37,9 +37,8 @@ class RetokenizeModule(Module):
         super().__init__(config, context)
         self.check_before_setup()
         if context.tokenizer is None:
-            raise ValueError(
-                f"models.{context.model}.chat_template: the context names no tokenizer to read samples with"
-            )
+            where = f"models.{context.model}.chat_template"
+            raise ValueError(f"{where}: the context names no tokenizer to read samples with")
         self.scorer = resolve_class(config.module, "coalign.backends")(config, context)
 
     def setup(self) -> None:
@@ -116,14 +115,10 @@ class ConversationReader:
         """Conversations as a Batch, whose groups share prompts. The beginning of what is too long is left out."""
         bos = cast(int | None, self._template.tokenizer.bos_token_id)
         fitted = [_cut_left(tokens, prompt, self.longest, bos) for tokens, prompt in read]
-        return Batch(
-            torch.tensor([len(tokens) for tokens, _ in fitted]),
-            {"tokens": torch.tensor([t for tokens, _ in fitted for t in tokens], dtype=torch.int32)},
-            {
-                "group": torch.tensor(groups),
-                "prompt_length": torch.tensor([prompt for _, prompt in fitted], dtype=torch.int32),
-            },
-        )
+        tokens = torch.tensor([token for tokens, _ in fitted for token in tokens], dtype=torch.int32)
+        prompts = torch.tensor([prompt for _, prompt in fitted], dtype=torch.int32)
+        lengths = torch.tensor([len(tokens) for tokens, _ in fitted])
+        return Batch(lengths, {"tokens": tokens}, {"group": torch.tensor(groups), "prompt_length": prompts})
 
 
 def _cut_left(tokens: list[int], prompt: int, longest: int, bos: int | None) -> tuple[list[int], int]:
