@@ -77,10 +77,8 @@ def attend(
     bias: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """query [P, heads, D], key [P, kv_heads, D] and value [P, kv_heads, E] -> [P, heads, E], in the dtype of value.
-
     ``scaling`` of the scores; None: 1 / sqrt(D). ``window``: how many tokens a token sees, itself included. ``bias``
-    maps positions i64[K] of keys to what is added to their scores, f32[heads, K] (not with ``softcap``).
-    """
+    maps positions i64[K] of keys to what is added to their scores, f32[heads, K] (not with ``softcap``)."""
     # Rotary embeddings may leave query and key in a wider dtype than value. On a CPU, the backward of torch's bf16
     # kernel takes twice the time of the float32 one.
     dtype = value.dtype
@@ -156,11 +154,9 @@ def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | No
 def _biased(
     block: Block, window: int | None, device: torch.device, bias: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look.
-
-    The bias of the query's own position is subtracted: softmax does not see the difference, but bf16 would otherwise
-    round the nearest keys of a late query all to one number.
-    """
+    """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look. The bias of the
+    query's own position is subtracted: softmax does not see the difference, but bf16 would otherwise round the nearest
+    keys of a late query all to one number."""
     before = block.prefix[1] - block.prefix[0] if block.prefix else 0
     longest = max(block.lengths)
     seen = _mask(block, window, device)
@@ -177,8 +173,8 @@ def _softcapped(
     """scaled_dot_product_attention on softcap * tanh(scores / softcap) (Gemma 2). No kernel of torch has it."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.tanh(query @ key.transpose(2, 3) * (factor / softcap)) * softcap
     if attn_mask is None:  # is_causal
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     weights = scores.masked_fill(~attn_mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)

@@ -64,7 +64,7 @@ class Module:
     @classmethod
     def one_group(cls, config: ModelConfig) -> bool:
         """Whether the processes of a model form one group. Frozen models that each process holds whole do not."""
-        return cls.spmd and not config.frozen
+        return cls.spmd and (not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel))
 
     # What ``setup`` refuses before it reads weights. `coalign check` calls the same three methods.
 
@@ -127,10 +127,8 @@ class Module:
         return ()
 
     def move(self, to: str, parts: Sequence[str]) -> None:
-        """Move these parts to the ``host`` or to the ``device``. They come back bit for bit the same.
-
-        Raises coalign.memory.arena.OutOfDeviceMemory if they do not fit.
-        """
+        """Move these parts to the ``host`` or to the ``device``. They come back bit for bit the same. Raises
+        coalign.memory.arena.OutOfDeviceMemory if they do not fit."""
         if to == "host":
             self.arena.leave(self.context.model, parts, constant=self.constant)
         else:
@@ -172,10 +170,8 @@ class TrainableModule(Module):
         raise NotImplementedError
 
     def optimizer_step(self) -> float:
-        """Clip, apply and clear the accumulated gradient; returns its norm before clipping.
-
-        A gradient that is not finite is cleared without touching weights or optimizer.
-        """
+        """Clip, apply and clear the accumulated gradient; returns its norm before clipping. A gradient that is not
+        finite is cleared without touching weights or optimizer."""
         raise NotImplementedError
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -202,9 +198,7 @@ class TrainableModule(Module):
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         """Write a Hugging Face directory of the weights, or of their ``average`` (ModelConfig.ema). A collective.
-
-        ValueError for the average of a model that keeps none.
-        """
+        ValueError for the average of a model that keeps none."""
         raise NotImplementedError
 
     def save_adapter(self, dir: str | Path) -> None:
@@ -241,9 +235,7 @@ class TrainableModule(Module):
 
     def forward_step(self, batch: Batch, *, into: str | None = None, base: bool = False) -> dict[str, Tensor]:
         """One column for ``batch``: ref_logprobs or values f32[sum T], 0.0 outside of the loss mask, or reward f32[N].
-
-        ``into`` gives it another name; ``base`` leaves the model's adapters out.
-        """
+        ``into`` gives it another name; ``base`` leaves the model's adapters out."""
         output, column = HEADS[self.config.head]
         with self.base_weights() if base else nullcontext():
             computed = self.compute_outputs(batch)
@@ -254,10 +246,8 @@ class TrainableModule(Module):
         return {into or column: result}
 
     def top_logprobs(self, batch: Batch) -> dict[str, Tensor]:
-        """The columns of a teacher (ModelConfig.candidates): its likeliest tokens and their log-probs.
-
-        candidates i32[sum T, K] and teacher_logprobs f32[sum T, K], 0 outside of the loss mask.
-        """
+        """The columns of a teacher (ModelConfig.candidates): its likeliest tokens and their log-probs. candidates
+        i32[sum T, K] and teacher_logprobs f32[sum T, K], 0 outside of the loss mask."""
         computed = self.compute_outputs(batch, needs=("top",))
         columns = {}
         for name in ("candidates", "teacher_logprobs"):
@@ -268,11 +258,8 @@ class TrainableModule(Module):
         return columns
 
     def compute_outputs(self, batch: Batch, *, needs: Sequence[str] = ()) -> list[tuple[Batch, Outputs]]:
-        """The micro-batches of ``batch`` with the model's outputs for each. A collective.
-
-        They are not in the order of ``batch``: their columns `row` i64[N] and `token` i64[T] say where each sequence
-        and each token stands there.
-        """
+        """The micro-batches of ``batch`` with the model's outputs for each. A collective. They are not in the order of
+        ``batch``: their columns `row` i64[N] and `token` i64[T] say where each sequence and each token stands there."""
         token = {**batch.token, "token": torch.arange(batch.tokens_total)}
         micros = self._micros(Batch(batch.lengths, token, {**batch.sequence, "row": torch.arange(len(batch))}))
         pairs = zip(micros, self.run(micros, needs=needs), strict=True)

@@ -22,10 +22,8 @@ State = dict[str, Tensor | int]
 
 
 def get_training_state(model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None) -> State:
-    """The live tensors of a training by name: trained parameters, persistent buffers, optimizer state, averages.
-
-    Also the plain numbers in the optimizer's state. Frozen parameters are left out: they are where the model came from.
-    """
+    """The live tensors of a training by name: trained parameters, persistent buffers, optimizer state, averages. Also
+    the plain numbers in the optimizer's state. Frozen parameters are left out: they are where the model came from."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     state: State = {MODEL + name: tensor for name, tensor in get_weights(model).items() if name not in frozen}
     for name, entries in _optimizer_state(model, optimizer):
@@ -50,11 +48,9 @@ def save(dir: str | Path, state: State, progress: dict[str, int], *, alone: bool
 def load(
     dir: str | Path, model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None, *, alone: bool
 ) -> dict[str, int]:
-    """Fill the training state of these objects in place; returns the progress. A collective, unless ``alone``.
-
-    Raises FileNotFoundError where there is no checkpoint, and ValueError naming the entries that are missing, left over
-    or of another shape; then nothing is changed.
-    """
+    """Fill the training state of these objects in place; returns the progress. A collective, unless ``alone``. Raises
+    FileNotFoundError where there is no checkpoint, and ValueError naming the entries that are missing, left over or of
+    another shape; then nothing is changed."""
     if not (Path(dir) / ".metadata").is_file():
         raise FileNotFoundError(f"{dir} holds no checkpoint of a trainer (no .metadata file)")
     saved = FileSystemReader(str(dir)).read_metadata().state_dict_metadata

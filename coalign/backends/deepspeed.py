@@ -141,7 +141,7 @@ class DeepSpeedModule(HuggingFaceModule):
                 "with the stage and the number of processes that wrote it; weights alone go on from its `hf` directory"
             )
         _, client = self.engine.load_checkpoint(str(dir), tag=TAG)
-        self.restore_progress(client["progress"])
+        self.restore_progress(cast(Any, client)["progress"])
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if self.engine is None or part not in ("weights", "optimizer"):

@@ -58,10 +58,8 @@ class Layout:
 
 
 def get_loss_mask(batch: Batch) -> Tensor:
-    """bool[sum T]: the batch's loss mask; without one, every token but the first of each sequence.
-
-    Raises ValueError for an empty sequence, and for a mask with the first token of a sequence: nothing predicts it.
-    """
+    """bool[sum T]: the batch's loss mask; without one, every token but the first of each sequence. Raises ValueError
+    for an empty sequence, and for a mask with the first token of a sequence: nothing predicts it."""
     if len(batch) and int(batch.lengths.min()) == 0:
         raise ValueError(f"sequence {int(batch.lengths.argmin())} of the batch has no tokens")
     first = batch.offsets[:-1]
@@ -129,10 +127,8 @@ def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> I
 
 
 def _runs(batch: Batch, share_prefix: bool) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, shared): runs of neighbouring rows, and how many leading tokens the rows of each share.
-
-    Neighbours that share nothing form one run, too, so that attention can take them together.
-    """
+    """(start, stop, shared): runs of neighbouring rows, and how many leading tokens the rows of each share. Neighbours
+    that share nothing form one run, too, so that attention can take them together."""
     if not (share_prefix and "group" in batch and "prompt_length" in batch):
         yield from [(0, len(batch), 0)] if len(batch) else []
         return

@@ -37,11 +37,9 @@ GatherTensor = Callable[[Tensor], Tensor]
 
 
 def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str) -> None:
-    """Add the adapters of ``config.lora`` to ``model``, drawn from ``seed``, and freeze its other weights.
-
-    The head of a value or reward model is still trained. Trained parameters become float32. Raises ValueError, naming
-    ``models.<name>.lora.target``, for a pattern that matches no linear layer, or the head.
-    """
+    """Add the adapters of ``config.lora`` to ``model``, drawn from ``seed``, and freeze its other weights. The head of
+    a value or reward model is still trained. Trained parameters become float32. Raises ValueError, naming
+    ``models.<name>.lora.target``, for a pattern that matches no linear layer, or the head."""
     peft, lora = _import_peft(), config.lora
     assert lora is not None
     settings = peft.LoraConfig(
@@ -133,10 +131,8 @@ def export_merged(
 def export_separate(
     model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """As ``export_merged``, but adapters come beside the frozen weights, by their names in an adapter's file.
-
-    B is multiplied by the scaling. Not for DoRA, whose magnitudes are left out.
-    """
+    """As ``export_merged``, but adapters come beside the frozen weights, by their names in an adapter's file. B is
+    multiplied by the scaling. Not for DoRA, whose magnitudes are left out."""
     layers = _adapted_layers(model)
     for name, tensor in get_weights(model).items():
         owner, part, _ = name.partition(PART)
@@ -189,10 +185,8 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, write: bool) -> None:
-    """Write the adapters so that ``peft.PeftModel.from_pretrained(base, directory)`` loads them.
-
-    A collective, in which one rank has ``write``.
-    """
+    """Write the adapters so that ``peft.PeftModel.from_pretrained(base, directory)`` loads them. A collective, in which
+    one rank has ``write``."""
     parameters = find_trained_parameters(model)
     tensors = {name: whole(parameter.detach()).cpu().contiguous() for name, parameter in parameters.items()}
     if not write:
@@ -202,16 +196,14 @@ def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, 
     if model.get_output_embeddings() is None:
         settings.modules_to_save = ["score"]
     settings.inference_mode = True
-    settings.save_pretrained(directory)
+    settings.save_pretrained(str(directory))
     save_file(tensors, Path(directory) / TENSORS, metadata={"format": "pt"})
 
 
 @torch.no_grad()
 def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
-    """Copy the values of a trained adapter into ``model``.
-
-    Raises ValueError, naming keys under ``models.<name>.lora``, unless it has the same kind, rank and layers.
-    """
+    """Copy the values of a trained adapter into ``model``. Raises ValueError, naming keys under ``models.<name>.lora``,
+    unless it has the same kind, rank and layers."""
     (theirs, tensors), ours = read_adapter(directory), model.peft_config[ADAPTER]
     for key, field in FIELDS.items():
         if (there := getattr(theirs, field)) != (here := getattr(ours, field)):
@@ -230,10 +222,8 @@ def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
 
 
 def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
-    """Merge an adapter of any kind of LoRA that peft knows into the weights of ``model``.
-
-    Raises ValueError for an adapter of layers that the model lacks, or has in another size.
-    """
+    """Merge an adapter of any kind of LoRA that peft knows into the weights of ``model``. Raises ValueError for an
+    adapter of layers that the model lacks, or has in another size."""
     settings, tensors = read_adapter(directory)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wrong = []

@@ -88,10 +88,8 @@ class Objective:
 
 
 def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
-    """What a loss reads: the trained tokens of ``micro`` and the model's outputs, on the outputs' device.
-
-    Without an ``old_logprobs`` column the anchor of the importance ratio is the current policy itself.
-    """
+    """What a loss reads: the trained tokens of ``micro`` and the model's outputs, on the outputs' device. Without an
+    ``old_logprobs`` column the anchor of the importance ratio is the current policy itself."""
     mask = get_loss_mask(micro)
     device = next(iter(outputs.values())).device
     columns = {name: column[mask].to(device) for name, column in micro.token.items()}

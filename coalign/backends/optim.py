@@ -175,10 +175,8 @@ def check_adamw_8bit() -> None:
 
 
 def build_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW with the moments of tensors of 4096 and more entries in 8 bits, in blocks of 256 (2110.02861).
-
-    Smaller tensors have float32 moments. It cannot read sharded parameters. Raises what `check_adamw_8bit` raises.
-    """
+    """AdamW with the moments of tensors of 4096 and more entries in 8 bits, in blocks of 256 (2110.02861). Smaller
+    tensors have float32 moments. It cannot read sharded parameters. Raises what `check_adamw_8bit` raises."""
     check_adamw_8bit()
     from bitsandbytes.optim.adamw import AdamW8bit
 

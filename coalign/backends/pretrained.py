@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-from transformers.quantizers import HfQuantizer
+from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
 from coalign.config.schema import ModelConfig
@@ -36,11 +36,8 @@ MIXERS = {"full_attention", "sliding_attention"}
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
-    """The architecture in ``config.load``.
-
-    Raises what `get_directory` raises, and NotImplementedError for layers that mix tokens by other means than
-    attention: in a packed row the sequences would see each other.
-    """
+    """The architecture in ``config.load``. Raises what `get_directory` raises, and NotImplementedError for layers that
+    mix tokens by other means than attention: in a packed row the sequences would see each other."""
     directory = get_directory(config)
     if not (Path(directory) / "config.json").is_file():
         raise ValueError(f"models.*.load: '{directory}' is not a Hugging Face model directory (no config.json there)")

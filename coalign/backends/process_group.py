@@ -15,10 +15,8 @@ TIMEOUT = timedelta(minutes=10)  # of a collective
 
 
 def join_process_group(context: Context, *, host: bool = False) -> None:
-    """Make the default process group of this model's ranks, which meet at ``context.rendezvous``.
-
-    ``host``: the ranks also exchange tensors in the host's memory. ValueError for several ranks without an address.
-    """
+    """Make the default process group of this model's ranks, which meet at ``context.rendezvous``. ``host``: the ranks
+    also exchange tensors in the host's memory. ValueError for several ranks without an address."""
     alone = context.world_size == 1
     if context.rendezvous is None and not alone:
         raise ValueError(f"model '{context.model}' has {context.world_size} ranks and no rendezvous address")
@@ -44,9 +42,7 @@ def all_reduce_values(
 
 def enforce_determinism(**libraries: str) -> None:
     """Use only operations whose result does not depend on the order of threads; others raise RuntimeError.
-
-    ``libraries``: environment variables that tell further libraries the same.
-    """
+    ``libraries``: environment variables that tell further libraries the same."""
     for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **libraries}.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)

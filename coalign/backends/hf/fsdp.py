@@ -46,10 +46,6 @@ class FSDPModule(HuggingFaceModule):
     rows: RowSharding | None = None  # set over several ranks
 
     @classmethod
-    def one_group(cls, config: ModelConfig) -> bool:
-        return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
-
-    @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         if config.fp8:
             float8.check_device_type(device, f"models.{name}.fp8")
@@ -190,11 +186,8 @@ def cut(model: PackedModel, ranks: RankMeshes) -> None:
 
 
 def shard(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:
-    """Apply FSDP2 to every decoder layer, separately to its distributed experts, and to the rest.
-
-    Gradients are summed over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's
-    memory.
-    """
+    """Apply FSDP2 to every decoder layer, separately to its distributed experts, and to the rest. Gradients are summed
+    over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's memory."""
     offload = CPUOffloadPolicy(pin_memory=ranks.whole.device_type == "cuda") if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     experts = expert_parallel.find_experts(model.model) if ranks.experts is not ranks.whole else []

@@ -49,10 +49,8 @@ class PackedModel(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raises NotImplementedError where this class would compute something else than ``model`` itself.
-
-        On the meta device, without weights, the model runs up to the first operation that depends on values.
-        """
+        """Raises NotImplementedError where this class would compute something else than ``model`` itself. On the meta
+        device, without weights, the model runs up to the first operation that depends on values."""
         self.eval()
         row = pack(Batch(torch.tensor(LENGTHS), {"tokens": torch.arange(sum(LENGTHS))}))
         try:
@@ -131,9 +129,7 @@ class LanguageModel(PackedModel):
     @torch.no_grad()
     def check(self) -> None:
         """Raises NotImplementedError unless log-probs of two packed sequences agree with the model's own logits.
-
-        Without this check, training on wrong log-probs would go unnoticed.
-        """
+        Without this check, training on wrong log-probs would go unnoticed."""
         self.eval()
         lengths, device = LENGTHS, self.model.device
         tokens = torch.arange(sum(lengths)) % self.head.weight.shape[0]

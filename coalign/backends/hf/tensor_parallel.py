@@ -41,9 +41,7 @@ def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> st
 
 def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Cut the weights and the computation of ``layers`` (on the meta device) over ``mesh``, which has one dimension.
-
-    Raises ValueError for weights that do not divide.
-    """
+    Raises ValueError for weights that do not divide."""
     names = {module: name for name, module in model.named_modules()}
     for layer in layers:
         for block in _cut_blocks(model, layer):
@@ -99,11 +97,8 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Shard
 
 
 def _compute_locally(module: nn.Module, forward: Any, first: bool, *args: Any, **kwargs: Any) -> Any:
-    """Call ``forward`` with the rank's own parts of the parameters.
-
-    A replicated parameter gets a part of its gradient on each rank. A bias of an output that is summed over ranks is
-    added by the ``first`` rank alone.
-    """
+    """Call ``forward`` with the rank's own parts of the parameters. A replicated parameter gets a part of its gradient
+    on each rank. A bias of an output that is summed over ranks is added by the ``first`` rank alone."""
     own = cast(dict[str, Tensor], module._parameters)
     shards = {name: p for name, p in own.items() if isinstance(p, DTensor)}
     summed = any(p.placements[0].is_shard(1) for p in shards.values())
@@ -140,9 +135,7 @@ def _apply_to_row(function: type[AllGather] | type[ReduceScatter], x: Tensor, gr
 
 def check_architecture(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig, name: str) -> None:
     """Raises ValueError, naming the key of ``models.<name>``, for an architecture that cannot be cut as configured.
-
-    ``model`` may be on the meta device; ``layers`` are its decoder layers.
-    """
+    ``model`` may be on the meta device; ``layers`` are its decoder layers."""
     for key, reason in _problems(model, layers, config):
         raise ValueError(f"models.{name}.{key} is {getattr(config, key)}: {reason}")
 

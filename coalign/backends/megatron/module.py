@@ -40,10 +40,6 @@ class MegatronModule(TrainableModule):
     optimizer: Any = None
 
     @classmethod
-    def one_group(cls, config: ModelConfig) -> bool:
-        return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
-
-    @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         for key, reason in _problems(config, device):
             raise ValueError(f"models.{name}.{key}{reason}")

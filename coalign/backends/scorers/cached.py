@@ -113,10 +113,8 @@ class CachedModule(Module):
 
 
 def hash_model(config: ModelConfig, seed: int) -> str:
-    """A hash of the files and settings that determine the log-probs. ``seed`` counts for random weights.
-
-    Raises what `coalign.backends.pretrained.get_directory` raises.
-    """
+    """A hash of the files and settings that determine the log-probs. ``seed`` counts for random weights. Raises what
+    `coalign.backends.pretrained.get_directory` raises."""
     seen = xxh3_128()
     directories = [Path(get_directory(config)), *([Path(config.lora.load)] if config.lora and config.lora.load else [])]
     for directory in directories:

@@ -59,9 +59,7 @@ class RetokenizeModule(Module):
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor | Total]:
         """The column ``reward`` f32[N] (``into`` renames it): NaN for unfinished rows and those the template refuses.
-
-        `reward/cut` counts the conversations that are too long, whose beginning is left out.
-        """
+        `reward/cut` counts the conversations that are too long, whose beginning is left out."""
         name, column = into or "reward", torch.full((len(batch),), float("nan"))
         rows = at_their_end(cast(Tensor, batch["status"])).nonzero().flatten()
         samples = read_samples(batch.select(rows), self.policy_tokenizer)

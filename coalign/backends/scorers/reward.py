@@ -101,11 +101,9 @@ def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
 
 
 def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function (or class) and its checked arguments. A short name is one of coalign.rewards.
-
-    Raises ConfigError for wrong arguments (``where`` is the section's path), and ValueError if there is no such
-    function or it refuses them: its attribute ``check``, if it has one, is called with the arguments.
-    """
+    """The function (or class) and its checked arguments. A short name is one of coalign.rewards. Raises ConfigError for
+    wrong arguments (``where`` is the section's path), and ValueError if there is no such function or it refuses them:
+    its attribute ``check``, if it has one, is called with the arguments."""
     fn = resolve(cast(str, config.fn), "coalign.rewards")
     arguments = bind(fn, config.arguments, where)
     if hasattr(fn, "check"):
