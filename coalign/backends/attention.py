@@ -1,8 +1,8 @@
 """Attention over one packed row, block by block, behind transformers' attention interface.
 
-Any decoder whose layers call the interface works, sliding windows, soft-capped scores and grouped heads included. No
-[P, P] mask is built: each block of coalign.backends.layout is one call of scaled_dot_product_attention. A setting that
-this function does not know is refused, never ignored.
+It serves every decoder whose layers call the interface, with sliding windows, soft-capped scores and grouped heads.
+No [P, P] mask is built: each block of coalign.backends.layout is one call of scaled_dot_product_attention. Unknown
+settings are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from coalign.backends.layout import Block, Layout
 
 NAME = "coalign_packed"
 
-# What decoders hand through to attention without meaning anything for it here.
+# Keyword arguments of decoders that change nothing here.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
 
 
-@torch.compiler.disable  # blocks are Python's: it would compile anew for each row
+@torch.compiler.disable  # blocks are Python objects: every row would be compiled anew
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -44,10 +44,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """query [1, heads, P, D], key and value [1, kv_heads, P, D] -> [1, P, heads, D].
 
-    ``heads``: over ranks that have a part of the row each; the blocks of ``layout`` are those of all of it.
-
+    ``heads`` exchanges heads among ranks that hold a part of the row each; ``layout`` has the blocks of the whole row.
     Raises UnsupportedAttention for a dense mask, for attention that is not causal, for further settings that would
-    change the result (attention sinks, position biases), and for a layer that keeps keyword arguments to itself.
+    change the result (attention sinks, position biases), and for a layer that does not pass keyword arguments on.
     """
     if layout is None:
         raise UnsupportedAttention(
@@ -58,11 +57,11 @@ def packed_attention(
         what = unknown or (["attention_mask"] if attention_mask is not None else ["is_causal=False"])
         raise UnsupportedAttention(f"packed attention does not know {what} of {type(module).__name__}")
     if heads is not None:
-        query, key, value = (heads.taken(x) for x in (query, key, value))
+        query, key, value = (heads.split_heads(x) for x in (query, key, value))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    settings = {"scaling": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap}
+    settings: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap}
     out = attend(query, key, value, blocks=layout.blocks, **settings)[None]
-    return (out if heads is None else heads.given_back(out)), None
+    return (out if heads is None else heads.join_heads(out)), None
 
 
 def attend(
@@ -78,12 +77,10 @@ def attend(
     bias: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """query [P, heads, D], key [P, kv_heads, D] and value [P, kv_heads, E] -> [P, heads, E], in the dtype of value.
-
-    ``scaling`` of the scores; None: 1 / sqrt(D). ``window``: how many tokens a token sees, itself among them. ``bias``:
-    from positions i64[K] of keys what is added to their scores, f32[heads, K] (not with ``softcap``).
-    """
-    # Rotary embeddings may have left query and key wider than value. On a CPU, torch's bf16 kernel needs twice the time
-    # of the float32 one for its backward.
+    ``scaling`` of the scores; None: 1 / sqrt(D). ``window``: how many tokens a token sees, itself included. ``bias``
+    maps positions i64[K] of keys to what is added to their scores, f32[heads, K] (not with ``softcap``)."""
+    # Rotary embeddings may leave query and key in a wider dtype than value. On a CPU, the backward of torch's bf16
+    # kernel takes twice the time of the float32 one.
     dtype = value.dtype
     kernel = torch.promote_types(dtype, torch.float32) if value.device.type == "cpu" else dtype
     query, key, value = (x.to(kernel) for x in (query, key, value))
@@ -107,12 +104,12 @@ def _attend(
     # Split once: the backward of one split is one concatenation, that of many slices as many zero-filled copies.
     sizes = [sum(block.lengths) for block in blocks]
     queries, keys, values = (x.split(sizes) for x in (query, key, value))
-    place = {block.start: i for i, block in enumerate(blocks)}
+    numbers = {block.start: i for i, block in enumerate(blocks)}
     out = []
     for i, block in enumerate(blocks):
         k, v = _stack(keys[i], block), _stack(values[i], block)
         if block.prefix:
-            prefix = place[block.prefix[0]]
+            prefix = numbers[block.prefix[0]]
             k, v = (torch.cat([x[prefix].expand(len(y), -1, -1, -1), y], 1) for x, y in ((keys, k), (values, v)))
         mask = mask_of(block)
         q, k, v = (x.transpose(1, 2) for x in (_stack(queries[i], block), k, v))
@@ -122,7 +119,7 @@ def _attend(
 
 
 def _stack(own: Tensor, block: Block) -> Tensor:
-    """[sum(lengths), H, D] -> [n, longest, H, D], shorter spans filled up with their last token, never read back."""
+    """[sum(lengths), H, D] -> [n, longest, H, D]; shorter spans are padded with their last token."""
     n, longest = len(block.lengths), max(block.lengths)
     if own.shape[0] == n * longest:
         return own.unflatten(0, (n, longest))
@@ -146,42 +143,39 @@ def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | No
     """bool[longest, prefix + longest], True where a query may look; None for plain causal attention."""
     before = block.prefix[1] - block.prefix[0] if block.prefix else 0
     longest = max(block.lengths)
-    windowed = window is not None and window < before + longest
-    if not before and not windowed:
+    if not before and (window is None or window >= longest):
         return None
     query = torch.arange(before, before + longest, device=device)[:, None]
     key = torch.arange(before + longest, device=device)
     mask = key <= query
-    return mask & (key > query - window) if windowed else mask
+    return mask if window is None or window >= before + longest else mask & (key > query - window)
 
 
 def _biased(
     block: Block, window: int | None, device: torch.device, bias: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look.
-
-    A key's bias less that of the query's own place: softmax does not see the difference, but bf16 would otherwise round
-    the nearest keys of a late query all to one number.
-    """
+    """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look. The bias of the
+    query's own position is subtracted: softmax does not see the difference, but bf16 would otherwise round the nearest
+    keys of a late query all to one number."""
     before = block.prefix[1] - block.prefix[0] if block.prefix else 0
     longest = max(block.lengths)
     seen = _mask(block, window, device)
     if seen is None:
         seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-    places = bias(torch.arange(before + longest, device=device))
-    return (places[:, None] - places[:, before:, None]).masked_fill(~seen, -torch.inf).to(dtype)
+    biases = bias(torch.arange(before + longest, device=device))
+    return (biases[:, None] - biases[:, before:, None]).masked_fill(~seen, -torch.inf).to(dtype)
 
 
 def _softcapped(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool,
     scale: float | None, dropout_p: float, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """scaled_dot_product_attention on softcap * tanh(scores / softcap) (Gemma 2), which no kernel of torch offers."""
+    """scaled_dot_product_attention on softcap * tanh(scores / softcap) (Gemma 2). No kernel of torch has it."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scale / softcap)) * softcap
-    if is_causal:
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.tanh(query @ key.transpose(2, 3) * (factor / softcap)) * softcap
+    if attn_mask is None:  # is_causal
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     weights = scores.masked_fill(~attn_mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
     return F.dropout(weights, dropout_p) @ value

@@ -1,7 +1,7 @@
-"""What every backend has in common. A backend is a subclass of one of the classes below with a handful of verbs.
+"""The base classes of all backends: ``Module``, any model of a run, and ``TrainableModule``, one that learns.
 
-This file knows no backend, no algorithm and no Ray. It owns the order of events inside a training step: cut into
-updates, count the global denominators, cut into micro-batches, forward and backward, one optimizer step.
+This file knows no backend, no algorithm and no Ray. It owns the order of events inside a training step: cut the batch
+into updates, count the global denominators, cut each update into micro-batches, forward and backward, optimizer step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -18,34 +18,33 @@ from torch import Tensor
 from coalign.algorithms.aggregate import Totals, trained_sequences
 from coalign.algorithms.importance import mismatch_stats
 from coalign.algorithms.segments import segment_count
-from coalign.backends.layout import trained
+from coalign.backends.layout import get_loss_mask
 from coalign.backends.objective import Objective, groups_of
-from coalign.backends.optim import learning_rate
+from coalign.backends.optim import compute_learning_rate
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory.arena import PARTS, Arena
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, Stat, Stats, Total, merge_stats
 
-# What a model computed of one micro-batch: logprobs [T] (and entropy [T]) | values [T] | scores [N].
+# What a model computes from one micro-batch: logprobs [T] (and entropy [T]) | values [T] | scores [N].
 Outputs = dict[str, Tensor]
 Measure = Callable[[Batch, Outputs], Tensor]
 # head -> (its output, the column that it scores a batch with)
 HEADS = {"lm": ("logprobs", "ref_logprobs"), "value": ("values", "values"), "reward": ("scores", "reward")}
-# Keeps a rank without work in step with the others: gradient zero for every parameter.
+# Keeps a rank without work in step with the others: every parameter gets a gradient of zero.
 IDLE = Batch(torch.tensor([2]), {"tokens": torch.zeros(2, dtype=torch.int32), "loss_mask": torch.tensor([False, True])})
 
 
 class Module:
-    """One process's share of one model.
+    """One process of one model. Subclasses override the methods and the class attributes below.
 
     ``spmd``: the processes of a trainable model form one group, whose ranks call every method together; otherwise they
-    are independent replicas. ``exclusive``: a call computes, so it has the model's devices to itself; False for modules
-    that mostly wait for something else (rewards). ``adopts``: ``load_weights(…, adopt=True)`` computes with the tensors
-    it is given, where they lie on its device. ``needs``: the parts of the model (coalign.memory.arena.PARTS) that a
-    method computes with; one that is not listed has all of them on the device. ``constant``: those that never change.
-    ``parallel``: the ways in which it can be cut over devices (coalign.config.schema.PARALLEL). ``adapters``: those of
-    low rank can travel beside its weights (Context.adapter_rank), to it or from it.
+    are independent replicas. ``exclusive``: a call computes, so no other model computes on its devices meanwhile; False
+    for modules that mostly wait (rewards). ``adopts``: ``load_weights(…, adopt=True)`` uses the given tensors without a
+    copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``adapters``: low-rank adapters can
+    be sent or received beside the weights (Context.adapter_rank). ``needs``: for each method, the parts of the model
+    (coalign.memory.arena.PARTS) that it computes with; a method that is not listed needs all of them on the device.
     """
 
     spmd: ClassVar[bool] = False
@@ -54,25 +53,24 @@ class Module:
     parallel: ClassVar[Sequence[str]] = ()
     adapters: ClassVar[bool] = False
     needs: ClassVar[Mapping[str, Sequence[str]]] = {}
-    weights_dtype: torch.dtype | None = None  # of all its weights, if one: to that it casts what load_weights is given
+    weights_dtype: torch.dtype | None = None  # if all weights have one dtype: load_weights casts to it
     unfit: str | None = None  # why this replica must not serve (coalign.weights)
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        """The columns that ``forward_step`` adds, told without loading it (`coalign check` runs flows on them)."""
+        """The columns that ``forward_step`` adds. No weights are read (`coalign check` runs flows on them)."""
         return (HEADS[config.head][1],)
 
     @classmethod
     def one_group(cls, config: ModelConfig) -> bool:
-        """Whether the processes of a model are one group. Frozen models are independent replicas, if each has them
-        whole: nothing to agree on."""
-        return cls.spmd and not config.frozen
+        """Whether the processes of a model form one group. Frozen models that each process holds whole do not."""
+        return cls.spmd and (not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel))
 
-    # What ``setup`` refuses before it reads weights. `coalign check` asks the same three functions.
+    # What ``setup`` refuses before it reads weights. `coalign check` calls the same three methods.
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        """Raises ValueError, naming a key of ``models.<name>``, for settings that this backend cannot follow on
+        """Raises ValueError, naming a key of ``models.<name>``, for settings that this backend does not support on
         ``device``. No file is read."""
 
     @classmethod
@@ -83,21 +81,21 @@ class Module:
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raises ImportError, ValueError or RuntimeError for packages, compilers and kernels that the model needs and
-        that this machine does not have."""
+        this machine lacks."""
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
-        """What `coalign check` says of how this machine will compute the model. No weights are read."""
+        """Remarks of `coalign check` on how this machine will compute the model. No weights are read."""
         return ()
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         self.config = config
         self.context = context
-        self.arena = Arena(context.device)  # a worker gives all models of its device the same one
-        self.links: dict[str, Any] = {}  # what transports of weights keep here from one sync to the next
+        self.arena = Arena(context.device)  # a worker replaces it by the one that all models of its device share
+        self.links: dict[str, Any] = {}  # what weight transports keep here from one sync to the next
 
     def check_before_setup(self) -> None:
-        """Raise what `check_settings` and `check_machine` raise for this process."""
+        """Raises what `check_settings` and `check_machine` raise for this process."""
         for check in (self.check_settings, self.check_machine):
             check(self.config, self.context.model, torch.device(self.context.device))
 
@@ -107,10 +105,10 @@ class Module:
         return self.context.rank == 0
 
     def setup(self) -> None:
-        """Build or load the model. Called once, in the worker's process, before any other verb."""
+        """Build or load the model. Called once in the worker's process, before any other method."""
 
     def close(self) -> None:
-        """Give back what was taken."""
+        """Release what ``setup`` took."""
 
     def check_fit(self) -> None:
         """Raises RuntimeError while this replica must not serve."""
@@ -121,41 +119,39 @@ class Module:
 
     @property
     def constant(self) -> Sequence[str]:
+        """The parts of the model that never change."""
         return ()
 
     def tensors(self, part: str) -> Iterable[Tensor]:
-        """The live tensors that a part of the model consists of, between two calls."""
+        """The live tensors of one part of the model, between two calls."""
         return ()
 
     def move(self, to: str, parts: Sequence[str]) -> None:
-        """Take these parts to the ``host``, or to the ``device``, where they are then bit for bit what they were.
-
-        Raises coalign.memory.arena.OutOfDeviceMemory if there is no room for them.
-        """
+        """Move these parts to the ``host`` or to the ``device``. They come back bit for bit the same. Raises
+        coalign.memory.arena.OutOfDeviceMemory if they do not fit."""
         if to == "host":
             self.arena.leave(self.context.model, parts, constant=self.constant)
         else:
             self.arena.enter(self.context.model, parts)
 
-    def held(self) -> Mapping[str, int]:
-        """Bytes on the device of each part that is there. Asked after each call."""
+    def measure_memory(self) -> Mapping[str, int]:
+        """Bytes on the device, by part of the model. Called after each call."""
         for part in PARTS:
             self.arena.settle(self.context.model, part, self.tensors(part))
         return self.arena.held(self.context.model)
 
 
 class TrainableModule(Module):
-    """A Scorer and a Trainable (coalign.types) on the verbs of a backend.
+    """A model that scores and learns (coalign.roles.Trainable), on the methods that a backend supplies.
 
-    Over several ranks each one gets its share of the batch and all of them call the same method; ``version`` counts
-    the finished train_steps, ``updates`` the optimizer steps tried, ``tokens`` those that they trained on, over all
-    ranks.
+    Over several ranks each one gets a part of the batch and all of them call the same method. ``version`` counts the
+    finished train_steps, ``updates`` the optimizer steps tried, ``tokens`` the tokens trained on, over all ranks.
     """
 
     spmd = True
     needs = {
         **dict.fromkeys(("forward_step", "top_logprobs", "eval_step", "save_adapter"), ("weights",)),
-        **dict.fromkeys(("save", "load", "save_hf"), ("weights", "optimizer")),  # an average counts to the optimizer
+        **dict.fromkeys(("save", "load", "save_hf"), ("weights", "optimizer")),  # averages belong to the optimizer
     }
     version = 0
     updates = 0
@@ -167,31 +163,23 @@ class TrainableModule(Module):
 
     # ---- what a backend supplies
 
-    def run(
-        self,
-        micros: Sequence[Batch],
-        loss: Measure | None = None,
-        *,
-        needs: Sequence[str] = (),
-    ) -> list[Outputs]:
+    def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
         """Forward over each micro-batch, without dropout or gradient; with ``loss``, in training mode, and add the
-        gradient of each loss. ``needs`` names outputs beyond the head's own (entropy, candidate_logprobs, collision). A
-        collective: every rank passes the same number of micro-batches."""
+        gradient of each loss. ``needs`` names outputs beyond the head's own (entropy, candidate_logprobs, collision).
+        A collective: every rank passes the same number of micro-batches."""
         raise NotImplementedError
 
     def optimizer_step(self) -> float:
-        """Clip, apply and clear the accumulated gradient; returns its norm before clipping.
-
-        A gradient that is not finite is cleared without touching weights or optimizer.
-        """
+        """Clip, apply and clear the accumulated gradient; returns its norm before clipping. A gradient that is not
+        finite is cleared without touching weights or optimizer."""
         raise NotImplementedError
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), one at a time, on the ranks that have ``exports`` (the first, unless a
-        backend says otherwise), each other weights; the other ranks take part and yield nothing.
+        """(Hugging Face name, full tensor), one at a time. A collective.
 
-        In one process the tensors are the live parameters: later training steps show through them. A weight with an
-        adapter is given merged, as a new tensor. ``changing``: only what training changes.
+        Ranks with ``exports`` yield, each other weights; the rest take part and yield nothing. In one process the
+        tensors are the live parameters, which later training steps change. A weight with an adapter is yielded merged,
+        as a new tensor. ``changing``: only what training changes.
         """
         raise NotImplementedError
 
@@ -209,8 +197,8 @@ class TrainableModule(Module):
         raise NotImplementedError
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
-        """Write a Hugging Face directory that `from_pretrained` loads, of the weights or of their ``average``
-        (ModelConfig.ema; ValueError without). A collective."""
+        """Write a Hugging Face directory of the weights, or of their ``average`` (ModelConfig.ema). A collective.
+        ValueError for the average of a model that keeps none."""
         raise NotImplementedError
 
     def save_adapter(self, dir: str | Path) -> None:
@@ -222,21 +210,21 @@ class TrainableModule(Module):
         """Of the optimizer step under way, whose tokens are counted already."""
         own, context = self.config, self.context
         if own.optimizer.unit == "tokens":
-            return learning_rate(self.tokens - 1, own.optimizer, total=context.tokens)
+            return compute_learning_rate(self.tokens - 1, own.optimizer, total=context.tokens or 0)
         total = (context.steps - own.learns_after) * own.updates_per_batch * own.epochs_per_batch
-        return learning_rate(self.updates, own.optimizer, total=total)
+        return compute_learning_rate(self.updates, own.optimizer, total=total)
 
     @property
     def progress(self) -> dict[str, int]:
         """What a checkpoint notes beside the tensors."""
         return {"version": self.version, "updates": self.updates, "tokens": self.tokens}
 
-    def go_on_from(self, progress: Mapping[str, int]) -> None:
-        """The counts of a checkpoint."""
+    def restore_progress(self, progress: Mapping[str, int]) -> None:
+        """Take over the counts of a checkpoint."""
         self.version, self.updates, self.tokens = (progress[name] for name in ("version", "updates", "tokens"))
 
     def token_budget(self, longest: int) -> int | None:
-        """The most tokens that one micro-batch may have; ``longest`` is the greatest part that cannot be cut."""
+        """The most tokens of one micro-batch; ``longest``: tokens of the longest unit that cannot be cut."""
         return self.config.max_tokens_per_micro
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
@@ -246,93 +234,93 @@ class TrainableModule(Module):
     # ---- what the rest of Coalign calls
 
     def forward_step(self, batch: Batch, *, into: str | None = None, base: bool = False) -> dict[str, Tensor]:
-        """One column for ``batch``: ref_logprobs or values (f32 [sum T], 0.0 outside of the loss mask), or reward (f32
-        [N]). ``into`` gives it another name; ``base`` leaves the model's adapters out."""
+        """One column for ``batch``: ref_logprobs or values f32[sum T], 0.0 outside of the loss mask, or reward f32[N].
+        ``into`` gives it another name; ``base`` leaves the model's adapters out."""
         output, column = HEADS[self.config.head]
         with self.base_weights() if base else nullcontext():
-            computed = self.computed(batch)
+            computed = self.compute_outputs(batch)
         result = torch.zeros(len(batch) if output == "scores" else batch.tokens_total)
         for micro, out in computed:
-            where = micro["row"] if output == "scores" else micro["token"][trained(micro)]
+            where = micro["row"] if output == "scores" else micro.token["token"][get_loss_mask(micro)]
             result[where] = out[output].float().cpu()
         return {into or column: result}
 
     def top_logprobs(self, batch: Batch) -> dict[str, Tensor]:
-        """What a teacher tells (coalign.config.schema.ModelConfig.candidates): the columns candidates i32[sum T, K] and
-        teacher_logprobs f32[sum T, K], 0 outside of the loss mask."""
-        parts = self.computed(batch, needs=("top",))
+        """The columns of a teacher (ModelConfig.candidates): its likeliest tokens and their log-probs. candidates
+        i32[sum T, K] and teacher_logprobs f32[sum T, K], 0 outside of the loss mask."""
+        computed = self.compute_outputs(batch, needs=("top",))
         columns = {}
         for name in ("candidates", "teacher_logprobs"):
-            width = parts[0][1][name].shape[1]
+            width = computed[0][1][name].shape[1]
             columns[name] = torch.zeros(batch.tokens_total, width, dtype=TOKEN_COLUMNS[name])
-            for micro, out in parts:
-                columns[name][micro["token"][trained(micro)]] = out[name].cpu().to(TOKEN_COLUMNS[name])
+            for micro, out in computed:
+                columns[name][micro.token["token"][get_loss_mask(micro)]] = out[name].cpu().to(TOKEN_COLUMNS[name])
         return columns
 
-    def computed(self, batch: Batch, *, needs: Sequence[str] = ()) -> list[tuple[Batch, Outputs]]:
-        """The micro-batches of ``batch``, and what the model computes of each. They do not keep its order: `row` i64[N]
-        and `token` i64[T] of a micro-batch say where its own stand in ``batch``. A collective."""
-        micros = self._micros(_numbered(batch))
+    def compute_outputs(self, batch: Batch, *, needs: Sequence[str] = ()) -> list[tuple[Batch, Outputs]]:
+        """The micro-batches of ``batch`` with the model's outputs for each. A collective. They are not in the order of
+        ``batch``: their columns `row` i64[N] and `token` i64[T] say where each sequence and each token stands there."""
+        token = {**batch.token, "token": torch.arange(batch.tokens_total)}
+        micros = self._micros(Batch(batch.lengths, token, {**batch.sequence, "row": torch.arange(len(batch))}))
         pairs = zip(micros, self.run(micros, needs=needs), strict=True)
         return [(micro, out) for micro, out in pairs if micro is not IDLE]
 
     def train_step(
         self, batch: Batch, *, loss: str | None = None, ptx: Batch | None = None, ptx_coef: float = 1.0
     ) -> Stats:
-        """epochs_per_batch passes over ``batch``, each of updates_per_batch optimizer steps. They learn from runs of
-        the batch, groups whole and with as many tokens each as that leaves; a share of a batch says by its column
-        `update` which row is for which. In the first `learns_after` calls nothing is learned: how far the sampler is
-        from this model is all that they return.
+        """Train on ``batch``: epochs_per_batch passes, each cut into updates_per_batch optimizer steps.
 
-        Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained and
-        the loss's own statistics as loss/<name>; loss/not_finite counts updates skipped for their gradient, if any.
-        ``loss`` names another loss than the configured one.
+        Updates are consecutive parts of the batch, with groups whole and tokens balanced, or as the column `update`
+        says. The first `learns_after` calls learn nothing: they return only how far the sampler is from this model.
 
-        ``ptx`` holds rows of other data, cut into parts for the updates as ``batch`` is: each adds ``ptx_coef`` times
-        the mean negative log-likelihood of its tokens (2203.02155, equation 2), which loss/ptx reports.
+        ``loss`` names another loss than the configured one. ``ptx`` holds rows of other data, cut over the updates as
+        ``batch`` is: each adds ``ptx_coef`` times the mean negative log-likelihood of its tokens (2203.02155, eq. 2).
+
+        Returns loss/value, loss/grad_norm, loss/lr (means over the updates), loss/skipped_updates, tokens/trained, the
+        loss's own statistics as loss/<name>, and loss/ptx; loss/not_finite counts updates skipped for their gradient.
         """
+        name = self.context.model
         if self.config.frozen:
-            raise ValueError(
-                f"model '{self.context.model}' is frozen: to train it, set models.{self.context.model}.frozen to false"
-            )
+            raise ValueError(f"model '{name}' is frozen: to train it, set models.{name}.frozen to false")
         if ptx is not None and self.config.head != "lm":
-            raise ValueError(f"model '{self.context.model}' has no language-model head, so no data to mix in (ptx)")
+            raise ValueError(f"model '{name}' has no language-model head, so no data to mix in (ptx)")
         if self.version < self.config.learns_after:
             self.version += 1
-            return self._mismatch(batch)
+            return self._compare_with_sampler(batch)
         objective = self._objective(loss)
         batch = batch if objective.compares else self._with_old_logprobs(batch)
         updates, epochs = self.config.updates_per_batch, self.config.epochs_per_batch
-        parts = epochs * _updates(batch, updates)
+        parts = epochs * _split_updates(batch, updates)
         if objective.compares:  # and has no anchor: later updates are of other weights than those that sampled
             parts[1:] = [part.without("rollout_logprobs") for part in parts[1:]]
-        mixed_in = epochs * ([None] * updates if ptx is None else _updates(ptx, updates))
+        mixed_in = epochs * ([None] * updates if ptx is None else _split_updates(ptx, updates))
         stats = [self._update(part, objective, rows, ptx_coef) for part, rows in zip(parts, mixed_in, strict=True)]
         self.version += 1
         return merge_stats(stats)
 
     def eval_step(self, batch: Batch, *, loss: str | None = None) -> Stats:
-        """loss/value and loss/<name> over ``batch``, in means that merge exactly; nothing is learned."""
+        """loss/value and loss/<name> over ``batch``, as means that merge exactly; nothing is learned."""
         objective = self._objective(loss)
-        totals = self._totals(batch)
+        totals = self._count_totals(batch)
         micros, measure, seen = self._prepare(batch, objective, totals)
         outputs = self.run(micros, needs=objective.needs)
         for micro, out in zip(micros, outputs, strict=True):
             measure(micro, out)
         stats = merge_stats(seen)
-        count = objective.count(totals)
-        return stats | {"loss/value": Stat(stats["loss/value"].sum * count, count)}
+        value, count = stats["loss/value"], objective.count(totals)
+        assert isinstance(value, Stat)
+        return stats | {"loss/value": Stat(value.sum * count, count)}
 
     # ---- one update
 
     def _update(self, batch: Batch, objective: Objective, ptx: Batch | None, ptx_coef: float) -> Stats:
         first = float(self.context.rank == 0)
-        totals = self._totals(batch)
+        totals = self._count_totals(batch)
         if totals.tokens == 0:  # nothing to learn; a step on momentum alone would still move the weights
             return {"loss/skipped_updates": Total(first)}
         micros, measure, seen = self._prepare(batch, objective, totals)
         with torch.random.fork_rng([] if self.context.device == "cpu" else [self.context.device]):
-            # Dropout depends on the place in the run, not on what ran before in this process: no RNG state to save.
+            # Dropout depends on the position in the run, not on what ran before in this process: no RNG state to save.
             torch.manual_seed(hash((self.context.seed, self.context.rank, self.updates)))
             self.run(micros, measure, needs=objective.needs)
             if ptx is not None:
@@ -346,7 +334,7 @@ class TrainableModule(Module):
             "loss/lr": Stat(lr),
             "loss/grad_norm": Stat(norm if finite else 0.0, float(finite)),
             "loss/skipped_updates": Total(first * (not finite)),
-            "tokens/trained": Total(float(trained(batch).sum())),
+            "tokens/trained": Total(float(get_loss_mask(batch).sum())),
         }
         if not finite:
             step["loss/not_finite"] = Total(first)
@@ -354,48 +342,48 @@ class TrainableModule(Module):
 
     def _mix_in(self, batch: Batch, coef: float) -> Stats:
         """Add the gradient of ``coef`` times the mean negative log-likelihood per token, at temperature 1."""
-        totals = self._totals(batch)
+        totals = self._count_totals(batch)
         if totals.tokens == 0:
             return {}
         micros, measure, seen = self._prepare(batch, self._objective("sft"), totals)
         self.run(micros, lambda micro, outputs: coef * measure(micro, outputs), needs=("plain",))
         return {"loss/ptx": merge_stats(seen).get("loss/nll", Stat(0.0, 0.0))}
 
-    def _totals(self, batch: Batch) -> Totals:
+    def _count_totals(self, batch: Batch) -> Totals:
         """The denominators of one update, over all ranks."""
-        segment, group = batch.segment[trained(batch)], groups_of(batch)
+        segment, group = batch.segment[get_loss_mask(batch)], groups_of(batch)
         counts = len(segment), trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
         return Totals(*self.all_reduce([float(count) for count in counts]))
 
     def _prepare(self, batch: Batch, objective: Objective, totals: Totals) -> tuple[list[Batch], Measure, list[Stats]]:
-        """The micro-batches, the function from (micro-batch, outputs) to a loss, and where it notes statistics."""
+        """The micro-batches, the function from (micro-batch, outputs) to a loss, and the list it adds statistics to."""
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
-        shares = len(set(self.config.shares(self.context.world_size)))
+        parts = len(set(self.config.shares(self.context.world_size)))
 
         def measure(micro: Batch, outputs: Outputs) -> Tensor:
             if micro is IDLE:
-                return sum(out.sum() for out in outputs.values()) * 0.0
+                return sum((out.sum() for out in outputs.values()), torch.zeros(())) * 0.0
             value, stats = objective(micro, outputs, totals)
             seen.append({f"loss/{name}": stat for name, stat in stats.items()})
-            # Shares are averaged by whoever merges their statistics; the loss is a sum over them.
-            seen.append({"loss/value": Stat(value.item() * shares, 0.0)})
+            # Statistics of data-parallel ranks are averaged when they are merged; the loss is a sum over the ranks.
+            seen.append({"loss/value": Stat(value.item() * parts, 0.0)})
             return value
 
-        if objective.per == "token":  # a row that was masked whole adds nothing and would cost as much as any
-            batch = batch.select(segment_count(batch.segment[trained(batch)], len(batch)) > 0)
+        if objective.per == "token":  # a row without trained tokens adds nothing and would cost as much as any other
+            batch = batch.select(segment_count(batch.segment[get_loss_mask(batch)], len(batch)) > 0)
         return self._micros(batch, objective.per), measure, seen
 
     def _micros(self, batch: Batch, per: str = "token") -> list[Batch]:
-        """This rank's micro-batches, filled up with idle ones to the greatest number that any rank has: forward and
-        backward of a sharded model are collectives. ``per``: what the loss compares is not cut."""
+        """This rank's micro-batches, filled up with idle ones to the greatest number of any rank: forward and backward
+        of a sharded model are collectives. ``per``: the rows that a loss compares stay in one micro-batch."""
         if per == "batch":
             if self.context.world_size > 1:
                 raise ValueError("this loss compares all rows of an update: train on one process (num_process: 1)")
             return [batch] if len(batch) else []
-        keep, whole = _unit(batch), per == "group"
+        whole = per == "group"
         sizes = torch.bincount(groups_of(batch) if whole else torch.arange(len(batch)), batch.lengths)
         budget = self.token_budget(int(sizes.max()) if len(sizes) else 0)
-        micros = batch.micro(budget, keep=keep, whole=whole)
+        micros = batch.micro(budget, keep=_group_column(batch), whole=whole)
         (most,) = self.all_reduce([float(len(micros))], "max")
         return micros + [IDLE] * (int(most) - len(micros))
 
@@ -412,37 +400,32 @@ class TrainableModule(Module):
             )
         return self.context.loss
 
-    def _mismatch(self, batch: Batch) -> Stats:
+    def _compare_with_sampler(self, batch: Batch) -> Stats:
         if self.config.head != "lm" or "rollout_logprobs" not in batch:
             return {}
-        own, mask = self.forward_step(batch, into="old_logprobs")["old_logprobs"], trained(batch)
-        found = mismatch_stats(own[mask], batch["rollout_logprobs"][mask])
+        own, mask = self.forward_step(batch, into="old_logprobs")["old_logprobs"], get_loss_mask(batch)
+        found = mismatch_stats(own[mask], batch.token["rollout_logprobs"][mask])
         return {f"loss/{name}": stat for name, stat in found.items()}
 
     def _with_old_logprobs(self, batch: Batch) -> Batch:
-        """The anchor of the importance ratio, where it will differ from the policy that is being updated."""
+        """Add the anchor of the importance ratio, where it will differ from the policy that is being updated."""
         if self.config.head != "lm" or "rollout_logprobs" not in batch or "old_logprobs" in batch:
             return batch
-        versions = batch.get("versions")
-        stale = versions is not None and bool((versions[trained(batch)] < self.version).any())
+        versions = batch.token.get("versions")
+        stale = versions is not None and bool((versions[get_loss_mask(batch)] < self.version).any())
         several = self.config.updates_per_batch * self.config.epochs_per_batch > 1
         (needed,) = self.all_reduce([float(stale or several)], "max")
         return batch.with_(**self.forward_step(batch, into="old_logprobs")) if needed else batch
 
 
-def _updates(batch: Batch, count: int) -> list[Batch]:
-    """The parts of ``batch`` that so many updates learn from."""
+def _split_updates(batch: Batch, count: int) -> list[Batch]:
+    """The parts of ``batch`` for ``count`` updates."""
     if "update" not in batch:
-        return batch.split(count, keep=_unit(batch))
-    return [batch.select(batch["update"] == number) for number in range(count)]
+        return batch.split(count, keep=_group_column(batch))
+    update = cast(Tensor, batch["update"])
+    return [batch.select(update == number) for number in range(count)]
 
 
-def _unit(batch: Batch) -> str | None:
-    """The column whose equal neighbours are not torn apart: groups and pairs, where there are any."""
+def _group_column(batch: Batch) -> str | None:
+    """The column whose equal neighbours stay together: groups and pairs, where there are any."""
     return "group" if "group" in batch else None
-
-
-def _numbered(batch: Batch) -> Batch:
-    """With the place of each `token` i64[T] and each `row` i64[N]: micro-batches do not keep the order."""
-    numbers = {"token": torch.arange(batch.tokens_total)}, {"row": torch.arange(len(batch))}
-    return Batch(batch.lengths, {**batch.token, **numbers[0]}, {**batch.sequence, **numbers[1]})

@@ -1,4 +1,4 @@
-"""A trainer's state on disk, in torch's distributed checkpoint format: any number of ranks reads what another wrote."""
+"""A trainer's state on disk in torch's distributed checkpoint format, which any number of ranks can read."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from coalign.backends.optim import Average
+from coalign.backends.optim import WeightAverage
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
-# torch says so each time that one process saves alone, as it should.
+# torch warns each time that one process saves alone, which is intended here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 State = dict[str, Tensor | int]
 
 
-def training_state(model: nn.Module, optimizer: Any | None, average: Average | None = None) -> State:
-    """By name: live tensors (trained parameters, persistent buffers, the optimizer's state, averages), and the plain
-    numbers among the optimizer's state. Frozen parameters are where the model was loaded from."""
+def get_training_state(model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None) -> State:
+    """The live tensors of a training by name: trained parameters, persistent buffers, optimizer state, averages. Also
+    the plain numbers in the optimizer's state. Frozen parameters are left out: they are where the model came from."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    state: State = {MODEL + name: tensor for name, tensor in weights(model).items() if name not in frozen}
+    state: State = {MODEL + name: tensor for name, tensor in get_weights(model).items() if name not in frozen}
     for name, entries in _optimizer_state(model, optimizer):
         state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in entries.items()}
     if average is not None:
@@ -33,7 +33,7 @@ def training_state(model: nn.Module, optimizer: Any | None, average: Average | N
     return state
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
+def get_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and persistent buffers, live."""
     parameters, persistent = dict(model.named_parameters()), model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -42,32 +42,30 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def save(dir: str | Path, state: State, progress: dict[str, int], *, alone: bool) -> None:
     """Write ``state`` and ``progress``. A collective, unless this process holds the model ``alone``."""
-    dcp.save({**state, "progress": progress}, checkpoint_id=str(dir), no_dist=alone)
+    state_dict_saver.save({**state, "progress": progress}, checkpoint_id=str(dir), no_dist=alone)
 
 
 def load(
-    dir: str | Path, model: nn.Module, optimizer: Any | None, average: Average | None = None, *, alone: bool
+    dir: str | Path, model: nn.Module, optimizer: Any | None, average: WeightAverage | None = None, *, alone: bool
 ) -> dict[str, int]:
-    """Fill the training state of these in place; returns the progress. A collective, unless ``alone``.
-
-    Raises FileNotFoundError where there is no checkpoint, and ValueError naming the entries that are missing, left over
-    or of another shape. Nothing is touched then.
-    """
+    """Fill the training state of these objects in place; returns the progress. A collective, unless ``alone``. Raises
+    FileNotFoundError where there is no checkpoint, and ValueError naming the entries that are missing, left over or of
+    another shape; then nothing is changed."""
     if not (Path(dir) / ".metadata").is_file():
         raise FileNotFoundError(f"{dir} holds no checkpoint of a trainer (no .metadata file)")
     saved = FileSystemReader(str(dir)).read_metadata().state_dict_metadata
-    state = training_state(model, optimizer, average)
+    state = get_training_state(model, optimizer, average)
     _refuse_strangers(dir, {n: m for n, m in saved.items() if not n.startswith(PROGRESS)}, state)
     progress = {name.removeprefix(PROGRESS): 0 for name in saved if name.startswith(PROGRESS)}
     loaded: dict[str, Any] = {**state, "progress": progress}
-    dcp.load(loaded, checkpoint_id=str(dir), no_dist=alone)
+    state_dict_loader.load(loaded, checkpoint_id=str(dir), no_dist=alone)
     for name, entries in _optimizer_state(model, optimizer):  # tensors were filled, numbers replaced
         entries.update({key: loaded[f"{OPTIMIZER}{name}.{key}"] for key in entries})
     return loaded["progress"]
 
 
 def _optimizer_state(model: nn.Module, optimizer: Any | None) -> list[tuple[str, dict[str, Any]]]:
-    """(parameter's name, its live entries) of everything that is optimised."""
+    """(parameter name, its live entries) of every optimised parameter."""
     if optimizer is None:
         return []
     state: Mapping[nn.Parameter, dict[str, Any]] = optimizer.state
@@ -77,18 +75,14 @@ def _optimizer_state(model: nn.Module, optimizer: Any | None) -> list[tuple[str,
 def _refuse_strangers(dir: str | Path, saved: dict[str, Any], state: State) -> None:
     wrong = [f"{name} is missing there" for name in state if name not in saved]
     wrong += [f"{name} is unknown here" for name in saved if name not in state]
-    wrong += [
-        f"{name} is {there} there and {here} here"
-        for name, value in state.items()
-        if name in saved and (there := _shape(saved[name])) != (here := _shape(value))
-    ]
+    shapes = {name: (_shape(saved[name]), _shape(value)) for name, value in state.items() if name in saved}
+    wrong += [f"{name} is {there} there and {here} here" for name, (there, here) in shapes.items() if there != here]
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
         raise ValueError(f"checkpoint {dir} is of another model or optimizer: {'; '.join(wrong[:5])}{more}")
 
 
 def _shape(value: Any) -> tuple[int, ...] | str:
-    """Of a tensor or its metadata."""
-    if isinstance(value, TensorStorageMetadata | Tensor):
-        return tuple(value.size() if isinstance(value, Tensor) else value.size)
-    return "a number"
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return tuple(value.size) if isinstance(value, TensorStorageMetadata) else "a number"

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO (1910.02054) beneath models of transformers: the ranks share the optimizer's state (stage 1),
-gradients too (2), weights too (3). The only file that imports deepspeed.
+"""Trains models of transformers with DeepSpeed's ZeRO (1910.02054). The only file that imports deepspeed.
 
-The optimizer is torch's, handed in, so DeepSpeed compiles nothing. What it steps on are flat pieces of the parameters
-in float32; with a ``compute_dtype`` of bfloat16 these are the weights that count, and those of the model are copies.
+The ranks shard the optimizer's state (stage 1), gradients too (2), weights too (3). The optimizer is torch's, so
+DeepSpeed compiles nothing. It steps on flat float32 partitions of the parameters; with a ``compute_dtype`` of bfloat16
+these are the master weights, and those of the model are copies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coalign.backends import optim
 from coalign.backends.base import Outputs
-from coalign.backends.checkpoint import weights
+from coalign.backends.checkpoint import get_weights
 from coalign.backends.hf.module import HuggingFaceModule
 from coalign.backends.layout import Layout
 from coalign.backends.process_group import join_process_group
@@ -29,8 +29,12 @@ from coalign.config.errors import near
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
 SUPPORTED = "0.19"
-TAG, LAYOUT = "engine", "layout.json"  # of a checkpoint: DeepSpeed's folder in it, and what it can be loaded into
+TAG, LAYOUT = "engine", "layout.json"  # in a checkpoint: DeepSpeed's folder, and what must agree with it
+# key of zero_optimization that Coalign sets -> why
 OWNED = {
     "stage": "it is `deepspeed.stage`",
     "offload_optimizer": "it is `deepspeed.offload_optimizer`",
@@ -44,11 +48,11 @@ OWNED = {
 
 
 class DeepSpeedModule(HuggingFaceModule):
-    """A causal LM, value model or reward model under ZeRO; a frozen one is sharded at stage 3 and whole below it."""
+    """A causal LM, value model or reward model under ZeRO; a frozen one is sharded at stage 3 only."""
 
-    engine: Any = None  # None for a frozen model that each process has whole
+    engine: DeepSpeedEngine = cast("DeepSpeedEngine", None)  # None for a frozen model that each process holds whole
     engines: ClassVar[int] = 0  # open in this process
-    met: ClassVar[bool] = False  # whether their process group is ours to end
+    owns_group: ClassVar[bool] = False  # whether this class made the default process group
 
     @classmethod
     def one_group(cls, config: ModelConfig) -> bool:
@@ -56,39 +60,35 @@ class DeepSpeedModule(HuggingFaceModule):
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        """Raises ValueError for what ZeRO cannot train."""
         if cls.one_group(config):
             for key, reason in _problems(config):
                 raise ValueError(f"models.{name}.{key}{reason}")
 
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        """Raises ImportError without a DeepSpeed that Coalign knows, and ValueError for an option it does not have."""
+        """Raises ImportError without a supported DeepSpeed, and ValueError for an option that it does not have."""
         if cls.one_group(config):
             require_deepspeed()
             if config.deepspeed.zero:
-                load(device)
-                check_known(config.deepspeed.zero, name)
+                import_deepspeed(device)
+                check_zero_keys(config.deepspeed.zero, name)
 
     def setup(self) -> None:
-        """Load the model and hand it to DeepSpeed; with several ranks join the others first.
-
-        Raises what the checks of Module and coalign.backends.pretrained raise.
-        """
+        """Join the other ranks and load the model. Raises what the checks of Module and pretrained.load raise."""
         self.check_before_setup()
         if not self.one_group(self.config):
             self.model = self._read(self.device)
             return
-        deepspeed = load(self.device)
+        deepspeed = import_deepspeed(self.device)
         if not dist.is_initialized():  # by another model of this process
-            meet(self.context)
-            DeepSpeedModule.met = True
+            make_process_group(self.context)
+            DeepSpeedModule.owns_group = True
         self.model = self._read(torch.device("cpu"))
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if trained:
-            self.optimizer = optim.adamw(list(trained.values()), self.config.optimizer)
-            self.optimizer.state.clear()  # it will be that of flat pieces
-        # DeepSpeed rounds before it takes its copies in float32.
+            self.optimizer = optim.build_adamw(list(trained.values()), self.config.optimizer)
+            self.optimizer.state.clear()  # DeepSpeed fills it, for its flat partitions
+        # DeepSpeed rounds weights before it copies them to float32.
         exact = {name: p.detach().clone() for name, p in trained.items()} if self.compute_dtype else {}
         self.engine, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.optimizer, config=self._settings(), dist_init_required=False
@@ -102,13 +102,13 @@ class DeepSpeedModule(HuggingFaceModule):
             return
         self.engine.destroy()
         DeepSpeedModule.engines -= 1
-        if DeepSpeedModule.engines == 0 and DeepSpeedModule.met:
+        if DeepSpeedModule.engines == 0 and DeepSpeedModule.owns_group:
             import deepspeed
 
-            deepspeed.comm.destroy_process_group()  # and forgets what it has made of it
-            DeepSpeedModule.met = False
+            deepspeed.comm.destroy_process_group()  # which also clears what it keeps about the group
+            DeepSpeedModule.owns_group = False
 
-    # ---- verbs of TrainableModule
+    # ---- methods of TrainableModule
 
     def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
         if self.engine is None:
@@ -116,16 +116,16 @@ class DeepSpeedModule(HuggingFaceModule):
         return self.engine(layout.to(self.device), needs=needs)
 
     def _backward(self, loss: Tensor) -> None:
-        self.engine.backward(self.context.world_size * loss)  # DeepSpeed takes the mean over ranks
+        self.engine.backward(self.context.world_size * loss)  # DeepSpeed averages over ranks
 
     def optimizer_step(self) -> float:
         self._set_learning_rate()
-        self.engine.step()  # clears the gradient, and does nothing else with one that is not finite
+        self.engine.step()  # clears the gradient; one that is not finite is not applied
         self.arena.reserve(self.context.model, "gradients", 0)
-        return float(self.engine.get_global_grad_norm())
+        return float(cast(float, self.engine.get_global_grad_norm()))
 
     def save(self, dir: str | Path) -> None:
-        """In DeepSpeed's own format: the same number of ranks reads it."""
+        """Write DeepSpeed's own format, which only the same number of ranks can read."""
         self.engine.save_checkpoint(str(dir), tag=TAG, client_state={"progress": self.progress}, save_latest=False)
         if self.context.rank == 0:
             (Path(dir) / LAYOUT).write_text(json.dumps(self._layout, indent=1))
@@ -141,34 +141,32 @@ class DeepSpeedModule(HuggingFaceModule):
                 "with the stage and the number of processes that wrote it; weights alone go on from its `hf` directory"
             )
         _, client = self.engine.load_checkpoint(str(dir), tag=TAG)
-        self.go_on_from(client["progress"])
+        self.restore_progress(cast(Any, client)["progress"])
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if self.engine is None or part not in ("weights", "optimizer"):
             return super().tensors(part)
-        if part == "weights":  # a shard has its parameter beside it where that is small enough to be kept whole
-            parameters = list(self.model.parameters())
-            return [*(p for p in parameters if p.numel()), *(p.ds_tensor for p in parameters if _sharded(p))]
+        if part == "weights":  # small parameters are kept whole, beside their shards
+            parameters: list[Any] = list(self.model.parameters())
+            return [*(p for p in parameters if p.numel()), *(p.ds_tensor for p in parameters if _is_sharded(p))]
         state = self.optimizer.state if self.optimizer else {}
-        return [
-            *state,
-            *(value for entries in state.values() for value in entries.values() if isinstance(value, Tensor)),
-        ]
+        entries = (value for entries in state.values() for value in entries.values())
+        return [*state, *(value for value in entries if isinstance(value, Tensor))]
 
     @property
     def _gradient_size(self) -> int:
-        """Bytes, on this rank: they are added up in float32."""
+        """Bytes on this rank: gradients are summed in float32."""
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in self.model.parameters() if p.requires_grad)
         return 4 * elements // (self.context.world_size if self.config.deepspeed.stage > 1 else 1)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def _gather(self, tensor: Tensor) -> Tensor:
         if self.engine is None:
-            return super()._whole(tensor)
+            return super()._gather(tensor)
         import deepspeed
 
         if self.compute_dtype is not None and tensor.requires_grad:
-            return deepspeed.utils.safe_get_full_fp32_param(tensor)
-        if not _sharded(tensor):
+            return cast(Tensor, deepspeed.utils.safe_get_full_fp32_param(tensor))
+        if not _is_sharded(tensor):
             return tensor
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
@@ -176,7 +174,7 @@ class DeepSpeedModule(HuggingFaceModule):
     # ---- building
 
     def _settings(self) -> dict[str, Any]:
-        """DeepSpeed's configuration. We say where an update ends, by `step`."""
+        """DeepSpeed's configuration. An update ends where `step` is called."""
         config, own = self.config, self.config.deepspeed
         host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         zero = {"stage": own.stage, **own.zero}
@@ -197,31 +195,31 @@ class DeepSpeedModule(HuggingFaceModule):
     @property
     def _layout(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
-        shapes = {name: list(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in weights(self.model).items()}
+        weights = get_weights(self.model).items()
         return {
             "deepspeed.stage": self.config.deepspeed.stage,
             "processes": self.context.world_size,
             "compute_dtype": self.config.compute_dtype or self.config.dtype,
-            "weights": shapes,
+            "weights": {name: list(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in weights},
         }
 
 
 def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of the settings that ZeRO cannot follow."""
+    """(key, what is wrong with it) of the settings that ZeRO does not support."""
     if not config.frozen and config.optimizer.name != "adamw":
         yield (
             "optimizer.name",
-            f" is `{config.optimizer.name}`: ZeRO hands the optimizer flat pieces of several parameters, and this one "
-            "looks at whole ones; use `adamw`, or `module: fsdp`",
+            f" is `{config.optimizer.name}`: ZeRO gives the optimizer flat partitions of several parameters, and this "
+            "one needs whole ones; use `adamw`, or `module: fsdp`",
         )
     if config.cpu_offload:
         yield "cpu_offload", ": ZeRO has its own: `deepspeed.offload_optimizer`, `offload_parameters`"
     if changed := next((key for key in ("compile", "fp8") if getattr(config, key)), None):
-        yield changed, ": under ZeRO layers compute as they come; use `module: fsdp`"
+        yield changed, ": not supported under ZeRO; use `module: fsdp`"
     if config.ema:
-        yield "ema", ": no average is kept beside ZeRO's pieces; use `module: fsdp`"
+        yield "ema", ": no average is kept beside ZeRO's partitions; use `module: fsdp`"
     if config.lora and config.lora.base_bits:
-        yield "lora.base_bits", ": ZeRO cannot share 4-bit weights out; use `module: fsdp`"
+        yield "lora.base_bits", ": ZeRO cannot shard 4-bit weights; use `module: fsdp`"
     if config.dtype != "float32" and not config.frozen:
         yield (
             "dtype",
@@ -233,16 +231,16 @@ def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
             yield f"deepspeed.zero.{option}", f" is set by Coalign: {OWNED[option]}"
 
 
-def meet(context: Context) -> None:
-    """Make the process group that DeepSpeed takes for granted, also for a process alone."""
+def make_process_group(context: Context) -> None:
+    """Make the process group that DeepSpeed expects, for a single process too."""
     if context.world_size > 1:
         join_process_group(context)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] (documented as public)
 
 
 def require_deepspeed() -> None:
-    """Raises ImportError with the line that installs a version that Coalign knows."""
+    """Raises ImportError, with the command that installs it, without a supported version of DeepSpeed."""
     install = f"pip install 'coalign[deepspeed]' (DeepSpeed {SUPPORTED}.*)"
     try:
         found = version("deepspeed")
@@ -252,14 +250,14 @@ def require_deepspeed() -> None:
         raise ImportError(f"module `deepspeed` works with DeepSpeed {SUPPORTED}.*; {found} is installed: {install}")
 
 
-def load(device: torch.device) -> Any:
-    """The package, computing on ``device``. ValueError where another model has it compute elsewhere in this process."""
-    os.environ["LOCAL_RANK"] = "0"  # a process sees its own device only
+def import_deepspeed(device: torch.device) -> Any:
+    """Import the package for ``device``. ValueError where this process uses it on another kind of device already."""
+    os.environ["LOCAL_RANK"] = "0"  # a process sees only its own device
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    if (other := deepspeed.get_accelerator().device_name()) != device.type:
+    if (other := cast(Any, deepspeed.get_accelerator()).device_name()) != device.type:
         raise ValueError(
             f"a model is to compute on {device.type}, and DeepSpeed computes on {other} in this process already"
         )
@@ -268,7 +266,7 @@ def load(device: torch.device) -> Any:
     return deepspeed
 
 
-def check_known(options: Iterable[str], model: str) -> None:
+def check_zero_keys(options: Iterable[str], model: str) -> None:
     """Raises ValueError for a key that DeepSpeed's section `zero_optimization` does not have."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -278,7 +276,7 @@ def check_known(options: Iterable[str], model: str) -> None:
         raise ValueError(f"{where} is no key of DeepSpeed's zero_optimization{close}")
 
 
-def _sharded(tensor: Tensor) -> bool:
+def _is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "ds_tensor")
 
 

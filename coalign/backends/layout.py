@@ -1,15 +1,16 @@
-"""How a micro-batch lies in one packed row of tokens, the prompt of a group laid down once for all of its responses.
+"""The layout of a micro-batch in one packed row of tokens, where a group's responses share one copy of its prompt.
 
     batch     [p p p a a] [p p p b b b] [q q c]          three sequences, the first two of one group
     row       p p p a a b b b q q c                      position_ids 0 1 2 3 4 3 4 5 0 1 2
 
-Pure index arithmetic on the host. It knows neither models nor losses; coalign.backends.attention reads the blocks.
+Pure index arithmetic on the host, without models or losses. coalign.backends.attention reads the blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,10 +20,10 @@ from coalign.data.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Neighbouring spans that attention takes in one call: each causally to itself, all of them to ``prefix``.
+    """Neighbouring spans that one attention call takes: each span attends causally to itself, and to ``prefix``.
 
-    The spans lie end to end from ``start``; ``prefix`` is the (start, stop) of an earlier block, of one span, that each
-    of them continues, or None.
+    The spans lie end to end from ``start``. ``prefix``: (start, stop) of the earlier one-span block that each of them
+    continues, or None.
     """
 
     start: int
@@ -38,8 +39,8 @@ class Block:
 class Layout:
     """One packed row of P tokens that holds N sequences with T trained tokens.
 
-    ``blocks`` cover the row in order, every token once. ``predictors[t]`` is the place in the row whose hidden state
-    predicts trained token t; trained tokens are in the order of the batch.
+    ``blocks`` cover the row in order, every token once. Trained tokens are in the order of the batch; the hidden state
+    at position ``predictors[t]`` of the row predicts trained token t.
     """
 
     tokens: Tensor  # i64[P]
@@ -48,7 +49,7 @@ class Layout:
     predictors: Tensor  # i64[T]
     targets: Tensor  # i64[T], the trained tokens
     segment: Tensor  # i64[T], the sequence of each trained token
-    last: Tensor  # i64[N], place in the row of each sequence's last token
+    last: Tensor  # i64[N], the position in the row of each sequence's last token
     candidates: Tensor | None = None  # i64[T, K], the batch's column at the trained tokens
 
     def to(self, device: torch.device | str) -> Layout:
@@ -56,15 +57,13 @@ class Layout:
         return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
 
 
-def trained(batch: Batch) -> Tensor:
-    """bool[sum T]: the loss mask, or every token that has a predecessor where the batch has none.
-
-    Raises ValueError for an empty sequence, and for a mask that trains the first token of one: nothing predicts it.
-    """
+def get_loss_mask(batch: Batch) -> Tensor:
+    """bool[sum T]: the batch's loss mask; without one, every token but the first of each sequence. Raises ValueError
+    for an empty sequence, and for a mask with the first token of a sequence: nothing predicts it."""
     if len(batch) and int(batch.lengths.min()) == 0:
         raise ValueError(f"sequence {int(batch.lengths.argmin())} of the batch has no tokens")
     first = batch.offsets[:-1]
-    mask = batch.get("loss_mask")
+    mask = batch.token.get("loss_mask")
     if mask is None:
         mask = torch.ones(batch.tokens_total, dtype=torch.bool)
         mask[first] = False
@@ -77,17 +76,17 @@ def trained(batch: Batch) -> Tensor:
 def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
     """The layout of ``batch``.
 
-    With ``share_prefix``, neighbouring sequences of one ``group`` with the same ``prompt_length`` and the same prompt
-    tokens share the prompt's place; a batch without these columns shares nothing. Exact for models that mix tokens by
-    attention alone. Raises ValueError as `trained` does.
+    With ``share_prefix``, neighbouring sequences of one ``group`` with equal prompts (column ``prompt_length``) share
+    one copy of the prompt; a batch without these columns shares nothing. Exact for models that mix tokens by attention
+    alone. Raises what `get_loss_mask` raises.
     """
-    where = trained(batch).nonzero().flatten()
+    where = get_loss_mask(batch).nonzero().flatten()
     runs = list(_runs(batch, share_prefix))
     # The row is the batch without the prompts that repeat the one in the first row of their run.
     repeated, first = torch.zeros(len(batch), dtype=torch.int64), torch.arange(len(batch))
     for start, stop, shared in runs:
         repeated[start + 1 : stop], first[start:stop] = shared, start
-    segment, tokens = batch.segment, batch["tokens"].to(torch.int64)
+    segment, tokens = batch.segment, batch.token["tokens"].to(torch.int64)
     position = torch.arange(batch.tokens_total) - batch.offsets[segment]
     kept = position >= repeated[segment]
     place = kept.cumsum(0) - 1
@@ -107,12 +106,12 @@ def pack(batch: Batch, *, share_prefix: bool = True) -> Layout:
         targets=tokens[where],
         segment=segment[where],
         last=place[batch.offsets[1:] - 1],
-        candidates=batch["candidates"][where].to(torch.int64) if "candidates" in batch else None,
+        candidates=batch.token["candidates"][where].to(torch.int64) if "candidates" in batch else None,
     )
 
 
 def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> Iterator[Block]:
-    """Spans that lie end to end from ``start``, cut where padding them to one length would waste over a third."""
+    """Cut spans that lie end to end from ``start`` into blocks, where padding to one length would waste a third."""
     before = prefix[1] - prefix[0] if prefix else 0
     taken: list[int] = []
     for n in lengths:
@@ -128,14 +127,12 @@ def _blocks(start: int, lengths: list[int], prefix: tuple[int, int] | None) -> I
 
 
 def _runs(batch: Batch, share_prefix: bool) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, shared): neighbouring rows and how many leading tokens they share (0: they only lie side by side).
-
-    Rows that share nothing form one run, so that attention can still take them together.
-    """
+    """(start, stop, shared): runs of neighbouring rows, and how many leading tokens the rows of each share. Neighbours
+    that share nothing form one run, too, so that attention can take them together."""
     if not (share_prefix and "group" in batch and "prompt_length" in batch):
         yield from [(0, len(batch), 0)] if len(batch) else []
         return
-    groups, prompts = batch["group"].tolist(), batch["prompt_length"].tolist()
+    groups, prompts = (cast(Tensor, batch[name]).tolist() for name in ("group", "prompt_length"))
     start = alone = 0
     while start < len(batch):
         stop = start + 1
@@ -156,4 +153,5 @@ def _same_prompt(batch: Batch, a: int, b: int, prompts: list[int]) -> bool:
     if n < 1 or n != prompts[b]:
         return False
     i, j = int(batch.offsets[a]), int(batch.offsets[b])
-    return torch.equal(batch["tokens"][i : i + n], batch["tokens"][j : j + n])
+    tokens = batch.token["tokens"]
+    return torch.equal(tokens[i : i + n], tokens[j : j + n])

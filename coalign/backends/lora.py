@@ -1,8 +1,7 @@
-"""Low-rank adapters (2106.09685) inside of Hugging Face models, by peft.
+"""Low-rank adapters (2106.09685) in Hugging Face models, by peft.
 
-The model keeps its class and the names of its modules; an adapted linear layer is peft's layer of the same name, with
-the frozen one inside as ``base_layer``. Nobody outside of this file sees that: weights go out merged, under the names
-that the model had before.
+The model keeps its class and module names. An adapted linear layer becomes peft's layer of the same name, which holds
+the frozen one as ``base_layer``. Other files do not see that: weights are exported under their original names.
 """
 
 from __future__ import annotations
@@ -13,41 +12,41 @@ from copy import copy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coalign.backends.checkpoint import weights
+from coalign.backends.checkpoint import get_weights
 from coalign.config.schema import ModelConfig
 
-ADAPTER = "default"  # peft's name of an adapter that nobody named
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ADAPTER = "default"  # peft's name for an unnamed adapter
 PART = ".lora_"  # in the name of every parameter of an adapter
 BASE = ".base_layer"
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in an adapter's file
-# key of LoraConfig -> field of peft's
+# key of LoraConfig -> field of peft.LoraConfig
 FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
 GatherTensor = Callable[[Tensor], Tensor]
 
 
-# ---- putting adapters in
-
-
 def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str) -> None:
-    """Give ``model`` the adapters of ``config.lora``, drawn from ``seed``. Nothing else of it is trained any more but
-    the head of a value or reward model; what is trained is kept in float32.
-
-    Raises ValueError, naming ``models.<name>.lora.target``, for a pattern that matches no linear layer, or the head.
-    """
-    peft, lora = _peft(), config.lora
+    """Add the adapters of ``config.lora`` to ``model``, drawn from ``seed``, and freeze its other weights. The head of
+    a value or reward model is still trained. Trained parameters become float32. Raises ValueError, naming
+    ``models.<name>.lora.target``, for a pattern that matches no linear layer, or the head."""
+    peft, lora = _import_peft(), config.lora
+    assert lora is not None
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=targets(model, lora.target, f"models.{name}.lora.target"),
+        target_modules=find_target_layers(model, lora.target, f"models.{name}.lora.target"),
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         task_type="CAUSAL_LM" if config.head == "lm" else "SEQ_CLS",
@@ -56,13 +55,13 @@ def attach(model: PreTrainedModel, config: ModelConfig, *, seed: int, name: str)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
-    for parameter in trained(model).values():
+    for parameter in find_trained_parameters(model).values():
         parameter.requires_grad_(True)
         parameter.data = parameter.data.float()
 
 
-def targets(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
-    """The linear layers that ``patterns`` mean, by their full names. ``key`` is the setting that errors name."""
+def find_target_layers(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[str]:
+    """The full names of the linear layers that ``patterns`` match. ``key`` is the setting that errors name."""
     names = {module: name for name, module in model.named_modules()}
     head, embeddings = names[_head(model)], names[model.get_input_embeddings()]
     linears = [name for module, name in names.items() if isinstance(module, nn.Linear)]
@@ -78,52 +77,46 @@ def targets(model: PreTrainedModel, patterns: Sequence[str], key: str) -> list[s
         if not hits and fnmatchcase(embeddings, pattern):
             raise ValueError(f"{key}: '{pattern}' matches the embeddings; adapters go into linear layers")
         if not hits:
-            raise ValueError(
-                f"{key}: '{pattern}' matches none of the linear layers of {type(model).__name__} "
-                f"({_examples(inner, pattern)})"
-            )
+            some = f"the linear layers of {type(model).__name__} ({_examples(inner, pattern)})"
+            raise ValueError(f"{key}: '{pattern}' matches none of {some}")
         chosen |= dict.fromkeys(hits)
     return list(chosen)
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
-    """What makes logits or a score of hidden states."""
-    return model.get_output_embeddings() or model.score
+    """The layer that makes logits or a score of hidden states."""
+    return model.get_output_embeddings() or cast(nn.Module, model.score)
 
 
 def _examples(names: list[str], pattern: str) -> str:
-    """The layers whose own names look most like the pattern's, or one of each kind."""
+    """The layers whose last names are most like the pattern's, or one of each kind, for messages."""
     kinds = {name.rpartition(".")[2]: name for name in reversed(names)}
     near = get_close_matches(pattern.rpartition(".")[2].strip("*?"), kinds, n=3, cutoff=0.5)
     return ", ".join(kinds[kind] for kind in near or sorted(kinds)) + ", …" if kinds else "there are none"
 
 
-# ---- what is in a model with adapters
-
-
-def trained(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The live parameters of the adapters, and of a `score` head, under their names in an adapter's file."""
+def find_trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The live parameters of the adapters, and of a `score` head, by their names in an adapter's file."""
     found = {name: parameter for name, parameter in model.named_parameters() if PART in name}
     if model.get_output_embeddings() is None:
-        found |= {f"score.{name}": parameter for name, parameter in model.score.named_parameters()}
-    # peft names the parameter of DoRA's module like the module.
+        found |= {f"score.{name}": parameter for name, parameter in _head(model).named_parameters()}
+    # On disk peft gives the parameter of DoRA's module the name of the module.
     short = {name: name.replace(f".{ADAPTER}.", ".").replace("vector.weight", "vector") for name in found}
     return {PREFIX + short[name]: parameter for name, parameter in found.items()}
 
 
-def merged(
+def export_merged(
     model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, value) of all weights as a model without adapters has them, in the dtype of the frozen weights.
+    """(name, value) of all weights, with adapters merged in, in the dtype of the frozen weights.
 
-    What has no adapter is given as it is, live; what has one is a new tensor, made when its turn comes. ``whole`` makes
-    the full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights beside
-    one with an adapter (of queries, keys, values): engines compute some of them as one. Also for a model that has no
-    adapters.
+    Weights without an adapter are the live tensors; others are new tensors, made one at a time. ``whole`` gathers the
+    full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights in the same
+    block as an adapted one (queries, keys, values), because engines fuse some of them.
     """
-    layers = _adapted(model)
+    layers = _adapted_layers(model)
     blocks = {name.rpartition(".")[0] for name in layers}
-    for name, tensor in weights(model).items():
+    for name, tensor in get_weights(model).items():
         owner, _, leaf = name.rpartition(".")
         owner = owner.removesuffix(BASE)
         layer = layers.get(owner) if leaf == "weight" else None
@@ -135,13 +128,13 @@ def merged(
 
 
 @torch.no_grad()
-def apart(
+def export_separate(
     model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """As ``merged``, but the weights are those beneath the adapters, and these come beside them: A and B by their names
-    in an adapter's file, B multiplied by the scaling. For adapters without magnitudes."""
-    layers = _adapted(model)
-    for name, tensor in weights(model).items():
+    """As ``export_merged``, but adapters come beside the frozen weights, by their names in an adapter's file. B is
+    multiplied by the scaling. Not for DoRA, whose magnitudes are left out."""
+    layers = _adapted_layers(model)
+    for name, tensor in get_weights(model).items():
         owner, part, _ = name.partition(PART)
         if part:
             value, scaling = whole(tensor), layers[owner].scaling[ADAPTER]
@@ -150,14 +143,14 @@ def apart(
             yield name.replace(f"{BASE}.", "."), whole(_dense(tensor))
 
 
-def _adapted(model: nn.Module) -> dict[str, Any]:
+def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """peft's layers by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 @torch.no_grad()
 def _merge(layer: Any, base: Tensor, whole: GatherTensor) -> Tensor:
-    """base + scaling · B A, with the rows scaled to DoRA's magnitudes (2402.09353, eq. 5) where there are any."""
+    """base + scaling · B A; with DoRA, rows are then scaled to its magnitudes (2402.09353, eq. 5)."""
     a, b = (whole(part[ADAPTER].weight).float() for part in (layer.lora_A, layer.lora_B))
     total = base.float().addmm(b, a, alpha=layer.scaling[ADAPTER])
     if layer.use_dora[ADAPTER]:
@@ -167,22 +160,22 @@ def _merge(layer: Any, base: Tensor, whole: GatherTensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """A weight as plain numbers, whatever it is stored in."""
+    """The weight itself, or its values if it is stored in 4 bits."""
     if getattr(tensor, "quant_state", None) is None:
         return tensor
     from peft.utils.integrations import dequantize_bnb_weight
 
-    return dequantize_bnb_weight(tensor)
+    return dequantize_bnb_weight(cast(nn.Parameter, tensor))
 
 
 @contextmanager
-def off(model: nn.Module) -> Iterator[None]:
-    """Within this context ``model`` computes what it computed before it had adapters."""
-    layers = _adapted(model).values()
+def disable_adapters(model: nn.Module) -> Iterator[None]:
+    """A context in which ``model`` computes without its adapters."""
+    layers = _adapted_layers(model).values()
     parameters = [p for layer in layers for n, p in layer.named_parameters() if "lora_" in n]
     for layer in layers:
         layer.enable_adapters(False)
-    for parameter in parameters:  # FSDP keeps to what it saw in its first forward
+    for parameter in parameters:  # FSDP relies on what required a gradient in its first forward
         parameter.requires_grad_(True)
     try:
         yield
@@ -191,33 +184,31 @@ def off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-# ---- adapters on disk, in peft's format
-
-
 def save(model: PreTrainedModel, directory: str | Path, whole: GatherTensor, *, write: bool) -> None:
     """Write the adapters so that ``peft.PeftModel.from_pretrained(base, directory)`` loads them. A collective, in which
-    one rank ``write``s."""
-    tensors = {name: whole(parameter.detach()).cpu().contiguous() for name, parameter in trained(model).items()}
+    one rank has ``write``."""
+    parameters = find_trained_parameters(model)
+    tensors = {name: whole(parameter.detach()).cpu().contiguous() for name, parameter in parameters.items()}
     if not write:
         return
-    settings = copy(model.peft_config[ADAPTER])
-    settings.target_modules = sorted(settings.target_modules)
+    settings = cast("LoraConfig", copy(model.peft_config[ADAPTER]))
+    settings.target_modules = sorted(settings.target_modules or ())
     if model.get_output_embeddings() is None:
         settings.modules_to_save = ["score"]
     settings.inference_mode = True
-    settings.save_pretrained(directory)
+    settings.save_pretrained(str(directory))
     save_file(tensors, Path(directory) / TENSORS, metadata={"format": "pt"})
 
 
 @torch.no_grad()
 def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
-    """Take the values of a trained adapter. Raises ValueError, naming keys under ``models.<name>.lora``, unless it is
-    one of the same kind, rank and layers."""
-    (theirs, tensors), ours = read(directory), model.peft_config[ADAPTER]
+    """Copy the values of a trained adapter into ``model``. Raises ValueError, naming keys under ``models.<name>.lora``,
+    unless it has the same kind, rank and layers."""
+    (theirs, tensors), ours = read_adapter(directory), model.peft_config[ADAPTER]
     for key, field in FIELDS.items():
         if (there := getattr(theirs, field)) != (here := getattr(ours, field)):
             raise ValueError(f"models.{name}.lora.{key} is {here}, but {there} in the adapter {directory}")
-    own = trained(model)
+    own = find_trained_parameters(model)
     sides = [(own.keys() - tensors.keys(), "not there"), (tensors.keys() - own.keys(), "only there")]
     if differences := [f"{key.removeprefix(PREFIX)} is {side}" for keys, side in sides for key in sorted(keys)[:3]]:
         raise ValueError(f"models.{name}.lora.target is not that of {directory}: {', '.join(differences)}")
@@ -230,12 +221,10 @@ def load(model: PreTrainedModel, directory: str | Path, name: str) -> None:
         parameter.copy_(tensors[key])
 
 
-def fold(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
-    """``model`` with an adapter merged into its weights, whatever kind of LoRA peft made it with.
-
-    Raises ValueError for an adapter of layers that the model does not have, or has in another size.
-    """
-    settings, tensors = read(directory)
+def merge_adapter(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
+    """Merge an adapter of any kind of LoRA that peft knows into the weights of ``model``. Raises ValueError for an
+    adapter of layers that the model lacks, or has in another size."""
+    settings, tensors = read_adapter(directory)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wrong = []
     for key, tensor in tensors.items():
@@ -250,12 +239,12 @@ def fold(model: PreTrainedModel, directory: str | Path) -> PreTrainedModel:
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise ValueError(f"the adapter {directory} is of another model: {'; '.join(wrong[:3])}{more}")
-    return _peft().PeftModel.from_pretrained(model, directory).merge_and_unload(safe_merge=True)
+    return _import_peft().PeftModel.from_pretrained(model, directory).merge_and_unload(safe_merge=True)
 
 
-def read(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
+def read_adapter(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
     """peft's configuration of an adapter, and its tensors. ValueError for a directory without a LoRA adapter."""
-    peft = _peft()
+    peft = _import_peft()
     for file in (SETTINGS, TENSORS):
         if not (Path(directory) / file).is_file():
             raise ValueError(f"'{directory}' is not an adapter's directory (no {file} there)")
@@ -265,7 +254,7 @@ def read(directory: str | Path) -> tuple[Any, dict[str, Tensor]]:
     return settings, load_file(Path(directory) / TENSORS)
 
 
-def _peft() -> Any:
+def _import_peft() -> ModuleType:
     try:
         import peft
     except ImportError as problem:

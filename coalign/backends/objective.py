@@ -1,10 +1,10 @@
-"""From model outputs through a loss function to one number: what a loss reads, and the global weights of its values."""
+"""Turns model outputs into a loss: builds what a loss function reads, and weights its values by global counts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from torch import Tensor
 from coalign.algorithms.aggregate import Totals, aggregation_weights, group_weights, sequence_weights
 from coalign.algorithms.importance import mismatch_stats
 from coalign.algorithms.traits import check_aggregation, needs, per
-from coalign.backends.layout import trained
+from coalign.backends.layout import get_loss_mask
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig
 from coalign.data.batch import Batch
 from coalign.types import LossInput, Stats
 
-# Where a field of LossInput comes from, if the batch has that column.
+# Field of LossInput -> the column that it comes from, if the batch has that column.
 FIELDS = {
     "old": "old_logprobs",
     "rollout": "rollout_logprobs",
@@ -32,7 +32,7 @@ OWN_STATISTICS = {"value", "grad_norm", "lr", "skipped_updates", "not_finite"}
 
 
 class Objective:
-    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's share of the global loss."""
+    """A loss with its configuration: (micro-batch, model outputs) -> the micro-batch's part of the global loss."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Objective:
         )
 
     def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: Totals) -> tuple[Tensor, Stats]:
-        """The scalar to differentiate, and the loss's statistics; where the sampler's log-probs are known, also how
-        far its anchor is from them (coalign.algorithms.importance.mismatch_stats).
+        """The scalar to differentiate, and the loss's statistics.
 
-        ``totals`` are those of the whole optimizer step over all ranks, so the gradient does not depend on how the step
-        was cut.
+        Where the batch has the sampler's log-probs, the statistics include how far the loss's anchor is from them
+        (coalign.algorithms.importance.mismatch_stats). ``totals`` are those of the whole optimizer step over all ranks,
+        so the gradient does not depend on how the step was cut. Raises ValueError for a wrong number of values.
         """
         x = loss_input(micro, outputs)
         result = self.loss(x)
@@ -93,11 +93,11 @@ class Objective:
 
     @property
     def compares(self) -> bool:
-        """Whether responses are held against each other, so that no token has an importance ratio of its own."""
+        """Whether the loss compares responses with each other, so that no token has an importance ratio of its own."""
         return self.per in ("group", "batch")
 
     def count(self, totals: Totals) -> float:
-        """Of how many things the loss is the mean: what a step counts for when several are averaged."""
+        """The number of values that the loss is the mean of: a step's weight when several steps are averaged."""
         if self.per == "token" and self.aggregation != "token_mean":
             return totals.sequences
         return {"token": totals.tokens, "sequence": totals.sequences, "group": totals.groups, "batch": 1.0}[self.per]
@@ -113,11 +113,9 @@ class Objective:
 
 
 def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
-    """The trained tokens of ``micro`` with the model's outputs, on the outputs' device.
-
-    Without an ``old_logprobs`` column the anchor of the importance ratio is the current policy itself.
-    """
-    mask = trained(micro)
+    """What a loss reads: the trained tokens of ``micro`` and the model's outputs, on the outputs' device. Without an
+    ``old_logprobs`` column the anchor of the importance ratio is the current policy itself."""
+    mask = get_loss_mask(micro)
     device = next(iter(outputs.values())).device
     columns = {name: column[mask].to(device) for name, column in micro.token.items()}
     columns |= {name: c.to(device) if isinstance(c, Tensor) else c for name, c in micro.sequence.items()}
@@ -137,13 +135,14 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
 
 
 def _from_sampler(x: LossInput) -> Stats:
-    known = x.logprobs is not None and x.old is not None and x.rollout is not None
-    return mismatch_stats(x.old, x.rollout) if known else {}
+    if x.logprobs is None or x.old is None or x.rollout is None:
+        return {}
+    return mismatch_stats(x.old, x.rollout)
 
 
 def groups_of(batch: Batch) -> Tensor:
-    """i64[N], from 0: which run of equal neighbours in the column ``group`` each sequence belongs to; without that
-    column each is its own."""
+    """i64[N], from 0: the number of each sequence's group, a run of equal neighbours in the column ``group``. Without
+    that column each sequence is a group."""
     if "group" not in batch:
         return torch.arange(len(batch))
-    return torch.unique_consecutive(batch["group"], return_inverse=True)[1]
+    return torch.unique_consecutive(cast(Tensor, batch["group"]), return_inverse=True)[1]

@@ -1,10 +1,6 @@
-"""Optimizers by name. Each lays its state out at once, so that a checkpoint of any age has the same entries.
+"""Optimizers by name, gradient clipping, the learning-rate schedule, and moving averages of weights.
 
-AdamW with its moments in 8 bits, from bitsandbytes (2110.02861).
-
-The learning rate as a pure function of how far a run is.
-
-A moving average of a model's weights, kept in float32 beside them.
+Every optimizer allocates its state when it is built, so that checkpoints have the same entries at any step.
 """
 
 from __future__ import annotations
@@ -13,10 +9,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from coalign.config.schema import OptimizerConfig
 
@@ -26,13 +23,14 @@ BETA2_DECAY = -0.8  # of Adafactor: the second moment forgets with 1 - step ** B
 SMALLEST_RMS = 1e-3  # of Adafactor: a parameter moves at least as if its entries were this large
 
 
-def build(
+def build_optimizer(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, layers: Sequence[nn.Module]
-) -> Optimizer | SideBySide:
+) -> Optimizer | CombinedOptimizer:
     """The optimizer ``config.name`` of those ``parameters`` that require a gradient.
 
-    Muon takes the matrices inside of ``layers`` (a model's decoder layers), AdamW what is left: embeddings, head, norms
-    and biases. Weight decay spares parameters of one dimension everywhere. Raises ValueError if nothing is trained.
+    Muon takes the matrices in ``layers`` (a model's decoder layers), AdamW the rest: embeddings, head, norms and
+    biases. Parameters of one dimension have no weight decay. Raises ValueError if nothing is trained, and what
+    `check_adamw_8bit` raises.
     """
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -40,15 +38,18 @@ def build(
     if config.name == "adafactor":
         return Adafactor(_groups(trained, config), lr=config.lr)
     if config.name == "adamw_8bit":
-        return adamw_8bit(_groups(trained, config), config)
+        return build_adamw_8bit(_groups(trained, config), config)
     if config.name == "muon":
         inside = {p for layer in layers for p in layer.parameters() if p.ndim == 2}
-        parts = (muon, [p for p in trained if p in inside]), (adamw, [p for p in trained if p not in inside])
-        return SideBySide(*(make(own, config) for make, own in parts if own))
-    return adamw(trained, config)
+        parts = (
+            (build_muon, [p for p in trained if p in inside]),
+            (build_adamw, [p for p in trained if p not in inside]),
+        )
+        return CombinedOptimizer(*(make(own, config) for make, own in parts if own))
+    return build_adamw(trained, config)
 
 
-def adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+def build_adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW (1711.05101)."""
     groups = _groups(parameters, config)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
@@ -61,28 +62,21 @@ def adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.
     return optimizer
 
 
-def muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
-    """Muon with steps of AdamW's size (2502.16982), so that one learning rate serves both.
-
-    A sharded matrix is orthogonalised as a whole: torch gathers what each product needs.
-    """
-    optimizer = torch.optim.Muon(
-        parameters,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=MOMENTUM,
-        adjust_lr_fn="match_rms_adamw",
-    )
+def build_muon(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> torch.optim.Muon:
+    """Muon with steps of AdamW's size (2502.16982), so that one learning rate suits both. torch gathers sharded
+    matrices to orthogonalise them."""
+    settings = {"weight_decay": config.weight_decay, "momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = torch.optim.Muon(parameters, lr=config.lr, **settings)
     for p in parameters:
         optimizer.state[p] = {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
     return optimizer
 
 
 class Adafactor(Optimizer):
-    """Adafactor (1804.04235): of a matrix's second moments only the means of rows and columns are kept.
+    """Adafactor (1804.04235): it keeps only the means of rows and columns of a matrix's second moments.
 
-    The formula and constants of torch.optim.Adafactor, in operations that sharded tensors have. The step is relative:
-    lr, or 1 / sqrt(step) where that is less, times the root mean square of the parameter.
+    The formula and constants are those of torch.optim.Adafactor, in operations that sharded tensors support. The step
+    is min(lr, 1 / sqrt(step)) times the root mean square of the parameter.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float) -> None:
@@ -93,32 +87,32 @@ class Adafactor(Optimizer):
             self.state[p] = {"step": torch.zeros(())} | {name: part.clone() for name, part in factors.items()}
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. Over sharded parameters a collective."""
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] (without a closure)
+        """One update of every parameter that has a gradient. A collective over sharded parameters."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    _adafactor(p, self.state[p], lr=group["lr"], weight_decay=group["weight_decay"])
+                    _adafactor(p, p.grad, self.state[p], lr=group["lr"], weight_decay=group["weight_decay"])
 
 
-def _adafactor(p: nn.Parameter, state: dict[str, Tensor], *, lr: float, weight_decay: float) -> None:
+def _adafactor(p: nn.Parameter, grad: Tensor, state: dict[str, Tensor], *, lr: float, weight_decay: float) -> None:
     state["step"] += 1
     step = float(state["step"])
     size = max(SMALLEST_RMS, _rms(p)) * min(lr, step**-0.5)
     p.mul_(1.0 - lr * weight_decay)
-    tiny, fresh, square = torch.finfo(p.dtype).eps, step**BETA2_DECAY, p.grad.square()
+    tiny, fresh, square = torch.finfo(p.dtype).eps, step**BETA2_DECAY, grad.square()
     if p.ndim > 1:
         row = state["row_var"].lerp_(square.mean(-1, keepdim=True), fresh)
         column = state["col_var"].lerp_(square.mean(-2, keepdim=True), fresh)
         variance = row * column / row.mean(-2, keepdim=True).clamp(min=tiny)
     else:
         variance = state["variance"].lerp_(square, fresh)
-    update = p.grad * variance.clamp(min=tiny**2).rsqrt()
+    update = grad * variance.clamp(min=tiny**2).rsqrt()
     p.add_(update, alpha=-size / max(1.0, _rms(update)))
 
 
-class SideBySide:
-    """Several optimizers, each with its own parameters, as one."""
+class CombinedOptimizer:
+    """Several optimizers, each with its own parameters, behind the interface of one."""
 
     def __init__(self, *parts: Optimizer) -> None:
         self.parts = parts
@@ -129,7 +123,8 @@ class SideBySide:
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        return {p: state for part in self.parts for p, state in part.state.items()}
+        states = {p: state for part in self.parts for p, state in part.state.items()}
+        return cast(dict[nn.Parameter, dict[str, Any]], states)
 
     def step(self) -> None:
         for part in self.parts:
@@ -140,13 +135,13 @@ class SideBySide:
             part.zero_grad()
 
 
-def clip(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
-    """The global L2 norm of the gradients, which are scaled down to ``limit`` where they exceed it. A collective."""
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
+    """Scale the gradients down to the L2 norm ``limit`` if they exceed it; returns their norm before. A collective."""
     alike = _by_mesh([p.grad for p in parameters if p.grad is not None])
-    total = math.hypot(*(_number(nn.utils.get_total_norm(gradients)) for gradients in alike))
+    total = math.hypot(*(_to_float(nn.utils.get_total_norm(gradients)) for gradients in alike))
     if limit is not None and limit < total < math.inf:
         for gradients in alike:
-            torch._foreach_mul_(gradients, limit / total)
+            torch._foreach_mul_(gradients, limit / total)  # pyright: ignore[reportPrivateImportUsage] (no public name)
     return total
 
 
@@ -157,7 +152,7 @@ def _groups(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> list
 
 
 def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those sharded over the same ranks together: an operation on a list of tensors takes no others."""
+    """Group tensors by the ranks that they are sharded over: operations on lists of tensors do not mix them."""
     found: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -165,12 +160,12 @@ def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _rms(tensor: Tensor) -> float:
-    return _number(torch.linalg.vector_norm(tensor)) / tensor.numel() ** 0.5
+    return _to_float(torch.linalg.vector_norm(tensor)) / tensor.numel() ** 0.5
 
 
-def _number(value: Tensor) -> float:
-    """A sharded tensor's norm is itself a sharded tensor."""
-    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+def _to_float(norm: Tensor) -> float:
+    """The norm of a sharded tensor is itself a sharded tensor."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def check_adamw_8bit() -> None:
@@ -179,13 +174,11 @@ def check_adamw_8bit() -> None:
         raise ImportError("optimizer.name: `adamw_8bit` needs bitsandbytes (pip install coalign[qlora])")
 
 
-def adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Moments of tensors of 4096 and more entries in 8 bits, in blocks of 256; of smaller ones in float32.
-
-    Parameters must be whole: it cannot read sharded ones. Raises what `check` raises.
-    """
+def build_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW with the moments of tensors of 4096 and more entries in 8 bits, in blocks of 256 (2110.02861). Smaller
+    tensors have float32 moments. It cannot read sharded parameters. Raises what `check_adamw_8bit` raises."""
     check_adamw_8bit()
-    from bitsandbytes.optim import AdamW8bit
+    from bitsandbytes.optim.adamw import AdamW8bit
 
     optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     for i, group in enumerate(optimizer.param_groups):
@@ -194,32 +187,32 @@ def adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.o
     return optimizer
 
 
-def learning_rate(place: int, config: OptimizerConfig, *, total: int) -> float:
-    """Of the optimizer step that ends with unit ``place`` (from 0) of the ``total`` of the run.
+def compute_learning_rate(unit: int, config: OptimizerConfig, *, total: int) -> float:
+    """The learning rate of the optimizer step that ends with ``unit`` (from 0) of the run's ``total``.
 
     A unit is an optimizer step, or a token trained on; ``warmup`` and ``decay`` count the same units. Linear warm-up:
-    unit ``place`` of the first W gets lr * (place + 1) / (W + 1). Then the schedule falls so that the last unit has the
-    floor, lr * min_lr_ratio; a longer run stays there.
+    unit u of the first W gets lr * (u + 1) / (W + 1). Then the schedule falls to lr * min_lr_ratio at the last unit,
+    and stays there if the run is longer.
     """
-    if place < config.warmup:
-        return config.lr * (place + 1) / (config.warmup + 1)
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * _left(place, config, total))
+    if unit < config.warmup:
+        return config.lr * (unit + 1) / (config.warmup + 1)
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * _schedule(unit, config, total))
 
 
-def _left(place: int, config: OptimizerConfig, total: int) -> float:
+def _schedule(unit: int, config: OptimizerConfig, total: int) -> float:
     """From 1 at the schedule's start to 0 at its end."""
     if config.schedule == "constant" or (config.schedule == "wsd" and not config.decay):
         return 1.0
     start = total - 1 - config.decay if config.schedule == "wsd" else config.warmup
-    done = min(1.0, max(0.0, (place - start) / max(1, total - 1 - start)))
+    done = min(1.0, max(0.0, (unit - start) / max(1, total - 1 - start)))
     return 0.5 * (1.0 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
 
 
-class Average:
-    """average = decay * average + (1 - decay) * weights, after each optimizer step, from the weights as they start.
+class WeightAverage:
+    """Exponential moving average of trained weights: decay * average + (1 - decay) * weights after each step.
 
-    Of the parameters that require a gradient; each average lies where its parameter does, and is sharded like it. Kept
-    in float32, whatever the weights are: at decay 0.999 a step adds less than bfloat16 can hold.
+    It starts from the first weights, in float32, because at decay 0.999 a step adds less than bfloat16 can hold; each
+    average is sharded as its parameter. (AveragedModel of torch.optim.swa_utils copies frozen weights and the dtype.)
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -229,21 +222,17 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of this moment into the average."""
         for name, p in self.parameters.items():
             self.tensors[name].lerp_(p.float(), 1.0 - self.decay)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Inside of the block the model has the average as its weights; afterwards its own again, bit for bit."""
+    def swap_in(self) -> Iterator[None]:
+        """Within this context the model's weights are the average; afterwards its own again, bit for bit."""
         own = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self._set(self.tensors)
+        for name, p in self.parameters.items():
+            p.detach().copy_(self.tensors[name])
         try:
             yield
         finally:
-            self._set(own)
-
-    @torch.no_grad()
-    def _set(self, values: dict[str, Tensor]) -> None:
-        for name, p in self.parameters.items():
-            p.copy_(values[name])
+            for name, p in self.parameters.items():
+                p.detach().copy_(own[name])

@@ -1,12 +1,12 @@
-"""Hugging Face directories in and out: model, head, tokenizer, all strictly."""
+"""Reads and writes Hugging Face directories: model, head and tokenizer. Nothing missing or misshapen is accepted."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
 from coalign.config.schema import ModelConfig
@@ -35,16 +36,12 @@ MIXERS = {"full_attention", "sliding_attention"}
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
-    """The architecture in ``config.load``.
-
-    Raises ValueError for a missing directory, and NotImplementedError for layers that mix tokens by other means than
-    attention: in a packed row the sequences would see each other.
-    """
-    if config.load is None:
-        raise ValueError("models.*.load is missing: a Hugging Face model directory")
-    if not (Path(config.load) / "config.json").is_file():
-        raise ValueError(f"models.*.load: '{config.load}' is not a Hugging Face model directory (no config.json there)")
-    hf = AutoConfig.from_pretrained(config.load, trust_remote_code=config.trust_remote_code)
+    """The architecture in ``config.load``. Raises what `get_directory` raises, and NotImplementedError for layers that
+    mix tokens by other means than attention: in a packed row the sequences would see each other."""
+    directory = get_directory(config)
+    if not (Path(directory) / "config.json").is_file():
+        raise ValueError(f"models.*.load: '{directory}' is not a Hugging Face model directory (no config.json there)")
+    hf = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     text = hf.get_text_config()
     text.use_cache = False
     if other := set(getattr(text, "layer_types", None) or ()) - MIXERS:
@@ -54,12 +51,19 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     return hf
 
 
+def get_directory(config: ModelConfig) -> str:
+    """``config.load``; ValueError where it is missing."""
+    if config.load is None:
+        raise ValueError("models.*.load is missing: a Hugging Face model directory")
+    return config.load
+
+
 def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True) -> PreTrainedModel:
-    """The model with its weights on the CPU, as ``config.load``, ``init``, ``head``, ``head_init`` and ``lora`` say.
+    """Load the model to the CPU, as ``config.load``, ``init``, ``head``, ``head_init`` and ``lora`` say.
 
     ``name``: of the model, for messages. ``packed``: it will compute packed sequences. A value or reward model is
-    transformers' sequence classifier of one label, so that its head has the name that any such checkpoint gives it.
-    Raises ValueError when the checkpoint lacks weights, names included, and for adapters that do not fit;
+    transformers' sequence classifier of one label, so its head has the name that such checkpoints give it. Raises
+    ValueError, with their names, for weights that the checkpoint lacks, and for adapters that do not fit;
     NotImplementedError for a family that cannot be ``packed``.
     """
     hf, auto, quantization = read_config(config), _auto(config), _quantization(config)
@@ -70,15 +74,19 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
             model = _build(auto.from_config, hf, hf, **options)
         missing: set[str] = set()
     else:
-        # Weights of another shape are refused below, by name.
+        # Weights of another shape are refused below, by their names.
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = _build(auto.from_pretrained, hf, config.load, config=hf, **loading, **options, **quantization)
-        _refuse_other_shapes(config.load, info["mismatched_keys"])
+        if other := [
+            f"{n} is {list(there)} there and {list(here)} in the model"
+            for n, there, here in sorted(info["mismatched_keys"])
+        ]:
+            raise ValueError(f"{config.load}: the weights do not fit: {'; '.join(other)}")
         missing = set(info["missing_keys"])
         if quantization:
             _keep_quantized(model)
     if config.head != "lm" and config.head_init == "zero":
-        nn.init.zeros_(model.score.weight)
+        nn.init.zeros_(model.get_parameter("score.weight"))
         missing.discard("score.weight")
     if missing:
         new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
@@ -88,22 +96,15 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
         _check_interface(model)
     if has_adapters(config):
         lora.attach(model, config, seed=seed, name=name)
-        if config.lora.load:
+        if config.lora and config.lora.load:
             lora.load(model, config.lora.load, name)
         some, all_ = model.num_parameters(only_trainable=True), model.num_parameters()
         log.info("models.%s trains %s of %s parameters (%.2f %%)", name, f"{some:,}", f"{all_:,}", 100 * some / all_)
     return model
 
 
-def _refuse_other_shapes(directory: str, found: Iterable[tuple[str, torch.Size, torch.Size]]) -> None:
-    """As of a vocabulary that was extended in config.json only, or a classifier of several labels."""
-    wrong = [f"{name} is {list(there)} there and {list(here)} in the model" for name, there, here in sorted(found)]
-    if wrong:
-        raise ValueError(f"{directory}: the weights do not fit: {'; '.join(wrong)}")
-
-
-def skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> PreTrainedModel:
-    """The model without storage. ``packed``: as of `load`."""
+def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> PreTrainedModel:
+    """Build the model on the meta device, without weights. ``packed``: as in `load`."""
     hf = read_config(config)
     with torch.device("meta"):
         model = _build(_auto(config).from_config, hf, hf, **_options(config, packed=packed))
@@ -115,30 +116,29 @@ def skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True) -> Pr
 
 
 def has_adapters(config: ModelConfig) -> bool:
-    """A frozen model has none of its own; it may be given trained ones."""
+    """Whether the model has adapters: its own if it is trained, trained ones that it loads if it is frozen."""
     return config.lora is not None and (not config.frozen or config.lora.load is not None)
 
 
 def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer."""
     source = config.tokenizer or config.load
     return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
 
 
-def context_length(hf: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence that the architecture says it can read."""
+def read_context_length(hf: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that the architecture can read, where it says so."""
     return getattr(hf.get_text_config(), "max_position_embeddings", None)
 
 
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:
-    """Write weights, config and tokenizer so that ``from_pretrained`` loads them."""
+    """Write weights, config.json and tokenizer so that ``from_pretrained`` loads them."""
     model.save_pretrained(dir, state_dict=weights)
     read_tokenizer(config).save_pretrained(dir)
 
 
-def save_beside(config: ModelConfig, dir: str | Path) -> None:
-    """config.json and tokenizer, for weights that are written by themselves."""
-    hf = json.loads((Path(str(config.load)) / "config.json").read_text(encoding="utf-8"))
+def save_config(config: ModelConfig, dir: str | Path) -> None:
+    """Write config.json and tokenizer, beside weights that something else writes."""
+    hf = json.loads((Path(get_directory(config)) / "config.json").read_text(encoding="utf-8"))
     hf |= {"dtype": config.dtype}
     if config.head != "lm":
         kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]
@@ -148,7 +148,7 @@ def save_beside(config: ModelConfig, dir: str | Path) -> None:
 
 
 def _build(make: Callable[..., Any], hf: PretrainedConfig, *arguments: Any, **options: Any) -> Any:
-    """What ``make`` makes of ``hf``. NotImplementedError for a class that looks attention up in a table of its own."""
+    """Call ``make``. NotImplementedError for a class that looks attention up in a table of its own."""
     try:
         return make(*arguments, **options)
     except KeyError as problem:
@@ -168,7 +168,7 @@ def _options(config: ModelConfig, *, packed: bool) -> dict[str, Any]:
 
 
 def _quantization(config: ModelConfig) -> dict[str, Any]:
-    """QLoRA's NF4 with quantised constants (2305.14314), for every linear layer but the head."""
+    """Arguments for QLoRA's NF4 with quantised constants (2305.14314), in every linear layer but the head."""
     if config.lora is None or config.lora.base_bits is None:
         return {}
     nf4 = BitsAndBytesConfig(
@@ -182,11 +182,11 @@ def _quantization(config: ModelConfig) -> dict[str, Any]:
 
 
 def _keep_quantized(model: PreTrainedModel) -> None:
-    """Hold the 4-bit weights as they are, and forget that the model is stored like that: it is exported in full."""
-    model.hf_quantizer.remove_quantization_config(model)
+    """Keep the 4-bit weights, and drop the settings that say so from the model's config: it is exported in full."""
+    cast(HfQuantizer, model.hf_quantizer).remove_quantization_config(model)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # repacks the weights, with less precise scales, in eval mode
-            module.support_avx512bf16_for_cpu = False
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (a plain attribute of bitsandbytes)
 
 
 def _auto(config: ModelConfig) -> type:

@@ -1,7 +1,4 @@
-"""The process group of one model's ranks, which torch takes to be the only one of a process.
-
-Operations alone whose result does not depend on the order of threads, in all of a process.
-"""
+"""Settings of a whole process: its default process group, which one model's ranks form, and determinism."""
 
 from __future__ import annotations
 
@@ -18,22 +15,25 @@ TIMEOUT = timedelta(minutes=10)  # of a collective
 
 
 def join_process_group(context: Context, *, host: bool = False) -> None:
-    """Make the process group of this model's ranks, which meet at ``context.rendezvous``; one rank needs no place to
-    meet. ``host``: they exchange what lies in the host's memory, too."""
+    """Make the default process group of this model's ranks, which meet at ``context.rendezvous``. ``host``: the ranks
+    also exchange tensors in the host's memory. ValueError for several ranks without an address."""
     alone = context.world_size == 1
     if context.rendezvous is None and not alone:
         raise ValueError(f"model '{context.model}' has {context.world_size} ranks and no rendezvous address")
     device = torch.device(context.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else {"cpu": "gloo", "cuda": "nccl"}[device.type],
+        init_method=None if alone else f"tcp://{context.rendezvous}",
+        store=dist.HashStore() if alone else None,  # pyright: ignore[reportPrivateImportUsage] (documented as public)
         rank=context.rank,
         world_size=context.world_size,
         timeout=TIMEOUT,
-        **({"store": dist.HashStore()} if alone else {"init_method": f"tcp://{context.rendezvous}"}),
     )
 
 
-def all_reduced(values: Sequence[float], op: str, device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
+def all_reduce_values(
+    values: Sequence[float], op: str, device: torch.device, group: dist.ProcessGroup | None
+) -> list[float]:
     """The ``sum`` or ``max`` of each value over the ranks of ``group`` (None: all)."""
     all_of = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(all_of, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)
@@ -41,8 +41,8 @@ def all_reduced(values: Sequence[float], op: str, device: torch.device, group: d
 
 
 def enforce_determinism(**libraries: str) -> None:
-    """From now on; an operation that has no such way ends the run. ``libraries``: what further ones are told, by the
-    environment."""
+    """Use only operations whose result does not depend on the order of threads; others raise RuntimeError.
+    ``libraries``: environment variables that tell further libraries the same."""
     for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **libraries}.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)

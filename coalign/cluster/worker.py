@@ -292,7 +292,7 @@ class Worker:
     def _use(self, before: int) -> DeviceMemoryUse | None:
         if self.arena is None or self._module is None:
             return None
-        own = {self.context.model: self.module.held()}
+        own = {self.context.model: self.module.measure_memory()}
         models = self.arena.models()
         held = {model: self.arena.held(model) for model in models} | own
         cuda = self.arena.device.type == "cuda"

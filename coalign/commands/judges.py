@@ -13,7 +13,7 @@ import torch
 from coalign.algorithms.combine import combine
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader
-from coalign.backends.scorers.reward import reward_functions
+from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.engine.reward import terms_of
@@ -92,7 +92,7 @@ class RewardFunctionJudge(ResponseJudge):
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ValueError (ConfigError) for a function that does not exist or gets wrong arguments."""
         super().__init__()
-        self._functions, self._terms = reward_functions(config.reward), terms_of(config.reward)
+        self._functions, self._terms = build_reward_functions(config.reward), terms_of(config.reward)
         self.compares = [function.name for function in self._functions if function.takes == "group"]
         self._caller = Caller()
         self._has_scored = False
@@ -158,7 +158,7 @@ class RewardModelJudge(ResponseJudge):
             self._count_failure("long", f"group {answer.group}, index {answer.index} {why}")
             verdicts[i] = Verdict(None, why=why)
         if fits:
-            batch = self._reader.packed([read[i] for i in fits], [answers[i].group for i in fits])
+            batch = self._reader.pack([read[i] for i in fits], [answers[i].group for i in fits])
             scores = self._module.forward_step(batch)
             for i, score in zip(fits, scores["reward"].tolist(), strict=True):
                 verdicts[i] = Verdict(score)
@@ -169,7 +169,7 @@ class RewardModelJudge(ResponseJudge):
 
     def _read(self, answer: ResponseToScore) -> tuple[list[int], int]:
         if answer.text is not None:
-            return self._reader.rendered(answer.text)
+            return self._reader.read_rendered(answer.text)
         return self._reader.read([*answer.prompt, *answer.response], answer.tools)
 
 

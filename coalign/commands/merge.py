@@ -25,7 +25,7 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
         raise FileExistsError(f"--output: {output} exists and is not empty")
     if not (base / "config.json").is_file():
         raise ValueError(f"'{base}' is not a Hugging Face model directory (no config.json there)")
-    settings, tensors = lora.read(adapter)
+    settings, tensors = lora.read_adapter(adapter)
     auto = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
     labels = {"num_labels": len(tensors[HEAD])} if HEAD in tensors else {}
     model, info = auto.from_pretrained(base, dtype=torch.float32, output_loading_info=True, **labels)
@@ -34,6 +34,6 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
     stored = getattr(torch, dtype) if dtype else AutoConfig.from_pretrained(base).dtype or torch.float32
     aside = output.with_name(output.name + ".writing")
     shutil.rmtree(aside, ignore_errors=True)
-    lora.fold(model, adapter).to(stored).save_pretrained(aside)
+    lora.merge_adapter(model, adapter).to(stored).save_pretrained(aside)
     AutoTokenizer.from_pretrained(base).save_pretrained(aside)
     os.replace(aside, output)

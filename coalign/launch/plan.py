@@ -16,7 +16,7 @@ from typing import Any
 from coalign.algorithms.kl import AdaptiveKL, FixedKL
 from coalign.backends.base import Module, TrainableModule
 from coalign.backends.objective import Objective
-from coalign.backends.scorers.reward import named
+from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.worker import module_class
 from coalign.config import check_names, located
 from coalign.config.errors import near
@@ -203,7 +203,7 @@ def _configs_of_models(
     configs = dict(config.models)
     for i, part in enumerate(rewards):
         if part.fn:
-            named(part, f"reward.{i}")
+            resolve_reward(part, f"reward.{i}")
             configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward")
         elif part.model in config.models:
             model = config.models[part.model]

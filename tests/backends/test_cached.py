@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.scorers.cached import CachedModule, identity
+from coalign.backends.scorers.cached import CachedModule, hash_model
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from tests.backends.batches import rollout
@@ -71,9 +71,9 @@ def test_another_model_or_temperature_has_a_file_of_its_own(path, tmp_path):
         ModelConfig(load=str(path), sampling={"temperature": 0.5}),
         ModelConfig(load=str(path), init="random"),
     ]
-    assert len({identity(config, 0) for config in configs}) == 5
-    assert identity(configs[0], 0) == identity(ModelConfig(load=str(path), num_process=2), 1)
-    assert identity(configs[-1], 0) != identity(configs[-1], 1)
+    assert len({hash_model(config, 0) for config in configs}) == 5
+    assert hash_model(configs[0], 0) == hash_model(ModelConfig(load=str(path), num_process=2), 1)
+    assert hash_model(configs[-1], 0) != hash_model(configs[-1], 1)
 
 
 def test_only_frozen_language_models_can_be_cached(path, tmp_path):

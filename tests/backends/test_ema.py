@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from coalign.backends.optim import Average
+from coalign.backends.optim import WeightAverage
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module, same, weights
 from tests.tiny import tiny_model_dir
@@ -18,7 +18,7 @@ def test_the_formula_by_hand():
     """From 1.0, at decay 0.9: 0.9 * 1 + 0.1 * 2 = 1.1, then 0.9 * 1.1 + 0.1 * 4 = 1.39."""
     layer = nn.Linear(1, 1, bias=False)
     nn.init.ones_(layer.weight)
-    average = Average(layer, decay=0.9)
+    average = WeightAverage(layer, decay=0.9)
     for weight, expected in ((2.0, 1.1), (4.0, 1.39)):
         nn.init.constant_(layer.weight, weight)
         average.update()
@@ -29,7 +29,7 @@ def test_the_formula_by_hand():
 def test_a_bfloat16_model_has_a_float32_average():
     layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.ones_(layer.weight)
-    average = Average(layer, decay=0.999)
+    average = WeightAverage(layer, decay=0.999)
     nn.init.constant_(layer.weight, 1.125)
     average.update()
     assert average.tensors["weight"].dtype == torch.float32
@@ -39,15 +39,15 @@ def test_a_bfloat16_model_has_a_float32_average():
 def test_only_what_is_trained_is_averaged():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[0].requires_grad_(False)
-    assert set(Average(net, 0.9).tensors) == {"1.weight", "1.bias"}
+    assert set(WeightAverage(net, 0.9).tensors) == {"1.weight", "1.bias"}
 
 
 def test_the_models_own_weights_come_back_even_after_an_error():
     layer = nn.Linear(3, 3)
-    average = Average(layer, decay=0.5)
+    average = WeightAverage(layer, decay=0.5)
     own = nn.init.normal_(layer.weight).detach().clone()
     storage = layer.weight.data_ptr()
-    with pytest.raises(RuntimeError), average.in_place():
+    with pytest.raises(RuntimeError), average.swap_in():
         assert torch.equal(layer.weight, average.tensors["weight"]) and not torch.equal(layer.weight, own)
         raise RuntimeError
     assert torch.equal(layer.weight, own) and layer.weight.data_ptr() == storage

@@ -58,21 +58,24 @@ def test_what_does_not_go_with_it(config, message):
 def test_the_linear_layers_whose_sizes_fit_are_chosen(tmp_path):
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    assert float8.chosen(layer(tiny_model_dir(tmp_path / "fits", intermediate_size=48))) == [*attention, *mlp]
-    assert float8.chosen(layer(tiny_model_dir(tmp_path / "odd", intermediate_size=40))) == attention
+    assert float8.find_float8_layers(layer(tiny_model_dir(tmp_path / "fits", intermediate_size=48))) == [
+        *attention,
+        *mlp,
+    ]
+    assert float8.find_float8_layers(layer(tiny_model_dir(tmp_path / "odd", intermediate_size=40))) == attention
 
 
 def test_routers_are_not(tmp_path):
-    names = float8.chosen(layer(tiny_model_dir(tmp_path, **MODELS["shared"] | {"num_experts": 16})))
+    names = float8.find_float8_layers(layer(tiny_model_dir(tmp_path, **MODELS["shared"] | {"num_experts": 16})))
     assert "self_attn.q_proj" in names and not [name for name in names if name.endswith("gate")]
     block = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 16), "up": torch.nn.Linear(32, 16)})
-    assert float8.chosen(block) == ["up"]
+    assert float8.find_float8_layers(block) == ["up"]
 
 
 def test_a_step_in_emulation_is_near_that_of_bfloat16_and_names_stay(tmp_path):
     pytest.importorskip("torchao")
     plain, rounded = (module(str(tiny_model_dir(tmp_path)), kind=Watched, **BF16) for _ in range(2))
-    float8.convert(decoder_layers(rounded.model.model), emulate=True)
+    float8.convert_layers(decoder_layers(rounded.model.model), emulate=True)
     for each in (plain, rounded):
         each.train_step(rollout())
     away = float((rounded.gradient - plain.gradient).norm() / plain.gradient.norm())

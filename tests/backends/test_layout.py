@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.backends.layout import Block, pack, trained
+from coalign.backends.layout import Block, get_loss_mask, pack
 from coalign.data.batch import Batch
 from tests.backends.batches import rollout
 
@@ -82,7 +82,12 @@ def test_a_sequence_without_tokens_is_refused():
 
 
 def test_without_a_mask_every_predicted_token_is_trained():
-    assert trained(Batch(torch.tensor([1, 3]), {"tokens": torch.arange(4)})).tolist() == [False, False, True, True]
+    assert get_loss_mask(Batch(torch.tensor([1, 3]), {"tokens": torch.arange(4)})).tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_an_empty_batch_is_an_empty_row():

@@ -158,7 +158,7 @@ def test_dropout_is_off_when_scoring_and_repeats_when_training(path):
 
 
 def test_the_adapters_are_drawn_from_the_seed(path):
-    drawn = [lora.trained(module(path, lora=KINDS[0], seed=seed).model.model) for seed in (1, 1, 2)]
+    drawn = [lora.find_trained_parameters(module(path, lora=KINDS[0], seed=seed).model.model) for seed in (1, 1, 2)]
     assert same(drawn[0], drawn[1]) and not same(drawn[0], drawn[2])
 
 
@@ -238,7 +238,7 @@ def test_a_resumed_run_ends_with_the_same_weights(path, tmp_path, kind):
     straight = trained(path, kind)
     straight.save(tmp_path)
     resumed = module(path, lora=kind, seed=0)
-    for p in lora.trained(resumed.model.model).values():
+    for p in lora.find_trained_parameters(resumed.model.model).values():
         p.data.fill_(3.0)
     resumed.load(tmp_path)
     for trainer in (straight, resumed):
@@ -384,4 +384,4 @@ def test_where_a_base_in_4_bits_cannot_be(path, more, key):
 def test_a_skeleton_has_the_same_names(path):
     config = ModelConfig(load=path, lora=KINDS[2])
     shapes = lambda model: {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}  # noqa: E731
-    assert shapes(pretrained.skeleton(config)) == shapes(pretrained.load(config, seed=0))
+    assert shapes(pretrained.build_skeleton(config)) == shapes(pretrained.load(config, seed=0))

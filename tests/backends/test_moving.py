@@ -31,7 +31,7 @@ def build(cls, path, name="trainer", **config):
     context = Context(model=name, loss=Objective("policy_gradient"), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
-    module.held()
+    module.measure_memory()
     return module
 
 
@@ -60,10 +60,10 @@ def test_training_with_moves_in_between_is_training(path, tmp_path, config):
     stays, moves = build(FSDPModule, path, **config), build(FSDPModule, path, **config)
     for batch in BATCHES:
         moves.move("host", PARTS)
-        assert moves.held() == {} and moves.arena.used == 0
+        assert moves.measure_memory() == {} and moves.arena.used == 0
         moves.move("device", PARTS)
         assert moves.train_step(batch) == stays.train_step(batch)
-        moves.held()
+        moves.measure_memory()
     moves.move("host", ["optimizer"])
     assert torch.equal(*(m.forward_step(BATCHES[0])["ref_logprobs"] for m in (stays, moves)))
     assert same(weights(stays), weights(moves))
@@ -80,12 +80,12 @@ def test_each_part_has_the_bytes_it_should(path):
     trainer = build(FSDPModule, path, ema={"decay": 0.9})
     size = 4 * sum(p.numel() for p in trainer.model.parameters())
     steps = 4 * len(list(trainer.model.parameters()))  # AdamW counts the steps of each parameter
-    assert trainer.held() == {"weights": size, "optimizer": 3 * size + steps}
+    assert trainer.measure_memory() == {"weights": size, "optimizer": 3 * size + steps}
     trainer.arena.begin()
     trainer.train_step(BATCHES[0])
     assert trainer.arena.peak == 5 * size + steps  # with the gradients
-    assert trainer.held() == {"weights": size, "optimizer": 3 * size + steps}
-    assert build(FSDPModule, path, "reference", frozen=True).held() == {"weights": size}
+    assert trainer.measure_memory() == {"weights": size, "optimizer": 3 * size + steps}
+    assert build(FSDPModule, path, "reference", frozen=True).measure_memory() == {"weights": size}
 
 
 def test_a_gradient_without_room_is_refused_before_it_is_computed(path):
@@ -101,13 +101,13 @@ def test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them(path)
     arena = Arena("cpu")
     trainer, policy = build(FSDPModule, path, optimizer={"lr": 1e-2}), build(NativeModule, path, "policy")
     trainer.arena = policy.arena = arena
-    trainer.held()
+    trainer.measure_memory()
     alone = arena.used
     policy.load_weights(trainer.export_weights(), version=0, adopt=True)
-    assert policy.held() == {"weights": 0} and arena.used == alone
+    assert policy.measure_memory() == {"weights": 0} and arena.used == alone
     trainer.move("host", PARTS)
     sampled = policy.generate(PROMPTS, max_new_tokens=4)  # the weights are still there: the policy has them
-    assert trainer.held() == {} and policy.held() == {"weights": arena.used}
+    assert trainer.measure_memory() == {} and policy.measure_memory() == {"weights": arena.used}
     policy.move("host", PARTS)
     assert arena.used == 0
     trainer.move("device", PARTS)
@@ -122,9 +122,9 @@ def test_a_policy_that_adopted_the_weights_stores_nothing_and_follows_them(path)
 def test_a_policy_with_weights_of_its_own_comes_back(path):
     policy = build(NativeModule, path, "policy", sampling=SamplingConfig(max_new_tokens=4))
     first = policy.generate(PROMPTS)
-    size = policy.held()["weights"]
+    size = policy.measure_memory()["weights"]
     policy.move("host", PARTS)
-    assert policy.held() == {} and policy.arena.away("policy") == {"weights": size}
+    assert policy.measure_memory() == {} and policy.arena.away("policy") == {"weights": size}
     policy.move("device", PARTS)
     assert torch.equal(policy.generate(PROMPTS)["rollout_logprobs"], first["rollout_logprobs"])
 
@@ -133,37 +133,39 @@ def test_memory_of_weights_that_were_replaced_is_given_back(path):
     policy = build(NativeModule, path, "policy")
     source = build(FSDPModule, path)
     policy.load_weights(weights(source).items(), version=0)
-    size = policy.held()["weights"]
+    size = policy.measure_memory()["weights"]
     policy.load_weights(weights(source).items(), version=1, adopt=True)
     gc.collect()
-    assert policy.held()["weights"] == size == policy.arena.used
+    assert policy.measure_memory()["weights"] == size == policy.arena.used
 
 
 def test_the_cache_is_counted_while_it_is_there(path):
     policy = build(NativeModule, path, "policy")
     policy.generate(PROMPTS, max_new_tokens=4)
-    size = policy.held()["weights"]
+    size = policy.measure_memory()["weights"]
     policy.arena.begin()
     policy.generate(PROMPTS, max_new_tokens=4)
     # 8 slots of 16 tokens (4 of 9 are asked for); 2 layers of keys and values, 2 heads of 8 numbers
     cache = 8 * 16 * (2 * 2 * 2 * 8 * 4)
-    assert policy.arena.peak == size + cache and policy.held() == {"weights": size}
+    assert policy.arena.peak == size + cache and policy.measure_memory() == {"weights": size}
     policy.arena.limit = size + cache - 1
     with pytest.raises(OutOfDeviceMemory, match="for the kv of 'policy'"):
         policy.generate(PROMPTS, max_new_tokens=4)
     policy.arena.limit = size + cache
-    assert len(policy.generate(PROMPTS, max_new_tokens=4)) == 4 and policy.held() == {"weights": size}
+    assert len(policy.generate(PROMPTS, max_new_tokens=4)) == 4 and policy.measure_memory() == {"weights": size}
 
 
 def test_models_that_stand_before_others_move_with_them(path, tmp_path):
     batch = BATCHES[0]
     cached = build(CachedModule, path, "reference", frozen=True, cache=str(tmp_path / "cache"))
-    assert cached.held() == {}
+    assert cached.measure_memory() == {}
     first = cached.forward_step(batch)["ref_logprobs"]
-    size = cached.held()["weights"]
+    size = cached.measure_memory()["weights"]
     cached.move("host", PARTS)
-    assert cached.held() == {} and cached.arena.used == 0
+    assert cached.measure_memory() == {} and cached.arena.used == 0
     cached.move("device", PARTS)
-    assert torch.equal(cached.scorer.forward_step(batch)["ref_logprobs"], first) and cached.held() == {"weights": size}
+    assert torch.equal(cached.scorer.forward_step(batch)["ref_logprobs"], first) and cached.measure_memory() == {
+        "weights": size
+    }
     cached.unload()
-    assert cached.held() == {} and cached.arena.used == 0
+    assert cached.measure_memory() == {} and cached.arena.used == 0

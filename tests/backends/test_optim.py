@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from coalign.backends import optim
-from coalign.backends.optim import build, clip
+from coalign.backends.optim import build_optimizer, clip_gradients
 from coalign.config.schema import ModelConfig, OptimizerConfig
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import module, same, weights
@@ -47,7 +47,7 @@ def train(net: Net, *optimizers: torch.optim.Optimizer, steps: int = 4) -> list[
 
 
 def build_for(net: Net, **config):
-    return build(net.parameters(), OptimizerConfig(lr=0.05, weight_decay=0.5, **config), layers=[net.layer])
+    return build_optimizer(net.parameters(), OptimizerConfig(lr=0.05, weight_decay=0.5, **config), layers=[net.layer])
 
 
 def vectors_apart(net: Net) -> list[dict]:
@@ -73,7 +73,7 @@ def test_adafactor_agrees_with_torch_and_spares_vectors_from_decay():
 def test_adafactors_first_step_by_hand():
     """Gradient [[1, 2], [3, 4]]: rows have mean squares 2.5 and 12.5, columns 5 and 10, all together 7.5."""
     p = nn.Parameter(torch.full((2, 2), 2.0))
-    optimizer = build([p], OptimizerConfig(name="adafactor", lr=0.1), layers=[])
+    optimizer = build_optimizer([p], OptimizerConfig(name="adafactor", lr=0.1), layers=[])
     p.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     optimizer.step()
     variance = torch.tensor([[2.5 * 5, 2.5 * 10], [12.5 * 5, 12.5 * 10]]) / 7.5
@@ -111,7 +111,7 @@ def test_muon_finds_the_layers_of_a_model(path):
 def test_muons_step_is_nearly_orthogonal_and_of_adamws_size():
     layer = nn.Linear(16, 8, bias=False)
     before = layer.weight.detach().clone()
-    optimizer = build(layer.parameters(), OptimizerConfig(name="muon", lr=1.0), layers=[layer])
+    optimizer = build_optimizer(layer.parameters(), OptimizerConfig(name="muon", lr=1.0), layers=[layer])
     layer.weight.grad = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     optimizer.step()
     stretch = torch.linalg.svdvals(before - layer.weight.detach()) / (0.2 * math.sqrt(16))
@@ -140,7 +140,7 @@ def test_muon_without_matrices_or_with_nothing_else():
     net.layer.requires_grad_(False)
     assert len(build_for(net, name="muon").parts) == 1
     layer = nn.Linear(3, 3, bias=False)
-    assert len(build(layer.parameters(), OptimizerConfig(name="muon"), layers=[layer]).parts) == 1
+    assert len(build_optimizer(layer.parameters(), OptimizerConfig(name="muon"), layers=[layer]).parts) == 1
 
 
 def test_eight_bits_without_bitsandbytes(monkeypatch):
@@ -201,15 +201,15 @@ def test_a_checkpoint_of_another_optimizer_is_refused(path, tmp_path):
 def test_clip_returns_the_norm_before_clipping():
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert clip([a, b], None) == 5.0
-    assert clip([a, b], 10.0) == 5.0 and a.grad.tolist() == [3.0, 0.0]
-    assert clip([a, b], 1.0) == 5.0
+    assert clip_gradients([a, b], None) == 5.0
+    assert clip_gradients([a, b], 10.0) == 5.0 and a.grad.tolist() == [3.0, 0.0]
+    assert clip_gradients([a, b], 1.0) == 5.0
     assert a.grad.tolist() == pytest.approx([0.6, 0.0]) and b.grad.tolist() == pytest.approx([0.8])
 
 
 def test_clip_leaves_what_is_not_finite_alone():
     a = nn.Parameter(torch.zeros(2))
     a.grad = torch.tensor([math.inf, 1.0])
-    assert clip([a], 1.0) == math.inf
+    assert clip_gradients([a], 1.0) == math.inf
     a.grad = torch.tensor([math.nan, 1.0])
-    assert math.isnan(clip([a], 1.0))
+    assert math.isnan(clip_gradients([a], 1.0))

@@ -46,7 +46,7 @@ def try_out(path, **config) -> None:
             {"context_parallel": 2},
             "context_parallel is 2: the 3 heads of keys and values of a process do not divide over it",
         ),
-        ({}, {"expert_parallel": 2}, "expert_parallel is 2: Qwen2ForCausalLM has no experts that could be dealt out"),
+        ({}, {"expert_parallel": 2}, "expert_parallel is 2: Qwen2ForCausalLM has no experts to distribute"),
         (MOE, {"expert_parallel": 3}, "expert_parallel is 3: it does not divide the 4 experts"),
     ],
 )

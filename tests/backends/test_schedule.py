@@ -2,12 +2,12 @@ import math
 
 import pytest
 
-from coalign.backends.optim import learning_rate
+from coalign.backends.optim import compute_learning_rate
 from coalign.config.schema import OptimizerConfig
 
 
 def rates(total: int, **config) -> list[float]:
-    return [learning_rate(i, OptimizerConfig(lr=1.0, **config), total=total) for i in range(total)]
+    return [compute_learning_rate(i, OptimizerConfig(lr=1.0, **config), total=total) for i in range(total)]
 
 
 def test_schedules_by_hand():
@@ -38,7 +38,7 @@ def test_a_fall_longer_than_the_run_begins_below_the_full_rate():
 def test_a_run_longer_than_planned_stays_at_the_floor():
     for settings in ({"schedule": "cosine"}, {"schedule": "linear"}, {"schedule": "wsd", "decay": 2}):
         config = OptimizerConfig(lr=2.0, min_lr_ratio=0.1, **settings)
-        assert learning_rate(99, config, total=5) == pytest.approx(0.2)
+        assert compute_learning_rate(99, config, total=5) == pytest.approx(0.2)
 
 
 def test_a_run_of_one_step_has_the_full_rate():

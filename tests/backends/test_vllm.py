@@ -48,7 +48,7 @@ def move(trainer: FSDPModule, seed: int) -> None:
 def merged(trainer: FSDPModule, directory) -> PreTrainedModel:
     """An ordinary model of what the trainer is now."""
     model = load(directory)
-    model.load_state_dict(dict(lora.merged(trainer.model.model)), strict=False)
+    model.load_state_dict(dict(lora.export_merged(trainer.model.model)), strict=False)
     return model
 
 

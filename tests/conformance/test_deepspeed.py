@@ -140,11 +140,13 @@ def test_what_leaves_the_device_between_two_calls_comes_back_as_it_was(start, st
     stays, moves = start(stage), start(stage)
     for _ in range(3):
         assert stays.train_step(batch).keys() == moves.train_step(batch).keys()
-        held = moves.held()
+        held = moves.measure_memory()
         moves.move("host", PARTS)
-        assert not any(moves.held().values())
+        assert not any(moves.measure_memory().values())
         moves.move("device", PARTS)
-        assert moves.held() == held and held["optimizer"] >= 3 * held["weights"]  # moments, and weights to step on
+        assert (
+            moves.measure_memory() == held and held["optimizer"] >= 3 * held["weights"]
+        )  # moments, and weights to step on
     assert same(exported(stays), exported(moves))
 
 

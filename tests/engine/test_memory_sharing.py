@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.pretrained import skeleton
+from coalign.backends.pretrained import build_skeleton
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig
 from coalign.memory import arena
@@ -27,7 +27,7 @@ def settings(directory, name, *, offload="auto", processes=1, **runtime):
 
 
 def weight_bytes(config) -> int:
-    model = skeleton(ModelConfig(load=config["models"]["policy"]["load"]))
+    model = build_skeleton(ModelConfig(load=config["models"]["policy"]["load"]))
     return 4 * sum(p.numel() for p in model.parameters())
 
 

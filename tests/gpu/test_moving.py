@@ -31,7 +31,7 @@ def build(cls, path, name, **config):
     context = Context(model=name, device=DEVICE, loss=Objective("policy_gradient"), samples_per_prompt=2)
     module = cls(ModelConfig(load=path, **config), context)
     module.setup()
-    module.held()
+    module.measure_memory()
     return module
 
 
@@ -56,7 +56,7 @@ def test_training_with_moves_in_between_is_training(path):
         moves.move("host", PARTS)
         moves.move("device", PARTS)
         assert moves.train_step(rollout(seed=seed)) == stays.train_step(rollout(seed=seed))
-        moves.held()
+        moves.measure_memory()
     pairs = zip(stays.export_weights(), moves.export_weights(), strict=True)
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
 
@@ -64,11 +64,11 @@ def test_training_with_moves_in_between_is_training(path):
 def test_a_policy_that_adopted_the_weights_stores_nothing(path):
     trainer, policy = build(FSDPModule, path, "trainer"), build(NativeModule, path, "policy", module="native")
     trainer.arena = policy.arena = Arena(DEVICE)
-    trainer.held()
+    trainer.measure_memory()
     policy.load_weights(trainer.export_weights(), version=0, adopt=True)
-    assert policy.held() == {"weights": 0}
+    assert policy.measure_memory() == {"weights": 0}
     trainer.move("host", PARTS)
-    assert policy.held()["weights"] == trainer.arena.used
+    assert policy.measure_memory()["weights"] == trainer.arena.used
     policy.move("host", PARTS)
     assert trainer.arena.used == 0
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coalign.backends.hf.heads import Readings
+from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import pack
 from coalign.backends.megatron import ranks
@@ -126,7 +126,7 @@ class Megatron:
         self.weights = Weights(family, layout, multiple)
         padded = -(-described.vocab_size // multiple) * multiple
         config = transformer_config(described, sizes, **settings)
-        self.model = PackedGPT(described, config, vocabulary=padded, read=Readings())
+        self.model = PackedGPT(described, config, vocabulary=padded, read=LanguageModelHead())
         own = self.own()
         for name, tensor in self.weights.read(self.rank, reference.tensors.__getitem__, in_memory=reference.in_memory):
             own.pop(name).copy_(tensor)
@@ -137,8 +137,8 @@ class Megatron:
         return {f"0/{name}": t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)}
 
     def outputs(self) -> dict[str, Tensor]:
-        part = self.rows.part(pack(rows()))
-        return self.rows.whole(self.model(part.layout, self.rows.heads, ("entropy",)), part)
+        part = self.rows.cut(pack(rows()))
+        return self.rows.gather(self.model(part.layout, self.rows.heads, ("entropy",)), part)
 
     def gradients(self) -> dict[str, Tensor]:
         """By the names of Hugging Face tensors: those that this rank makes."""

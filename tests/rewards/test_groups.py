@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from coalign.backends.scorers.reward import reward_function
+from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import Pairwise, Tournament
@@ -151,20 +151,20 @@ def test_a_failed_comparison_fails_its_group_alone(caller):
 )
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=rf"reward\[0\].*{message}"):
-        reward_function(RewardConfig(fn="pairwise", **settings), "reward.0")
+        build_reward_function(RewardConfig(fn="pairwise", **settings), "reward.0")
 
 
 def test_short_names_reach_the_classes():
-    function = reward_function(RewardConfig(fn="tournament", by="math", rounds=2), "reward.0")
+    function = build_reward_function(RewardConfig(fn="tournament", by="math", rounds=2), "reward.0")
     assert function.takes == "group" and function.waits and function.name == "tournament"
     with pytest.raises(ConfigError, match=r"reward\[0\]\.rounds: is 0"):
-        reward_function(RewardConfig(fn="tournament", by="math", rounds=0), "reward.0")
+        build_reward_function(RewardConfig(fn="tournament", by="math", rounds=0), "reward.0")
     with pytest.raises(ConfigError, match=r"reward\[0\]\.by: missing"):
-        reward_function(RewardConfig(fn="pairwise"), "reward.0")
+        build_reward_function(RewardConfig(fn="pairwise"), "reward.0")
     with pytest.raises(ConfigError, match=r"reward\[0\]\.by\.fn: missing"):
-        reward_function(RewardConfig(fn="pairwise", by={"answer_key": "x"}), "reward.0")
+        build_reward_function(RewardConfig(fn="pairwise", by={"answer_key": "x"}), "reward.0")
     limits = RewardConfig(fn="cosine_length", by="math", max_tokens=10)
-    assert reward_function(limits, "reward.0").name == "cosine_length"
+    assert build_reward_function(limits, "reward.0").name == "cosine_length"
 
 
 def test_win_rates_count_draws_by_half_and_know_nothing_of_the_absent():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from coalign.backends.scorers.reward import reward_function
+from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import CosineLength, length_penalty, length_range, length_target
@@ -94,7 +94,7 @@ def test_what_the_inner_reward_raises_fails_the_sample(caller):
 )
 def test_bad_inner_rewards_are_refused_by_key(by, message):
     with pytest.raises(ConfigError, match=message):
-        reward_function(RewardConfig(fn="cosine_length", by=by, max_tokens=10), "reward.1")
+        build_reward_function(RewardConfig(fn="cosine_length", by=by, max_tokens=10), "reward.1")
 
 
 def test_only_chosen_tokens_count():

@@ -8,7 +8,7 @@ from email.utils import formatdate
 
 import pytest
 
-from coalign.backends.scorers.reward import reward_function
+from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import Remote
@@ -48,7 +48,7 @@ def service():
 
 def remote(*services, **settings):
     url = [one if isinstance(one, str) else one.url for one in services]
-    return reward_function(RewardConfig(**{"fn": "remote", "url": url, "retries": 0} | settings), "reward.0")
+    return build_reward_function(RewardConfig(**{"fn": "remote", "url": url, "retries": 0} | settings), "reward.0")
 
 
 def score(caller, function, samples=SAMPLES):
@@ -297,7 +297,7 @@ def test_the_key_comes_from_the_environment_and_is_shown_nowhere(caller, service
     server = service((401, {"error": "no"}, {}))
     config = RewardConfig(fn="remote", url=server.url + "?code=hidden", api_key_env="JUDGE_KEY", retries=0)
     with caplog.at_level(logging.WARNING):
-        (outcome,) = score(caller, reward_function(config, "reward.0"), SAMPLES[:1])
+        (outcome,) = score(caller, build_reward_function(config, "reward.0"), SAMPLES[:1])
     assert server.headers[0]["Authorization"] == "Bearer s3cret"
     assert "s3cret" not in str(config.model_dump()) + str(outcome.error) + caplog.text
     assert "hidden" not in str(outcome.error)
@@ -329,7 +329,7 @@ def test_a_row_that_is_no_json_is_not_sent(caller, service):
 )
 def test_bad_settings_are_refused_by_key(settings, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        reward_function(RewardConfig(fn="remote", **settings), "reward.0")
+        build_reward_function(RewardConfig(fn="remote", **settings), "reward.0")
     assert "pw" not in str(refused.value)
 
 

@@ -145,7 +145,7 @@ class RolloutModule(Module):
 
     def _load_by_itself(self) -> None:
         source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
-        self.load_weights(lora.merged(source.to(self.context.device)), version=0, adopt=True)
+        self.load_weights(lora.export_merged(source.to(self.context.device)), version=0, adopt=True)
 
     def end_tokens(self, architecture: PreTrainedConfig) -> set[int]:
         """The end-of-sequence ids of generation_config.json, config.json and the tokenizer."""

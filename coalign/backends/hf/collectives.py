@@ -1,4 +1,4 @@
-"""What ranks exchange in the middle of a forward, with the exchange that its backward needs."""
+"""Differentiable collectives: what ranks exchange in a forward, with the exchange that the backward needs."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ from torch import Tensor
 Group = dist.ProcessGroup
 
 
-class Gather(torch.autograd.Function):
-    """[n, …] on each of k ranks -> [k·n, …], end to end. Every rank uses the result for a part of what is computed, so
-    gradients are summed, and each rank takes its own."""
+class AllGather(torch.autograd.Function):
+    """[n, …] on each of k ranks -> [k·n, …], end to end. The backward is a reduce-scatter: every rank computes a part
+    of the result, so gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return _all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+        return _reduce_scatter(grad, ctx.group), None
 
 
-class Sum(torch.autograd.Function):
-    """[k·n, …] on each of k ranks -> the sum over ranks, of which each takes its own [n, …]: the way back of Gather."""
+class ReduceScatter(torch.autograd.Function):
+    """[k·n, …] on each of k ranks -> each rank's [n, …] of the sum over ranks. The backward is an all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _summed(x, group)
+        return _reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group), None
+        return _all_gather(grad, ctx.group), None
 
 
-class Exchange(torch.autograd.Function):
-    """Cut in dimension ``split`` into a piece for each rank; the pieces that come are joined in dimension ``join``."""
+class AllToAll(torch.autograd.Function):
+    """Split in dimension ``split``, one part for each rank; the received parts are joined in dimension ``join``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
         ctx.group, ctx.dims = group, (split, join)
-        return _exchanged(x, group, split, join)
+        return _all_to_all(x, group, split, join)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         split, join = ctx.dims
-        return _exchanged(grad, ctx.group, join, split), None, None, None
+        return _all_to_all(grad, ctx.group, join, split), None, None, None
 
 
 class ScatterRows(torch.autograd.Function):
-    """Rows [n, …] of a whole [size, …] that stand ``at`` i64[n] there; each rank of the groups has others. All of them
-    then compute the same of it, so each takes the gradient of its own rows as it is."""
+    """[n, …], rows ``at`` i64[n] of a tensor -> the tensor [size, …]; other ranks of the groups have its other rows.
+
+    All ranks then compute the same from it, so each takes the gradient of its own rows without a sum."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, at: Tensor, size: int, *groups: Group) -> Tensor:
@@ -70,20 +71,20 @@ class ScatterRows(torch.autograd.Function):
         return grad.index_select(0, at), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-def _gathered(x: Tensor, group: Group) -> Tensor:
+def _all_gather(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
     dist.all_gather(list(out.chunk(group.size())), x.contiguous(), group=group)
     return out
 
 
-def _summed(x: Tensor, group: Group) -> Tensor:
+def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
     dist.reduce_scatter(out, list(x.contiguous().chunk(group.size())), group=group)
     return out
 
 
-def _exchanged(x: Tensor, group: Group, split: int, join: int) -> Tensor:
-    pieces = torch.stack(x.chunk(group.size(), split))
-    come = torch.empty_like(pieces)
-    dist.all_to_all_single(come, pieces, group=group)
-    return torch.cat(come.unbind(), join)
+def _all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
+    parts = torch.stack(x.chunk(group.size(), split))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(), join)

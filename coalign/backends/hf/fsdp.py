@@ -1,5 +1,6 @@
-"""Models of transformers in plain torch: one process is the plain case; several ranks shard everything with FSDP2, and
-share rows, layers and experts as coalign.modules.parallel says.
+"""Models of transformers in plain torch, in one process or sharded over several with FSDP2.
+
+Ranks can also share rows, layers and experts (coalign.backends.hf.ranks).
 """
 
 from __future__ import annotations
@@ -7,32 +8,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from coalign.backends import checkpoint, optim, pretrained
-from coalign.backends import optim as bnb
 from coalign.backends.base import HEADS, Measure, Outputs
 from coalign.backends.engines.native import kernels
 from coalign.backends.hf import expert_parallel, float8, tensor_parallel
-from coalign.backends.hf import layers as compiling
 from coalign.backends.hf.heads import PackedModel
+from coalign.backends.hf.layers import check_compile, compile_layers
 from coalign.backends.hf.module import HuggingFaceModule
-from coalign.backends.hf.ranks import Ranks
+from coalign.backends.hf.ranks import RankMeshes
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout, pack
-from coalign.backends.optim import Average
+from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import join_process_group
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 
-# A row that every model can read.
+# A row that every model can read, to compare a cut model with the whole one.
 PROBE = Batch(torch.tensor([16]), {"tokens": torch.arange(16, dtype=torch.int32)})
 
 
@@ -40,17 +42,13 @@ class FSDPModule(HuggingFaceModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     parallel = ("tensor_parallel", "context_parallel", "expert_parallel", "dp_replicate")
-    optimizer: optim.Optimizer | optim.SideBySide | None = None
-    rows: RowSharding | None = None  # over several ranks
-
-    @classmethod
-    def one_group(cls, config: ModelConfig) -> bool:
-        return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
+    optimizer: optim.Optimizer | optim.CombinedOptimizer | None = None
+    rows: RowSharding | None = None  # set over several ranks
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         if config.fp8:
-            float8.check_kind(device, f"models.{name}.fp8")
+            float8.check_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
@@ -62,9 +60,9 @@ class FSDPModule(HuggingFaceModule):
         if config.fp8:
             float8.check(device, f"models.{name}.fp8")
         if config.compile:
-            compiling.check_compile(device, f"models.{name}.compile")
+            check_compile(device, f"models.{name}.compile")
         if config.optimizer.name == "adamw_8bit" and not config.frozen:
-            bnb.check_adamw_8bit()
+            optim.check_adamw_8bit()
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
@@ -78,50 +76,50 @@ class FSDPModule(HuggingFaceModule):
             self.compute_dtype = None
 
     def setup(self) -> None:
-        """Load the model; with several ranks join the others first. Raises what the checks of Module and
-        coalign.backends.pretrained raise."""
+        """Join the other ranks and load the model. Raises what the checks of Module and pretrained.load raise."""
         self.check_before_setup()
         if self.context.world_size == 1:
             self.model = self._read(self.device)
             if self.config.fp8:
-                float8.convert(decoder_layers(self.model.model))
+                float8.convert_layers(decoder_layers(self.model.model))
         else:
             join_process_group(self.context, host=self.config.cpu_offload)
-            ranks = Ranks(self.config, self.device)
+            ranks = RankMeshes(self.config, self.device)
             self.rows = RowSharding(RankAxis.of(ranks.rows["context"]), RankAxis.of(ranks.rows["tensor"]))
             self.data = ranks.rows.get_group("data")
-            self._load_sharded(ranks)
+            self._load_sharded(ranks, self.rows)
         layers = decoder_layers(self.model.model)
         if self.config.compile:
-            compiling.compile_layers(layers)
+            compile_layers(layers)
         if not self.config.frozen:
-            self.optimizer = optim.build(self.model.parameters(), self.config.optimizer, layers=layers)
+            self.optimizer = optim.build_optimizer(self.model.parameters(), self.config.optimizer, layers=layers)
             if self.config.ema:
-                self.average = Average(self.model, self.config.ema.decay)
+                self.average = WeightAverage(self.model, self.config.ema.decay)
 
     def close(self) -> None:
         if self.context.world_size > 1:
             dist.destroy_process_group()
 
-    # ---- verbs of TrainableModule
+    # ---- methods of TrainableModule
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
         results = super().run(micros, loss, needs=needs)
         if loss is None and self.context.world_size > 1:
-            self.model.reshard()  # a backward would have done it; whoever reads the weights next expects shards
+            cast(Any, self.model).reshard()  # as a backward does: readers of the weights expect shards
         return results
 
     def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
         if self.rows is None or self.rows.parts == 1:
             return super()._forward(layout, needs)
-        part = self.rows.part(layout)
-        return self.rows.whole(super()._forward(part.layout, needs), part)
+        part = self.rows.cut(layout)
+        return self.rows.gather(super()._forward(part.layout, needs), part)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if self.context.world_size > 1 else tensor
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def optimizer_step(self) -> float:
-        norm = optim.clip(self.model.parameters(), self.config.optimizer.clip_grad_norm)
+        assert self.optimizer is not None  # train_step refuses frozen models
+        norm = optim.clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm)
         if norm < float("inf"):
             self._set_learning_rate()
             self.optimizer.step()
@@ -132,33 +130,33 @@ class FSDPModule(HuggingFaceModule):
         return norm
 
     def save(self, dir: str | Path) -> None:
-        state = checkpoint.training_state(self.model, self.optimizer, self.average)
+        state = checkpoint.get_training_state(self.model, self.optimizer, self.average)
         checkpoint.save(dir, state, self.progress, alone=self.context.world_size == 1)
 
     def load(self, dir: str | Path) -> None:
         alone = self.context.world_size == 1
-        self.go_on_from(checkpoint.load(dir, self.model, self.optimizer, self.average, alone=alone))
+        self.restore_progress(checkpoint.load(dir, self.model, self.optimizer, self.average, alone=alone))
 
     # ---- building
 
-    def _load_sharded(self, ranks: Ranks) -> None:
-        """Rank 0 reads the weights and hands every rank its shards; no other rank ever holds the whole model."""
+    def _load_sharded(self, ranks: RankMeshes, rows: RowSharding) -> None:
+        """Rank 0 reads the weights and sends every rank its shards; no other rank ever holds the whole model."""
         state, buffers, known = {}, {}, torch.zeros(1 if self.config.head == "reward" else len(PROBE["tokens"]) - 1)
         if self.context.rank == 0:
             full = self._read(torch.device("cpu"))
             state, buffers = full.state_dict(), dict(full.named_buffers())
             with torch.no_grad():
                 known = full.eval()(pack(PROBE))[HEADS[self.config.head][0]].float()
-        model = self._wrap(pretrained.skeleton(self.config, name=self.context.model))
-        model.heads = self.rows.heads
+        model = self._wrap(pretrained.build_skeleton(self.config, name=self.context.model))
+        model.heads = rows.heads
         if self.config.fp8:
-            float8.convert(decoder_layers(model.model))
+            float8.convert_layers(decoder_layers(model.model))
         cut(model, ranks)
         shard(model, ranks, self.compute_dtype, host=self.config.cpu_offload)
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
         model.apply(partial(_buffers_to, self.device))
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        # Buffers outside of the state dict (rotary frequencies) hold whatever the memory held.
+        # Buffers outside of the state dict (rotary frequencies) are uninitialised.
         for name, buffer in model.named_buffers():
             if self.context.rank == 0:
                 buffer.copy_(buffers[name])
@@ -167,8 +165,8 @@ class FSDPModule(HuggingFaceModule):
         self._check_cut(known.to(self.device))
 
     def _check_cut(self, known: Tensor) -> None:
-        """Compare with what rank 0 found, in one process, for PROBE: a plan that does not fit its model would go
-        unnoticed."""
+        """NotImplementedError unless the outputs for PROBE are those ``known`` from one process: a plan of cuts that
+        does not fit its model would go unnoticed."""
         dist.broadcast(known, 0)
         [own] = self.run([PROBE])
         difference = float((own[HEADS[self.config.head][0]].float() - known).abs().max())
@@ -179,34 +177,34 @@ class FSDPModule(HuggingFaceModule):
             )
 
 
-def cut(model: PackedModel, ranks: Ranks) -> None:
-    """Deal the experts of a skeleton out, and cut its layers, over ranks that compute together."""
+def cut(model: PackedModel, ranks: RankMeshes) -> None:
+    """Distribute the experts of a model without weights, and cut its layers."""
     if ranks.experts is not ranks.whole:
-        expert_parallel.apply(model.model, ranks.experts["expert"])
+        expert_parallel.apply_expert_parallel(model.model, ranks.experts["expert"])
     if ranks.layers is not ranks.whole:
         tensor_parallel.apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
 
 
-def shard(model: PackedModel, ranks: Ranks, compute_dtype: torch.dtype | None, *, host: bool) -> None:
-    """FSDP2 on every decoder layer, its experts apart, and on the rest; gradients are summed over ranks, never
-    averaged: the loss already carries global denominators. ``host``: shards stay in the host's memory."""
+def shard(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:
+    """Apply FSDP2 to every decoder layer, separately to its distributed experts, and to the rest. Gradients are summed
+    over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's memory."""
     offload = CPUOffloadPolicy(pin_memory=ranks.whole.device_type == "cuda") if host else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    dealt_out = expert_parallel.experts_of(model.model) if ranks.experts is not ranks.whole else []
-    groups = [(dealt_out, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
+    experts = expert_parallel.find_experts(model.model) if ranks.experts is not ranks.whole else []
+    groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
     for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
-        fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        sharded = fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _buffers_to(device: torch.device, module: nn.Module) -> None:
-    """Buffers are not sharded, so they are where their module computes."""
+    """Move buffers to where their module computes: they are not sharded."""
     for name, buffer in module.named_buffers(recurse=False):
         module._buffers[name] = buffer.to(device)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that transformers calls indivisible. Sharding makes them instances of a subclass of another name."""
+    """The modules of the classes in `_no_split_modules`. (Sharding replaces their class by a subclass.)"""
     blocks = set(model._no_split_modules or ())
     return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]

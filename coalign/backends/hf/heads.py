@@ -1,13 +1,13 @@
-"""A Hugging Face decoder run over one packed row, with the head applied only where something is read.
+"""Runs a Hugging Face decoder over one packed row, and computes log-probs, values or scores from its hidden states.
 
-The decoder's body is the model's own; the head is not, because nobody needs the logits of a prompt, nor any logits at
-all beyond the log-prob of the token that stands there.
+The decoder's body is the model's own. Its head is not called: logits are computed in blocks, only where a token is
+trained, and only its log-prob is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,14 @@ from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
 from coalign.data.batch import Batch
 
-LENGTHS = [5, 3]  # of the sequences in the row that models are tried on
+LENGTHS = [5, 3]  # of the sequences in the row that checks run models on
 
 
 class PackedModel(nn.Module):
-    """``model`` is a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``.
-    ``heads``: it computes a part of each row, and meets the others in attention."""
+    """Wraps a causal LM or a sequence classifier of one label; its weights keep their names below ``model.``.
+
+    ``heads``: the exchange in attention with ranks that compute other parts of each row.
+    """
 
     heads: HeadExchange | None = None
 
@@ -36,7 +38,8 @@ class PackedModel(nn.Module):
 
     def hidden(self, layout: Layout) -> Tensor:
         """[P, hidden], after the final norm."""
-        return self.model.base_model(
+        body = cast(nn.Module, self.model.base_model)
+        return body(
             input_ids=layout.tokens[None],
             position_ids=layout.positions[None],
             use_cache=False,
@@ -46,25 +49,23 @@ class PackedModel(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raises NotImplementedError where this class would compute something else than ``model`` itself.
-
-        Without weights, on the meta device, the model is run as far as no number decides what comes next.
-        """
+        """Raises NotImplementedError where this class would compute something else than ``model`` itself. On the meta
+        device, without weights, the model runs up to the first operation that depends on values."""
         self.eval()
         row = pack(Batch(torch.tensor(LENGTHS), {"tokens": torch.arange(sum(LENGTHS))}))
         try:
             self.hidden(row.to(self.model.device))
         except UnsupportedAttention:
             raise
-        except RuntimeError:  # a router, say, has to know which experts it chose
+        except RuntimeError:  # such as a router, which needs to know which experts it chose
             if self.model.device.type != "meta":
                 raise
 
 
-class Readings:
-    """What is read from the hidden states of a language model, at the sampling temperature.
+class LanguageModelHead:
+    """Computes log-probs and other outputs from hidden states, at the sampling temperature.
 
-    ``top``: as a teacher, how many of its likeliest tokens (0: all). ``settings`` of the logits: scale, softcap
+    ``top``: for a teacher, how many of its likeliest tokens (0: all). ``settings`` of the logits: scale, softcap
     (coalign.algorithms.logprobs).
     """
 
@@ -81,20 +82,21 @@ class Readings:
         bias: Tensor | None = None,
         share: VocabularyShard | None = None,
     ) -> dict[str, Tensor]:
-        """Of hidden [T, H], where trained tokens are predicted: logprobs f32[T], and of ``needs``: entropy f32[T], of
-        the whole next-token distribution; candidate_logprobs f32[T, K], of layout.candidates; collision f32[T],
-        log Σ p² without gradient; top: the teacher's columns candidates i64[T, K] and teacher_logprobs f32[T, K]. With
-        `plain` all of them are of temperature 1. ``share``: weight [V, H] and bias are a rank's share of the tokens.
+        """The outputs for hidden states [T, H], from which trained tokens are predicted.
+
+        Always logprobs f32[T]; as ``needs`` names them, entropy f32[T] of the whole next-token distribution,
+        candidate_logprobs f32[T, K] of layout.candidates, and collision f32[T], log Σ p² without gradient. For `top`
+        only the teacher's candidates i64[T, K] and teacher_logprobs f32[T, K]. With `plain`, all at temperature 1.
+        ``share``: weight [V, H] and bias are a rank's shard of the vocabulary.
         """
         temperature = 1.0 if "plain" in needs else self.temperature
-        logits = {"bias": bias, "temperature": temperature, "share": share, **self.settings}
+        logits: dict[str, Any] = {"bias": bias, "temperature": temperature, "share": share, **self.settings}
         if "top" in needs:
             vocabulary = share.size if share else len(weight)
             ids, logprobs = top_logprobs(hidden, weight, self.top or vocabulary, **logits)
             return {"candidates": ids, "teacher_logprobs": logprobs}
-        entropy = "entropy" in needs
-        logprobs, entropies = linear_logprobs(hidden, weight, layout.targets, entropy=entropy, **logits)
-        outputs = {"logprobs": logprobs} | ({"entropy": entropies} if entropy else {})
+        logprobs, entropy = linear_logprobs(hidden, weight, layout.targets, entropy="entropy" in needs, **logits)
+        outputs = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
         if "candidate_logprobs" in needs and layout.candidates is not None:
             outputs["candidate_logprobs"] = candidate_logprobs(hidden, weight, layout.candidates, **logits)
         if "collision" in needs:
@@ -103,45 +105,49 @@ class Readings:
 
 
 class LanguageModel(PackedModel):
-    """Log-probs of the trained tokens, and what else `Readings` takes."""
+    """Log-probs of the trained tokens, and the other outputs of `LanguageModelHead`."""
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0, top: int = 0) -> None:
         super().__init__(model)
         text = model.config.get_text_config()
-        # What families do to their logits: Cohere, Granite, Gemma.
+        # What Cohere, Granite and Gemma do to their logits.
         scale = getattr(text, "logit_scale", None) or 1.0 / getattr(text, "logits_scaling", 1.0)
         softcap = getattr(text, "final_logit_softcapping", None)
-        self.read = Readings(temperature=temperature, top=top, scale=scale, softcap=softcap)
+        self.read = LanguageModelHead(temperature=temperature, top=top, scale=scale, softcap=softcap)
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
         hidden = self.hidden(layout)[layout.predictors]
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm left it in float32
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        head = self.model.get_output_embeddings()
+        head = self.head
         return self.read(hidden, head.weight, layout, needs, bias=head.bias)
+
+    @property
+    def head(self) -> nn.Linear:
+        return cast(nn.Linear, self.model.get_output_embeddings())
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare a row of two short sequences with the model's own logits of each: training on wrong log-probs would
-        go unnoticed."""
+        """Raises NotImplementedError unless log-probs of two packed sequences agree with the model's own logits.
+        Without this check, training on wrong log-probs would go unnoticed."""
         self.eval()
         lengths, device = LENGTHS, self.model.device
-        tokens = torch.arange(sum(lengths)) % self.model.get_output_embeddings().weight.shape[0]
-        expected = torch.cat([self._own(part.to(device)) for part in tokens.split(lengths)])
+        tokens = torch.arange(sum(lengths)) % self.head.weight.shape[0]
+        expected = torch.cat([self._unpacked_logprobs(part.to(device)) for part in tokens.split(lengths)])
         row = pack(Batch(torch.tensor(lengths), {"tokens": tokens})).to(device)
         difference = float((self(row)["logprobs"].double() - expected).abs().max())
         rounding = 0.01 if self.model.dtype == torch.float32 else 0.5
         if not difference < rounding:
             raise NotImplementedError(
-                f"{type(self.model).__name__} changes its logits in a way that coalign.backends.hf.heads does not know, or "
-                f"its attention does not call transformers' interface: log-probs differ by {difference:.3g}"
+                f"{type(self.model).__name__} changes its logits in a way that Coalign does not know, "
+                f"or its attention does not call transformers' interface: log-probs differ by {difference:.3g}"
             )
 
-    def _own(self, tokens: Tensor) -> Tensor:
+    def _unpacked_logprobs(self, tokens: Tensor) -> Tensor:
         """f64[n - 1] of one sequence i64[n]."""
         layout = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
-        given = {"input_ids": tokens[None], "position_ids": layout.positions[None], "use_cache": False}
-        logits = self.model(**given, layout=layout).logits[0, :-1].double() / self.read.temperature
+        inputs = {"input_ids": tokens[None], "position_ids": layout.positions[None], "use_cache": False}
+        logits = self.model(**inputs, layout=layout).logits[0, :-1].double() / self.read.temperature
         return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
@@ -153,8 +159,12 @@ class ScalarModel(PackedModel):
         self.output = output
 
     def forward(self, layout: Layout, *, needs: Sequence[str] = ()) -> dict[str, Tensor]:
-        """values f32[T], read from the hidden state that predicts the token, or scores f32[N], from the last token."""
+        """values f32[T], from the hidden state that predicts the token, or scores f32[N], from the last token."""
         where = layout.predictors if self.output == "values" else layout.last
         hidden = self.hidden(layout)[where]
-        with torch.autocast(hidden.device.type, enabled=False):  # one row of weights: precision costs nothing
-            return {self.output: F.linear(hidden.float(), self.model.score.weight.float())[:, 0]}
+        with torch.autocast(hidden.device.type, enabled=False):  # one row of weights: float32 costs nothing
+            return {
+                self.output: F.linear(
+                    hidden.float(), self.model.get_submodule("score").get_parameter("weight").float()
+                )[:, 0]
+            }

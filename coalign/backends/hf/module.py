@@ -1,7 +1,7 @@
-"""A model of transformers, run over packed rows: what its backends have in common, whatever shares it out over ranks.
+"""What all backends that run models of transformers over packed rows have in common.
 
-It knows no loss and no family of models: log-probs come from coalign.backends.hf.heads, attention over packed sequences
-from coalign.backends.attention, the order of events from coalign.backends.base.
+Log-probs come from coalign.backends.hf.heads, attention over packed sequences from coalign.backends.attention, the
+order of events in a training step from coalign.backends.base.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from coalign.backends import lora, pretrained, process_group
+from coalign.backends import lora, pretrained
 from coalign.backends.base import HEADS, Measure, Outputs, TrainableModule
 from coalign.backends.hf import layers
 from coalign.backends.hf.heads import LanguageModel, PackedModel, ScalarModel
 from coalign.backends.layout import Layout, pack
-from coalign.backends.optim import Average
-from coalign.backends.process_group import all_reduced
+from coalign.backends.optim import WeightAverage
+from coalign.backends.process_group import all_reduce_values, enforce_determinism
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.memory.copying import storage_of
 from coalign.roles import Context
 
-# glibc maps a larger block afresh each time, page by page: activations beyond it made a step 13 % slower.
+# glibc maps larger blocks anew each time, page by page: larger activations made a step 13 % slower.
 CPU_BLOCK = 32 * 2**20
 
 
 class HuggingFaceModule(TrainableModule):
     """A causal LM, value model or reward model, frozen or trained.
 
-    A subclass sets up ``model``, and the ``optimizer`` of one that is trained; it overrides `_forward`, `_backward` and
-    `_whole` where its library has a way of its own.
+    A subclass sets ``model``, and ``optimizer`` if the model is trained. It overrides `_forward`, `_backward` and
+    `_gather` where its library works differently.
     """
 
     adapters = True
     model: PackedModel
     optimizer: Any = None
-    average: Average | None = None  # of a backend that keeps one
-    data: dist.ProcessGroup | None = None  # the ranks that have other rows than this one and each other; None: all
+    average: WeightAverage | None = None
+    data: dist.ProcessGroup | None = None  # of one rank for each part of the batch; None: all ranks
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        model = pretrained.skeleton(config, name=name)
+        model = pretrained.build_skeleton(config, name=name)
         cls.check_model(model, config, name)
         PackedModel(model).check()
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
-        """Raises ValueError for what ``model``, with weights or without, cannot do as ``config`` says."""
+        """Raises ValueError for what ``model``, with or without weights, cannot do as ``config`` says."""
         if getattr(model.config.get_text_config(), "output_router_logits", False):
             raise ValueError(
                 f"models.{name}.load: config.json of {config.load} sets `output_router_logits: true`, for a loss that "
@@ -67,27 +67,27 @@ class HuggingFaceModule(TrainableModule):
         compute = getattr(torch, config.compute_dtype or config.dtype)
         self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
         if config.deterministic:
-            process_group.enforce_determinism()
+            enforce_determinism()
 
-    # ---- what a library may do in its own way
+    # ---- what a subclass may override
 
     def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
         with self._autocast():
             return self.model(layout.to(self.device), needs=needs)
 
     def _backward(self, loss: Tensor) -> None:
-        """Add its gradient: a sum over micro-batches and ranks, since losses have global denominators."""
+        """Add its gradient. Losses have global denominators, so gradients are sums over micro-batches and ranks."""
         loss.backward()
 
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """All of a weight of which this rank may have a part. A collective."""
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """The full tensor of a weight that may be sharded. A collective."""
         return tensor
 
-    # ---- verbs of TrainableModule
+    # ---- methods of TrainableModule
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
         self.model.train(loss is not None)
-        if loss is not None:  # until the optimizer clears them
+        if loss is not None:  # the optimizer step releases it
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)
         results = []
         for micro in micros:
@@ -113,17 +113,17 @@ class HuggingFaceModule(TrainableModule):
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         if self.context.world_size == 1:
             return list(values)
-        return all_reduced(values, op, self.device, self.data)
+        return all_reduce_values(values, op, self.device, self.data)
 
     @property
     def exports(self) -> bool:
         return True
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """All ranks make each weight whole together, and the one that has yielded the fewest bytes so far keeps it."""
-        given = lora.merged if self.context.adapter_rank is None else lora.apart
+        """Weights are gathered one by one; the rank that has yielded the fewest bytes so far yields the next."""
+        export = lora.export_merged if self.context.adapter_rank is None else lora.export_separate
         yielded = [0] * self.context.world_size
-        for name, tensor in given(self.model.model, self._whole, changing=changing):
+        for name, tensor in export(self.model.model, self._gather, changing=changing):
             owner = yielded.index(min(yielded))
             yielded[owner] += tensor.nbytes
             if owner == self.context.rank:
@@ -132,21 +132,21 @@ class HuggingFaceModule(TrainableModule):
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         if average and self.average is None:
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
-        with self.average.in_place() if average else nullcontext():
+        with self.average.swap_in() if average and self.average else nullcontext():
             weights = {}
-            for name, tensor in lora.merged(self.model.model, self._whole):
+            for name, tensor in lora.export_merged(self.model.model, self._gather):
                 if self.context.rank == 0:
                     weights[name] = tensor.detach()
             if self.context.rank == 0:
                 pretrained.save(self.model.model, weights, self.config, dir)
 
     def save_adapter(self, dir: str | Path) -> None:
-        lora.save(self.model.model, dir, self._whole, write=self.context.rank == 0)
+        lora.save(self.model.model, dir, self._gather, write=self.context.rank == 0)
 
     def base_weights(self) -> AbstractContextManager[None]:
         if not pretrained.has_adapters(self.config):
             return super().base_weights()
-        return lora.off(self.model)
+        return lora.disable_adapters(self.model)
 
     @property
     def constant(self) -> Sequence[str]:
@@ -154,7 +154,7 @@ class HuggingFaceModule(TrainableModule):
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if part == "weights":
-            return self.model.parameters()  # buffers are small tables
+            return self.model.parameters()  # without buffers, which are small
         if part == "gradients":
             return [p.grad for p in self.model.parameters() if p.grad is not None]
         if part == "optimizer" and self.optimizer is not None:
@@ -172,32 +172,33 @@ class HuggingFaceModule(TrainableModule):
     # ---- building
 
     def _read(self, device: torch.device) -> PackedModel:
-        """The model, whole. Raises what coalign.backends.pretrained raises."""
+        """Load the whole model. Raises what coalign.backends.pretrained raises."""
         model = self._wrap(pretrained.load(self.config, seed=self.context.seed, name=self.context.model)).to(device)
         model.check()
         return model
 
     def _wrap(self, model: PreTrainedModel) -> PackedModel:
+        """The model with the head that it computes with, after `check_model`."""
         self.check_model(model, self.config, self.context.model)
         if self.config.frozen:
             model.requires_grad_(False)
         elif self.config.activation_checkpointing:
             layers.recompute_layers(model, self.config.activation_checkpointing)
         if self.config.head == "lm":
-            # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
+            # Greedy sampling (temperature 0) has no distribution of its own; log-probs are then at temperature 1.
             temperature = self.config.sampling.temperature or 1.0
             return LanguageModel(model, temperature=temperature, top=self.config.candidates)
         return ScalarModel(model, output=HEADS[self.config.head][0])
 
     def _autocast(self) -> AbstractContextManager[object]:
-        # Over several ranks the library that shards the parameters also casts them.
+        # Over several ranks, the library that shards the parameters also casts them.
         if self.compute_dtype is None or self.context.world_size > 1:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
 
 def widest_output(model: PreTrainedModel) -> int:
-    """The most numbers that a layer below the head makes of one token."""
+    """The largest number of outputs per token of any linear layer below the head."""
     linears = [m for m in model.base_model.modules() if isinstance(m, nn.Linear | Conv1D)]
     widths = (m.nf if isinstance(m, Conv1D) else m.out_features for m in linears)
     return max(widths, default=model.config.get_text_config().hidden_size)

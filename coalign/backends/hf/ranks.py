@@ -1,7 +1,7 @@
-"""The ranks of one model as meshes: whose rows, which part of a row, which part of a layer, which experts.
+"""The device meshes of one model: which ranks have which rows, parts of a row, parts of a layer, and experts.
 
-Neighbours are closest to each other: ranks count the parts of a layer first (tensor), then the parts of a row
-(context), then the shares of a batch (data), and copies of the sharded model (replicate) last.
+Neighbouring ranks communicate fastest, so they are numbered along the parts of a layer first (tensor), then the parts
+of a row (context), the parts of a batch (data), and the copies of the sharded model (replicate).
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from coalign.config.schema import ModelConfig
 
-# Where a weight is cut in two ways, it is gathered in two steps; torch says so for each kind of tensor.
+# A weight that is cut in two ways is gathered in two steps; torch warns so for each kind of tensor.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-class Ranks:
+class RankMeshes:
     """The meshes of a model over all ranks of the default process group. Making one is a collective.
 
-    Each of the ``context`` × ``tensor`` ranks that compute a row together holds a part of it between two layers, and
-    other rows are elsewhere. So no two ranks ever see the same token there, and every gradient is a sum over all ranks:
-    for weights that nothing cuts, over the ``whole`` of them; for those that are cut by ``tensor`` or ``expert``, over
-    the other dimension of ``layers`` or ``experts``. With dp_replicate these meshes have one dimension more, in front.
+    The ``context`` × ``tensor`` ranks that compute a row together each hold a part of it between two layers, so no two
+    ranks have the same token, and every gradient is a sum over all ranks: of uncut weights over the mesh ``whole``, of
+    weights cut by ``tensor`` or ``expert`` over the shard dimension of ``layers`` or ``experts``. These three meshes
+    have a replicate dimension in front. Raises ValueError where the sizes do not divide the ranks.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        """Raises ValueError where the sizes do not divide the ranks."""
         world, copies = dist.get_world_size(), config.dp_replicate
         tensor, context, expert = config.tensor_parallel, config.context_parallel, config.expert_parallel
         for key, ways in (("tensor_parallel × context_parallel", tensor * context), ("expert_parallel", expert)):
@@ -42,7 +41,7 @@ class Ranks:
         self.whole = mesh(replicate=copies, shard=shards)
         self.layers = mesh(replicate=copies, shard=shards // tensor, tensor=tensor) if tensor > 1 else self.whole
         self.experts = mesh(replicate=copies, shard=shards // expert, expert=expert) if expert > 1 else self.whole
-        # Who computes one row together, and who has the other rows.
+        # Ranks that compute one row together, and ranks that have other rows.
         self.rows = mesh(data=world // (context * tensor), context=context, tensor=tensor)
 
     def sharding(self, mesh: DeviceMesh) -> DeviceMesh:

@@ -1,8 +1,9 @@
-"""A packed row cut over the ranks that compute it together.
+"""Cuts a packed row over the ranks that compute it together.
 
-Between two layers each rank has an equal part of the row. Attention needs all of it: with context_parallel ranks change
-over, for its time, to all of the row and a part of the heads (Ulysses, 2309.14509), so blocks, shared prompts and
-windows are what they are on one rank. Log-probs are computed where the hidden states are, then put together.
+Between two layers each rank has an equal part of the row. Attention needs the whole row: for its time,
+context-parallel ranks exchange their parts for all of the row and a part of the heads (Ulysses, 2309.14509), so blocks,
+shared prompts and windows are the same as on one rank. Log-probs are computed where the hidden states are, then
+gathered.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from coalign.backends.hf.collectives import Exchange, Group, ScatterRows
+from coalign.backends.hf.collectives import AllToAll, Group, ScatterRows
 from coalign.backends.layout import Block, Layout
 
 
 @dataclass(frozen=True, slots=True)
 class RankAxis:
-    """One of the ways in which a row is cut: this rank's place among the ``size`` ranks of ``group``."""
+    """One dimension in which a row is cut: this rank's number among the ``size`` ranks of ``group``."""
 
     rank: int = 0
     size: int = 1
@@ -33,43 +34,47 @@ class RankAxis:
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """A rank's part of a row as a ``layout`` of its own: tokens, predictors and last tokens that lie in the part, but
-    the blocks of all of the row. ``where``: the places i64[n] of its values among those of all of the row, by kind, and
-    how many these are."""
+    """A rank's part of a row: a ``layout`` with the part's tokens, predictors and last tokens, and the row's blocks.
+
+    ``where``: for each kind of output (token, sequence), the indices i64[n] of the part's values among those of the
+    whole row, and the number of the latter.
+    """
 
     layout: Layout
     where: dict[str, tuple[Tensor, int]]
 
 
 class HeadExchange:
-    """Attention's change from a part of the row with all heads to all of the row with a part of the heads, and back."""
+    """Exchanges a part of the row with all heads for all of the row with a part of the heads, and back."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def taken(self, x: Tensor) -> Tensor:
-        """[1, heads, P / k, D] -> [1, heads / k, P, D]. Heads of keys and values fewer than ranks are repeated."""
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[1, heads, P / k, D] -> [1, heads / k, P, D]. Heads are repeated where there are fewer than ranks."""
         ranks, heads = self.group.size(), x.shape[1]
         if heads < ranks:
             x = x.repeat_interleave(ranks // heads, 1)
-        return Exchange.apply(x, self.group, 1, 2)
+        return AllToAll.apply(x, self.group, 1, 2)
 
-    def given_back(self, x: Tensor) -> Tensor:
+    def join_heads(self, x: Tensor) -> Tensor:
         """[1, P, heads / k, D] -> [1, P / k, heads, D]."""
-        return Exchange.apply(x, self.group, 1, 2)
+        return AllToAll.apply(x, self.group, 1, 2)
 
 
 class RowSharding:
-    """How rows are cut over the ranks that have the same ones: first over ``context``, each part over ``tensor``; into
-    lengths that are a multiple of ``multiple``."""
+    """Cuts rows over the ranks that compute them together: over ``context``, then each part over ``tensor``.
+
+    The length of a part is a multiple of ``multiple``.
+    """
 
     def __init__(self, context: RankAxis, tensor: RankAxis, *, multiple: int = 1) -> None:
         self.context, self.tensor, self.multiple = context, tensor, multiple
         self.parts = context.size * tensor.size
-        self.heads = HeadExchange(context.group) if context.size > 1 else None
+        self.heads = HeadExchange(context.group) if context.group is not None and context.size > 1 else None
 
-    def part(self, layout: Layout) -> RowShard:
-        """This rank's part. The row is filled up, by a block that nobody reads, to a length that divides."""
+    def cut(self, layout: Layout) -> RowShard:
+        """This rank's part. The row is padded, by a block that nothing reads, to a length that divides."""
         size = -(-len(layout.tokens) // (self.parts * self.multiple)) * self.multiple
         more = size * self.parts - len(layout.tokens)
         before = self.context.rank * self.tensor.size
@@ -78,7 +83,7 @@ class RowSharding:
         part = replace(
             layout,
             tokens=F.pad(layout.tokens, (0, more))[start : start + size],
-            # Attention gathers the parts of the tensor-parallel ranks, and turns all of them.
+            # Attention gathers the parts of the tensor-parallel ranks, so rotary embeddings need positions for all.
             positions=F.pad(layout.positions, (0, more))[before * size : (before + self.tensor.size) * size],
             blocks=layout.blocks + ((Block(len(layout.tokens), (more,)),) if more else ()),
             predictors=layout.predictors[own] - start,
@@ -90,9 +95,9 @@ class RowSharding:
         where = {"token": (own.nonzero().flatten(), len(own)), "sequence": (rows.nonzero().flatten(), len(rows))}
         return RowShard(part, where)
 
-    def whole(self, outputs: dict[str, Tensor], part: RowShard) -> dict[str, Tensor]:
-        """The outputs for all of the row, on every rank, from those that each rank computed of its part."""
-        groups = [way.group for way in (self.context, self.tensor) if way.size > 1]
+    def gather(self, outputs: dict[str, Tensor], part: RowShard) -> dict[str, Tensor]:
+        """The outputs for the whole row, on every rank, from each rank's outputs for its part."""
+        groups = [axis.group for axis in (self.context, self.tensor) if axis.size > 1]
         result = {}
         for name, own in outputs.items():
             at, size = part.where["sequence" if name == "scores" else "token"]

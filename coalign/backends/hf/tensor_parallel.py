@@ -1,18 +1,16 @@
-"""Tensor parallelism with sequence parallelism (1909.08053, 2205.05198), from the plan that a model brings along.
+"""Tensor parallelism with sequence parallelism (1909.08053, 2205.05198), from the plan in a model of transformers.
 
 Between two blocks (the attention and the feed-forward part of a layer) each rank has a part of the row. A block gathers
-the row, computes with some heads or columns, and its output is the sum over the ranks. As all that a rank computes in a
-block ends in its share of that sum, each gradient there is a share of a sum, too: of cut weights as it is, of weights
-that all ranks have after adding up. Experts are not cut but dealt out (coalign.backends.hf.expert_parallel).
-
-What a model's architecture has to say to the ways in which it is to be cut, before anything is loaded or started.
+the row, computes with some heads or columns, and sums its output over the ranks. So the gradient of a cut weight is
+complete on its rank, and the gradient of an uncut weight in a block is summed over the ranks. Experts are not cut but
+distributed (coalign.backends.hf.expert_parallel). `check_architecture` refuses what cannot be cut, before loading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,21 +18,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PreTrainedModel
 
 from coalign.backends.hf import expert_parallel
-from coalign.backends.hf.collectives import Gather, Group, Sum
-from coalign.backends.hf.expert_parallel import experts_of, style_of
+from coalign.backends.hf.collectives import AllGather, Group, ReduceScatter
+from coalign.backends.hf.expert_parallel import find_experts, find_style
 from coalign.config.schema import ModelConfig
 
-# How a plan of transformers cuts a linear layer: its outputs, its inputs, or not at all. Styles that only repair a
-# gradient for transformers' way of computing have nothing to repair in ours.
+# How a plan of transformers cuts a linear layer: its outputs, its inputs, or not at all. The styles in WHOLE repair
+# gradients in transformers' own implementation; here they are right without.
 OUTPUTS, INPUTS = "colwise", "rowwise"
 WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 
 
 def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str | None:
-    """Why the plan of a model cannot be followed."""
+    """Why the plan of a model cannot be applied; None if it can."""
     blocks = [block for layer in layers for block in _cut_blocks(model, layer)]
     names = {module: name for name, module in model.named_modules()}
-    styles = {names[module]: style_of(names[module], model.tp_plan) for block in blocks for module in block.modules()}
+    styles = {names[module]: find_style(names[module], model.tp_plan) for block in blocks for module in block.modules()}
     for name, style in styles.items():
         if style not in {OUTPUTS, INPUTS, None} | WHOLE:
             return f"the model's plan cuts '{name}' as `{style}`, which Coalign does not know"
@@ -42,39 +40,37 @@ def find_unfit_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> st
 
 
 def apply_tensor_parallel(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Cut the weights of ``layers`` (without storage yet) over ``mesh``, of one dimension, and have them compute so.
-
-    Raises ValueError for weights that do not divide.
-    """
+    """Cut the weights and the computation of ``layers`` (on the meta device) over ``mesh``, which has one dimension.
+    Raises ValueError for weights that do not divide."""
     names = {module: name for name, module in model.named_modules()}
     for layer in layers:
         for block in _cut_blocks(model, layer):
             for module in block.modules():
-                if (style := style_of(names[module], model.tp_plan)) in (OUTPUTS, INPUTS):
+                if (style := find_style(names[module], model.tp_plan)) in (OUTPUTS, INPUTS):
                     _cut(module, style, mesh)
-            _around(block, mesh.get_group())
+            _exchange_row(block, mesh.get_group())
         for module in layer.modules():
             _keep_whole(module, mesh)
 
 
 def _cut_blocks(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
-    """The parts of a layer that the plan cuts. Beside experts each rank keeps to its own part of the row."""
+    """The blocks of a layer that the plan cuts. A block with experts computes each rank's part of the row instead."""
     names = {module: name for name, module in model.named_modules()}
-    experts = set(experts_of(model))
-    planned = {m for m in layer.modules() if style_of(names[m], model.tp_plan)}
+    experts = set(find_experts(model))
+    planned = {m for m in layer.modules() if find_style(names[m], model.tp_plan)}
     return [b for b in layer.children() if experts.isdisjoint(b.modules()) and not planned.isdisjoint(b.modules())]
 
 
 def _cut(linear: nn.Module, style: str, mesh: DeviceMesh) -> None:
-    """A linear layer, or one with an adapter."""
+    """Cut a linear layer, or one with an adapter."""
     for path, module in linear.named_modules():
         for name in dict(module.named_parameters(recurse=False)):
             _distribute(module, name, mesh, _placement(style, path.split("."), name))
 
 
 def _placement(style: str, path: list[str], name: str) -> Shard | Replicate:
-    """Of a parameter of a linear layer or, by its ``path`` within the layer, of one with an adapter: A has the inputs
-    of the layer and B its outputs."""
+    """The placement of a parameter at ``path`` in a linear layer. Of an adapter, A has the layer's inputs, B its
+    outputs."""
     outputs, inputs = "lora_A" not in path, "lora_B" not in path
     if style == OUTPUTS:
         return Shard(0) if outputs else Replicate()
@@ -82,18 +78,18 @@ def _placement(style: str, path: list[str], name: str) -> Shard | Replicate:
 
 
 def _keep_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Parameters that are not cut lie on every rank; then ``module`` computes with tensors. (Experts that are dealt out
-    do so already.)"""
+    """Replicate the other parameters of ``module``, and have it compute with local tensors. (Distributed experts do so
+    already.)"""
     own = dict(module.named_parameters(recurse=False))
     for name in [name for name, p in own.items() if not isinstance(p, DTensor)]:
         _distribute(module, name, mesh, Replicate())
-    if any(p.device_mesh == mesh for p in module.parameters(recurse=False)):
+    if any(isinstance(p, DTensor) and p.device_mesh == mesh for p in module.parameters(recurse=False)):
         first = mesh.get_local_rank() == 0
         module.forward = partial(_compute_locally, module, module.forward, first)
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
-    p = module._parameters[name]
+    p = module.get_parameter(name)
     if isinstance(placement, Shard) and p.shape[placement.dim] % mesh.size():
         raise ValueError(f"tensor_parallel is {mesh.size()}, which does not divide {tuple(p.shape)} of {module}")
     placed = distribute_tensor(p.data, mesh, [placement], src_data_rank=None)
@@ -101,9 +97,9 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Shard
 
 
 def _compute_locally(module: nn.Module, forward: Any, first: bool, *args: Any, **kwargs: Any) -> Any:
-    """``forward`` with the rank's own parts of the parameters. What all ranks have gets a share of its gradient on
-    each; a bias of an output that is summed over ranks is added by the ``first`` of them alone."""
-    own = module._parameters
+    """Call ``forward`` with the rank's own parts of the parameters. A replicated parameter gets a part of its gradient
+    on each rank. A bias of an output that is summed over ranks is added by the ``first`` rank alone."""
+    own = cast(dict[str, Tensor], module._parameters)
     shards = {name: p for name, p in own.items() if isinstance(p, DTensor)}
     summed = any(p.placements[0].is_shard(1) for p in shards.values())
     for name, p in shards.items():
@@ -115,31 +111,31 @@ def _compute_locally(module: nn.Module, forward: Any, first: bool, *args: Any, *
         own.update(shards)
 
 
-def _around(block: nn.Module, group: Group) -> None:
-    """Gather the row [1, P / k, H] that goes in, and sum up what comes out, of which each rank keeps its part."""
+def _exchange_row(block: nn.Module, group: Group) -> None:
+    """Gather the input row [1, P / k, H] before ``block``, and reduce-scatter its output."""
     forward = block.forward
 
-    def gathered(*args: Any, **kwargs: Any) -> Any:
+    def forward_whole_row(*args: Any, **kwargs: Any) -> Any:
         if args:
-            args = (_turned(Gather, args[0], group), *args[1:])
+            args = (_apply_to_row(AllGather, args[0], group), *args[1:])
         else:
-            kwargs["hidden_states"] = _turned(Gather, kwargs["hidden_states"], group)
+            kwargs["hidden_states"] = _apply_to_row(AllGather, kwargs["hidden_states"], group)
         out = forward(*args, **kwargs)
-        return (_turned(Sum, out[0], group), *out[1:]) if isinstance(out, tuple) else _turned(Sum, out, group)
+        if isinstance(out, tuple):
+            return _apply_to_row(ReduceScatter, out[0], group), *out[1:]
+        return _apply_to_row(ReduceScatter, out, group)
 
-    block.forward = gathered
+    block.forward = forward_whole_row
 
 
-def _turned(function: type[Gather] | type[Sum], x: Tensor, group: Group) -> Tensor:
-    """Of a row [1, P, H]."""
+def _apply_to_row(function: type[AllGather] | type[ReduceScatter], x: Tensor, group: Group) -> Tensor:
+    """``x``: [1, P, H]."""
     return function.apply(x[0], group)[None]
 
 
 def check_architecture(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig, name: str) -> None:
-    """Raises ValueError, naming the key of ``models.<name>``, for what does not divide or is not known how to cut.
-
-    ``model`` needs no storage, ``layers`` are its decoder layers.
-    """
+    """Raises ValueError, naming the key of ``models.<name>``, for an architecture that cannot be cut as configured.
+    ``model`` may be on the meta device; ``layers`` are its decoder layers."""
     for key, reason in _problems(model, layers, config):
         raise ValueError(f"models.{name}.{key} is {getattr(config, key)}: {reason}")
 
@@ -168,5 +164,5 @@ def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConf
             yield "context_parallel", f"the {own} heads of keys and values of a process do not divide over it"
     if config.compile and (ways > 1 or config.expert_parallel > 1):
         yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
-    if config.expert_parallel > 1 and (reason := expert_parallel.unfit(model, config.expert_parallel)):
+    if config.expert_parallel > 1 and (reason := expert_parallel.find_unfit_experts(model, config.expert_parallel)):
         yield "expert_parallel", reason

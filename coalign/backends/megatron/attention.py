@@ -185,11 +185,11 @@ class PackedAttention(nn.Module):
         packed, alibi = packed_seq_params, self.alibi
         states = [x[:, 0] for x in (query, key, value)]
         if packed.heads is not None:
-            states = [packed.heads.taken(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in states]
+            states = [packed.heads.split_heads(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in states]
             alibi = alibi and alibi.part(packed.heads.group.rank(), packed.heads.group.size())
         out = attend(*states, blocks=packed.blocks, scaling=self.scaling, window=self.window, bias=alibi)
         if packed.heads is not None:
-            out = packed.heads.given_back(out[None])[0]
+            out = packed.heads.join_heads(out[None])[0]
         return out.flatten(1)[:, None]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from coalign.backends import pretrained
 from coalign.backends.base import HEADS
 from coalign.backends.hf import float8
-from coalign.backends.hf.heads import Readings
+from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.megatron import ranks
 from coalign.backends.megatron.config import transformer_config
@@ -109,7 +109,7 @@ def _head(config: ModelConfig, model: families.MegatronConfig, settings: Any, **
     if config.head != "lm":
         return ScalarGPT(model, settings, output=HEADS[config.head][0], **more)
     # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
-    read = Readings(temperature=config.sampling.temperature or 1.0, top=config.candidates)
+    read = LanguageModelHead(temperature=config.sampling.temperature or 1.0, top=config.candidates)
     return PackedGPT(model, settings, read=read, **more)
 
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from coalign.algorithms.candidates import VocabularyShard
-from coalign.backends.hf.heads import Readings
+from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout
 from coalign.backends.megatron import layers
@@ -33,7 +33,7 @@ class PackedGPT(GPTModel):
         config: TransformerConfig,
         *,
         vocabulary: int,
-        read: Readings,
+        read: LanguageModelHead,
         first: bool = True,
         last: bool = True,
         chunk: int | None = None,

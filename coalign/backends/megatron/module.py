@@ -24,7 +24,7 @@ from coalign.backends import pretrained, process_group
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import float8
 from coalign.backends.megatron.partition import OWNED
-from coalign.backends.process_group import all_reduced
+from coalign.backends.process_group import all_reduce_values
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -40,15 +40,11 @@ class MegatronModule(TrainableModule):
     optimizer: Any = None
 
     @classmethod
-    def one_group(cls, config: ModelConfig) -> bool:
-        return not config.frozen or any(getattr(config, key) > 1 for key in cls.parallel)
-
-    @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         for key, reason in _problems(config, device):
             raise ValueError(f"models.{name}.{key}{reason}")
         if config.fp8:
-            float8.check_kind(device, f"models.{name}.fp8")
+            float8.check_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
@@ -153,7 +149,7 @@ class MegatronModule(TrainableModule):
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         from coalign.backends.megatron import ranks
 
-        return all_reduced(values, op, self.device, ranks.data())
+        return all_reduce_values(values, op, self.device, ranks.data())
 
     @property
     def exports(self) -> bool:
@@ -181,7 +177,7 @@ class MegatronModule(TrainableModule):
         from coalign.backends.megatron import checkpoint
 
         with self._here():
-            self.go_on_from(checkpoint.load(dir, self.pipeline, self.optimizer))
+            self.restore_progress(checkpoint.load(dir, self.pipeline, self.optimizer))
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         """Each rank writes a file of its share."""
@@ -209,7 +205,7 @@ class MegatronModule(TrainableModule):
                 "weight_map": {name: files[rank] for rank in filled for name in shares[rank]},
             }
             (Path(dir) / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-            pretrained.save_beside(self.config, dir)
+            pretrained.save_config(self.config, dir)
         dist.barrier()
 
     # ---- memory

@@ -66,7 +66,7 @@ class Pipeline:
             model.train(loss is not None)
         stages = self.pipeline.size()
         rest = -len(micros) % stages if len(self.models) > 1 else 0
-        parts = [self.rows.part(pack(micro, share_prefix=share_prefix)) for micro in (*micros, *[idle] * rest)]
+        parts = [self.rows.cut(pack(micro, share_prefix=share_prefix)) for micro in (*micros, *[idle] * rest)]
         told: list[Outputs] = []
 
         def step(numbers: Iterator[int], model: Any) -> tuple[Any, Callable[[Outputs], tuple[Tensor, Tensor, Any]]]:
@@ -75,7 +75,7 @@ class Pipeline:
             layout = part.layout.to(next(model.parameters()).device)
 
             def finish(own: Outputs) -> tuple[Tensor, Tensor, Any]:
-                outputs = self.rows.whole(own, part)
+                outputs = self.rows.gather(own, part)
                 told.append({name: out.detach() for name, out in outputs.items()})
                 value = next(iter(outputs.values())).sum() * 0.0
                 if loss is not None and number < len(micros):

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from coalign.backends.hf.heads import Readings
+from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.layout import pack
 from coalign.backends.megatron import ranks
 from coalign.backends.megatron.config import transformer_config
@@ -88,7 +88,9 @@ def _megatron(opened: Opened, dtypes: Mapping[str, torch.dtype], tokens: Tensor)
     with alone():
         multiple = divisor(config, 1)
         weights = Weights(opened.family, MegatronLayout(config, Sizes().mesh(1), stages(config.num_layers)), multiple)
-        model = PackedGPT(config, transformer_config(config, Sizes()), vocabulary=weights.padded, read=Readings())
+        model = PackedGPT(
+            config, transformer_config(config, Sizes()), vocabulary=weights.padded, read=LanguageModelHead()
+        )
         own = held([model])
         sources = opened.family.sources(config)
         views = {name: whole(source) for name, source in sources.items()}

@@ -1,7 +1,7 @@
-"""A frozen model whose answers are kept on disk by content, and which is only loaded for what is not there yet.
+"""Keeps the log-probs of a frozen model on disk, and loads the model only for sequences that are not there yet.
 
-Reference log-probs do not change during a run: computed once, they serve every epoch and every later run with the same
-model and data, and the model's memory is free for the rest.
+Reference log-probs do not change: computed once, they serve every epoch and every later run with the same model and
+data, and the model's memory is free for other models.
 """
 
 from __future__ import annotations
@@ -11,55 +11,55 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
 from coalign.backends.base import HEADS, Module
-from coalign.backends.layout import trained
+from coalign.backends.layout import get_loss_mask
+from coalign.backends.pretrained import get_directory
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.cache import checksum
 from coalign.roles import Context
-from coalign.types import Stats, Total
+from coalign.types import Total
+
+if TYPE_CHECKING:
+    from coalign.backends.base import TrainableModule
 
 FILES = ("*.safetensors", "config.json", "adapter_config.json")
-BUSY_SECONDS = 60.0  # replicas of one model write to the same file in turn
+BUSY_SECONDS = 60.0  # replicas of one model take turns at writing to the same file
 
 
 class CachedModule(Module):
-    """A scorer of class ``config.module`` behind a store of its log-probs. `cache/hits`, `cache/misses`: sequences.
+    """A scorer of class ``config.module`` behind an SQLite file of its log-probs in the directory ``config.cache``.
 
-    A sequence is known by its tokens and its loss mask, a model by the bytes of its files and by what its config says
-    about the computation. The store is an SQLite file in ``config.cache``.
+    The key of a sequence is its tokens and loss mask, that of a model its files' bytes and the settings that change
+    log-probs. `cache/hits` and `cache/misses` count sequences.
     """
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        """Raises ValueError for a model whose answers change or are not log-probs."""
+        """Raises ValueError for a model that is trained or has another head than `lm`."""
         if not config.frozen or config.head != "lm":
             raise ValueError(f"models.{name}.cache: only a frozen model with head `lm` can be cached")
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
-        """Raises what `check_settings` raises."""
         super().__init__(config, context)
         self.check_before_setup()
         self.module = resolve_class(config.module, "coalign.backends")
-        self.scorer: Any = None
+        self.scorer: TrainableModule | None = None
         self.store: sqlite3.Connection
 
     def setup(self) -> None:
-        directory = Path(self.config.cache)
+        directory = Path(str(self.config.cache))
         directory.mkdir(parents=True, exist_ok=True)
-        # Calls come one at a time, but not always from the thread that opened the file.
-        self.store = sqlite3.connect(
-            directory / f"{identity(self.config, self.context.seed)}.sqlite",
-            timeout=BUSY_SECONDS,
-            check_same_thread=False,
-        )
+        # Calls come one at a time, but not always from the thread that opens the file.
+        file = directory / f"{hash_model(self.config, self.context.seed)}.sqlite"
+        self.store = sqlite3.connect(file, timeout=BUSY_SECONDS, check_same_thread=False)
         self.store.execute("CREATE TABLE IF NOT EXISTS logprobs (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
 
     def close(self) -> None:
@@ -74,14 +74,14 @@ class CachedModule(Module):
         return () if self.scorer is None else self.scorer.tensors(part)
 
     def unload(self) -> None:
-        """Give the model's memory back; it is loaded again if something new is asked."""
+        """Release the model's memory; it is loaded again for a sequence that is not in the store."""
         if self.scorer is not None:
             self.scorer.close()
             self.scorer = None
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor | Total]:
         """As TrainableModule.forward_step, with log-probs from the store where it has them."""
-        mask = trained(batch)
+        mask = get_loss_mask(batch)
         keys = _keys(batch, mask)
         found = self._read(keys)
         missing = [row for row, key in enumerate(keys) if key not in found]
@@ -90,16 +90,16 @@ class CachedModule(Module):
         column = torch.zeros(batch.tokens_total)
         if keys:
             column[mask] = torch.cat([torch.frombuffer(bytearray(found[key]), dtype=torch.float32) for key in keys])
-        counts: Stats = {"cache/hits": Total(len(keys) - len(missing)), "cache/misses": Total(len(missing))}
+        counts = {"cache/hits": Total(len(keys) - len(missing)), "cache/misses": Total(len(missing))}
         return {into or HEADS["lm"][1]: column, **counts}
 
     def _compute(self, batch: Batch, keys: list[bytes]) -> dict[bytes, bytes]:
-        if self.scorer is None:
-            self.scorer = self.module(self.config, self.context)
-            self.scorer.arena = self.arena
-            self.scorer.setup()
-        (column,) = self.scorer.forward_step(batch).values()
-        mask = trained(batch)
+        if (scorer := self.scorer) is None:
+            self.scorer = scorer = self.module(self.config, self.context)
+            scorer.arena = self.arena
+            scorer.setup()
+        (column,) = scorer.forward_step(batch).values()
+        mask = get_loss_mask(batch)
         counts = torch.bincount(batch.segment[mask], minlength=len(batch)).tolist()
         values = [part.numpy().tobytes() for part in column[mask].split(counts)]
         with self.store:
@@ -107,23 +107,16 @@ class CachedModule(Module):
         return dict(zip(keys, values, strict=True))
 
     def _read(self, keys: list[bytes]) -> dict[bytes, bytes]:
-        found = {}
-        for key in set(keys):
-            row = self.store.execute("SELECT value FROM logprobs WHERE key = ?", (key,)).fetchone()
-            if row is not None:
-                found[key] = row[0]
-        return found
+        query = "SELECT value FROM logprobs WHERE key = ?"
+        rows = {key: self.store.execute(query, (key,)).fetchone() for key in set(keys)}
+        return {key: row[0] for key, row in rows.items() if row is not None}
 
 
-def identity(config: ModelConfig, seed: int) -> str:
-    """A hash of the files and settings that the log-probs follow from. ValueError for a model without files.
-
-    ``seed``: what random weights are drawn from.
-    """
-    if config.load is None:
-        raise ValueError("models.*.load is missing: a Hugging Face model directory")
+def hash_model(config: ModelConfig, seed: int) -> str:
+    """A hash of the files and settings that determine the log-probs. ``seed`` counts for random weights. Raises what
+    `coalign.backends.pretrained.get_directory` raises."""
     seen = xxh3_128()
-    directories = [Path(config.load), *([Path(config.lora.load)] if config.lora and config.lora.load else [])]
+    directories = [Path(get_directory(config)), *([Path(config.lora.load)] if config.lora and config.lora.load else [])]
     for directory in directories:
         for file in sorted(file for pattern in FILES for file in directory.glob(pattern)):
             seen.update(f"{file.name}\0{checksum(file)}\0".encode())
@@ -134,8 +127,6 @@ def identity(config: ModelConfig, seed: int) -> str:
 
 
 def _keys(batch: Batch, mask: Tensor) -> list[bytes]:
-    tokens, marks = batch["tokens"].to(torch.int32).numpy(), mask.numpy()
-    offsets = batch.offsets.tolist()
-    return [
-        blake2b(tokens[a:b].tobytes() + marks[a:b].tobytes(), digest_size=16).digest() for a, b in pairwise(offsets)
-    ]
+    tokens, marks = batch.token["tokens"].to(torch.int32).numpy(), mask.numpy()
+    rows = (tokens[a:b].tobytes() + marks[a:b].tobytes() for a, b in pairwise(batch.offsets.tolist()))
+    return [blake2b(row, digest_size=16).digest() for row in rows]

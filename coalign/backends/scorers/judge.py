@@ -1,7 +1,6 @@
-"""A language model that writes what it thinks of responses (2306.05685), as a model of a run that scores.
+"""Scores responses with a language model that writes verdicts (2306.05685).
 
-Between a policy's responses and a model that judges them: samples become questions in the judge's own tokens, and
-its verdicts become rewards.
+Samples of the policy become questions in the judge's own tokens, and the judge's verdicts become rewards.
 """
 
 from __future__ import annotations
@@ -9,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from coalign.backends.engines.native.module import NativeModule
-from coalign.backends.pretrained import context_length, read_config, read_tokenizer
+from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -26,74 +26,76 @@ from coalign.types import Sample, Stat, Stats, Status, Total, merge_stats
 
 log = logging.getLogger(__name__)
 
-# Each question is a group of its own to the judge: else all about one group would be answered by the same random
-# numbers.
-QUESTIONS = 2**16
+# Each question gets a group number of its own: random numbers of sampling are drawn by group.
+QUESTIONS = 2**16  # per group of responses, at most
 
 
 class JudgeReply(NamedTuple):
-    """A verdict, or None and the reason why there is none; ``text``: what the judge said, for messages."""
+    """A verdict, or None and the reason why there is none; ``text``: the judge's answer, for messages."""
 
     verdict: float | None
     reason: str = "unreadable"
     text: str = ""
 
 
-def judging(config: ModelConfig, name: str) -> Judging:
-    """What ``models.<name>.judge`` names. ValueError (ConfigError) where it is missing or has wrong arguments."""
+def build_judging(config: ModelConfig, name: str) -> Judging:
+    """Build what ``models.<name>.judge`` names. ValueError where it is missing, ConfigError for wrong arguments."""
     if config.judge is None:
         raise ValueError(f"models.{name}.judge is missing: what the model is asked (`pointwise`, `pairwise`)")
     cls = resolve(config.judge.fn, "coalign.rewards.judge_questions")
     return cls(**bind(cls, config.judge.arguments, f"models.{name}.judge"))
 
 
-class Examiner:
-    """Asks what ``config.judge`` says, in the words of the model's own tokenizer and ``config.chat_template``.
+class JudgeRunner:
+    """Asks the questions of ``config.judge``, with the judge's own tokenizer and ``config.chat_template``.
 
-    ``reserved``: tokens of the model's context that a question has to leave free.
+    ``reserved``: tokens of the judge's context that a question must leave free. Raises ValueError if the context names
+    no tokenizer of the responses, and what `build_judging` raises.
     """
 
     def __init__(self, config: ModelConfig, context: Context, reserved: int) -> None:
-        """Raises ValueError where nobody says whose tokens the responses are, or how to ask."""
         if context.tokenizer is None:
             raise ValueError(f"model '{context.model}' reads responses, and the context names no tokenizer for them")
-        self.judging = judging(config, context.model)
+        self.judging = build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
         self._template = load_template(self.tokenizer, config.chat_template or "auto")
-        self._policys = AutoTokenizer.from_pretrained(context.tokenizer, trust_remote_code=config.trust_remote_code)
-        self._longest = (context_length(read_config(config)) or 2**31) - reserved
+        self._policy_tokenizer = AutoTokenizer.from_pretrained(
+            context.tokenizer, trust_remote_code=config.trust_remote_code
+        )
+        self._longest = (read_context_length(read_config(config)) or 2**31) - reserved
 
     def score(self, batch: Batch, answer: Callable[[Batch], list[JudgeReply]], name: str) -> dict[str, Any]:
-        """The columns ``name`` f32[N] and ``status`` u8[N], NaN and ERROR where a response has no reward, and
-        ``name``/failure, strings that say why; rows that are not at their end are left as they are. Stats: the mean
-        verdict `<name>/verdict` (of a pairwise judge the share of the response shown first: ½ unless it is biased), the
-        counts `<name>/failed/<reason>` of answers.
+        """Judge the finished responses of ``batch``; ``answer`` maps questions (columns tokens, group) to replies.
 
-        ``answer`` is given questions (columns tokens and group). ``batch`` may be a part of a roll-out, so whether too
-        little could be judged is for others to say.
+        Returns the columns ``name`` f32[N] and ``status`` u8[N], with NaN and ERROR where a response has no reward, and
+        ``name``/failure, strings that say why. Unfinished rows keep their status. Stats: `<name>/verdict`, the mean
+        verdict (of a pairwise judge, the share of the response shown first: ½ unless it is biased), and the counts
+        `<name>/failed/<reason>` of replies. The caller decides whether too many have failed.
         """
-        rows = at_their_end(batch["status"]).nonzero().flatten()
-        samples = read_samples(batch.select(rows), self._policys)
+        status = cast(Tensor, batch["status"]).clone()
+        rows = at_their_end(status).nonzero().flatten()
+        samples = read_samples(batch.select(rows), self._policy_tokenizer)
         groups = [list(some) for _, some in groupby(samples, key=lambda sample: sample.group)]
         answers = self._ask(groups, answer)
         verdicts = [[one.verdict for one in some] for some in answers]
         rewards = [self.judging.rewards(len(group), some) for group, some in zip(groups, verdicts, strict=True)]
         column = torch.full((len(batch),), float("nan"))
         column[rows] = torch.tensor([float("nan") if r is None else r for some in rewards for r in some])
-        status = batch["status"].clone()
         status[rows[column[rows].isnan()]] = int(Status.ERROR)
         failures = [""] * len(batch)
-        told = [_failure(some) for group, some in zip(groups, answers, strict=True) for _ in group]
-        for row, text in zip(rows.tolist(), told, strict=True):
+        texts = [_failure(some) for group, some in zip(groups, answers, strict=True) for _ in group]
+        for row, text in zip(rows.tolist(), texts, strict=True):
             failures[row] = text if bool(column[row].isnan()) else ""
         flat = [one for some in answers for one in some]
-        _report(flat)
+        if failed := [one for one in flat if one.verdict is None]:
+            counts = f"{len(failed)} of {len(flat)} questions to the judge have no verdict"
+            log.warning(f"{counts}; the first: {_failure(failed)}")
         return {name: column, "status": status, f"{name}/failure": failures, **_stats(flat, name)}
 
     def _ask(
         self, groups: Sequence[list[Sample]], answer: Callable[[Batch], list[JudgeReply]]
     ) -> list[list[JudgeReply]]:
-        """The answers about each group, in the order of its questions; those that are too long are not asked."""
+        """The replies about each group, in the order of its questions. Questions that are too long are not asked."""
         questions = [[self._template.prompt(messages) for messages in self.judging.ask(group)] for group in groups]
         fitting = [
             (group[0].group * QUESTIONS + number, tokens)
@@ -101,32 +103,22 @@ class Examiner:
             for number, tokens in enumerate(some)
             if len(tokens) <= self._longest
         ]
-        given = iter(answer(_packed(fitting)) if fitting else [])
+        replies = iter(answer(_pack_questions(fitting)) if fitting else [])
         return [
-            [next(given) if len(tokens) <= self._longest else JudgeReply(None, "long") for tokens in some]
+            [next(replies) if len(tokens) <= self._longest else JudgeReply(None, "long") for tokens in some]
             for some in questions
         ]
 
 
 def _failure(answers: Sequence[JudgeReply]) -> str:
-    """Why a response of a group has no reward, if it has none."""
+    """Why a response of a group has no reward; empty if it has one."""
     if not answers:
-        return (
-            "nothing to compare with: its prompt has no other response (in evaluation as many as runtime.eval_samples "
-            "says)"
-        )
+        return "nothing to compare with: its prompt has no other response (in evaluation see runtime.eval_samples)"
     return next((f"{answer.reason}: {answer.text!r:.300}" for answer in answers if answer.verdict is None), "")
 
 
-def _report(answers: Sequence[JudgeReply]) -> None:
-    failed = [answer for answer in answers if answer.verdict is None]
-    if failed:
-        counts = f"{len(failed)} of {len(answers)} questions to the judge have no verdict"
-        log.warning(f"{counts}; the first: {_failure(failed)}")
-
-
-def _packed(questions: Sequence[tuple[int, list[int]]]) -> Batch:
-    """(group, tokens) as a Batch."""
+def _pack_questions(questions: Sequence[tuple[int, list[int]]]) -> Batch:
+    """(group, tokens) of each question as a Batch."""
     return Batch(
         torch.tensor([len(tokens) for _, tokens in questions]),
         {"tokens": torch.tensor([token for _, tokens in questions for token in tokens], dtype=torch.int32)},
@@ -144,26 +136,23 @@ def _stats(answers: Sequence[JudgeReply], name: str) -> Stats:
 
 
 class JudgeModule(NativeModule):
-    """Generates an answer to each question of ``config.judge`` about a group of responses, as ``config.sampling`` says.
-
-    ``forward_step`` gives rewards; ``generate`` stays what it is.
-    """
+    """Scores responses by the answers that it generates to the questions of ``config.judge``."""
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        judging(config, context.model)
+        build_judging(config, context.model)
         return ("reward", "status")
 
     def setup(self) -> None:
-        """Raises what NativeModule and Examiner raise."""
-        self.examiner = Examiner(self.config, self.context, reserved=self.config.sampling.max_new_tokens)
+        """Raises what NativeModule and JudgeRunner raise."""
+        self.examiner = JudgeRunner(self.config, self.context, reserved=self.config.sampling.max_new_tokens)
         super().setup()
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Any]:
-        """See Examiner.score; ``into`` is another name for `reward`."""
+        """See JudgeRunner.score; ``into`` renames the column `reward`."""
         return self.examiner.score(batch, self._answers, into or "reward")
 
     def _answers(self, questions: Batch) -> list[JudgeReply]:
-        said = read_samples(self.generate(questions, samples=1), self.examiner.tokenizer)
-        texts = [sample.response for sample in said]
+        answered = cast(Batch, self.generate(questions, samples=1))  # no statistics: no environment
+        texts = [sample.response for sample in read_samples(answered, self.examiner.tokenizer)]
         return [JudgeReply(self.examiner.judging.verdict(text), text=text) for text in texts]

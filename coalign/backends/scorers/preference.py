@@ -1,28 +1,29 @@
-"""A language model that compares two responses by the probability of the next token: of the one label, or the other.
+"""Compares two responses by a language model's probabilities of two labels as the next token.
 
-Pairwise preference models (2405.07863, section 2.2), and direct judgements of any model (RLAIF, 2309.00267, section
-2.2): one forward pass in place of an answer in words.
+For pairwise preference models (2405.07863, section 2.2) and direct judgements of any model (RLAIF, 2309.00267, section
+2.2): one forward pass instead of a written answer.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.scorers.judge import Examiner, JudgeReply, judging
+from coalign.backends.scorers.judge import JudgeReply, JudgeRunner, build_judging
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
 
 
 class PreferenceModule(FSDPModule):
-    """Frozen. The questions are those of ``config.judge``, which has ``labels``: two texts of one token each."""
+    """A frozen model that compares by ``config.judge``, whose ``labels`` are two texts of one token each."""
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
-        judging(config, context.model)
+        build_judging(config, context.model)
         return ("reward", "status")
 
     @classmethod
@@ -32,20 +33,20 @@ class PreferenceModule(FSDPModule):
             raise ValueError(f"models.{name}.frozen: a preference model does not learn; set it to true")
 
     def setup(self) -> None:
-        """Raises what the checks of Module raise, and ValueError for a label that is no single token."""
+        """Raises what the checks of Module raise, and ValueError for a label that is not a single token."""
         self.check_before_setup()
-        self.examiner = Examiner(self.config, self.context, reserved=1)
-        self.labels = [self._token(label) for label in self.examiner.judging.labels]
+        self.examiner = JudgeRunner(self.config, self.context, reserved=1)
+        self.labels = [self._token(label) for label in cast(Any, self.examiner.judging).labels]
         super().setup()
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Any]:
-        """See Examiner.score; ``into`` is another name for `reward`. A verdict is P(first) / (P(first) + P(second))."""
+        """See JudgeRunner.score; ``into`` renames `reward`. A verdict is P(first) / (P(first) + P(second))."""
         return self.examiner.score(batch, self._answers, into or "reward")
 
     def _answers(self, questions: Batch) -> list[JudgeReply]:
         chances = torch.empty(len(questions))
-        for micro, out in self.computed(_answered(questions, self.labels), needs=("candidate_logprobs",)):
-            chances[micro["row"]] = out["candidate_logprobs"].softmax(1)[:, 0].float().cpu()
+        for micro, out in self.compute_outputs(_append_label(questions, self.labels), needs=("candidate_logprobs",)):
+            chances[cast(Tensor, micro["row"])] = out["candidate_logprobs"].softmax(1)[:, 0].float().cpu()
         return [JudgeReply(chance) for chance in chances.tolist()]
 
     def _token(self, label: str) -> int:
@@ -58,12 +59,12 @@ class PreferenceModule(FSDPModule):
         return tokens[0]
 
 
-def _answered(questions: Batch, labels: list[int]) -> Batch:
-    """The questions with a label after each, where the candidates are compared."""
+def _append_label(questions: Batch, labels: list[int]) -> Batch:
+    """The questions, each followed by a label: the position where the candidates are compared."""
     lengths = questions.lengths + 1
     last = lengths.cumsum(0) - 1
     mask = torch.zeros(int(lengths.sum()), dtype=torch.bool).index_fill(0, last, True)
     tokens = torch.full((len(mask),), labels[0], dtype=torch.int32)
-    tokens[~mask] = questions["tokens"]
+    tokens[~mask] = questions.token["tokens"]
     candidates = torch.tensor(labels, dtype=torch.int32).repeat(len(mask), 1)
     return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "candidates": candidates})

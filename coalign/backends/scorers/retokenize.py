@@ -1,16 +1,17 @@
-"""A reward model that reads with its own tokenizer: samples become a conversation, and that its own tokens."""
+"""Runs a reward model with its own tokenizer: samples become conversations, and these the model's own tokens."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from coalign.backends.base import Module
-from coalign.backends.pretrained import context_length, read_config, read_tokenizer
+from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -24,22 +25,20 @@ log = logging.getLogger(__name__)
 
 
 class RetokenizeModule(Module):
-    """A scorer of class ``config.module`` with head `reward`, behind its own tokenizer and ``config.chat_template``."""
+    """A scorer of class ``config.module`` with head `reward`, its own tokenizer and ``config.chat_template``."""
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        """Raises ValueError for a model that is no reward model."""
+        """Raises ValueError for a model that is no frozen reward model."""
         if config.head != "reward" or not config.frozen:
             raise ValueError(f"models.{name}.chat_template: only a frozen model with head `reward` reads text")
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
-        """Raises what `check_settings` raises, and ValueError if nobody says whose tokens the model is given."""
         super().__init__(config, context)
         self.check_before_setup()
         if context.tokenizer is None:
-            raise ValueError(
-                f"models.{context.model}.chat_template: the context names no tokenizer to read samples with"
-            )
+            where = f"models.{context.model}.chat_template"
+            raise ValueError(f"{where}: the context names no tokenizer to read samples with")
         self.scorer = resolve_class(config.module, "coalign.backends")(config, context)
 
     def setup(self) -> None:
@@ -55,28 +54,24 @@ class RetokenizeModule(Module):
     def move(self, to: str, parts: Sequence[str]) -> None:
         self.scorer.move(to, parts)
 
-    def held(self) -> Mapping[str, int]:
-        return self.scorer.held()
+    def measure_memory(self) -> Mapping[str, int]:
+        return self.scorer.measure_memory()
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor | Total]:
-        """The column ``reward`` f32[N] (``into`` renames it): NaN for rows that are not at their end, or that the
-        template refuses. And `reward/cut`: the conversations that are too long, whose beginning is left out.
-        """
+        """The column ``reward`` f32[N] (``into`` renames it): NaN for unfinished rows and those the template refuses.
+        `reward/cut` counts the conversations that are too long, whose beginning is left out."""
         name, column = into or "reward", torch.full((len(batch),), float("nan"))
-        rows = at_their_end(batch["status"]).nonzero().flatten()
+        rows = at_their_end(cast(Tensor, batch["status"])).nonzero().flatten()
         samples = read_samples(batch.select(rows), self.policy_tokenizer)
         read = self._read(samples)
         if read:
-            packed = self.reader.packed(list(read.values()), [samples[i].group for i in read])
+            packed = self.reader.pack(list(read.values()), [samples[i].group for i in read])
             (column[rows[list(read)]],) = self.scorer.forward_step(packed).values()
         cut = sum(len(tokens) > self.reader.longest for tokens, _ in read.values())
         return {name: column, f"{name}/cut": Total(float(cut))}
 
     def _read(self, samples: Sequence[Sample]) -> dict[int, tuple[list[int], int]]:
-        """What the reader makes of each sample, by its number; without those whose messages the template refuses.
-
-        Raises BadRow if it refuses all.
-        """
+        """Read the samples, by number, without those whose messages the template refuses. BadRow if it refuses all."""
         read, refused = {}, []
         for i, sample in enumerate(samples):
             try:
@@ -86,54 +81,46 @@ class RetokenizeModule(Module):
         if refused and not read:
             raise refused[0]
         if refused:
-            log.warning(
-                "models.%s cannot read %d of %d samples: %s",
-                self.context.model,
-                len(refused),
-                len(samples),
-                refused[0],
-            )
+            counts = f"{len(refused)} of {len(samples)} samples"
+            log.warning(f"models.{self.context.model} cannot read {counts}: {refused[0]}")
         return read
 
 
 class ConversationReader:
-    """How a reward model reads a conversation: its tokenizer, template and ``longest``, the most tokens it can take."""
+    """Tokenizes conversations for a reward model; ``longest``: the most tokens that the model can take.
+
+    Raises ValueError if the tokenizer has no template and ``config.chat_template`` gives none.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Raises ValueError if the tokenizer has no template and ``config.chat_template`` gives none."""
         self._template = load_template(read_tokenizer(config), config.chat_template or "auto")
-        limits = (context_length(read_config(config)), config.max_tokens_per_micro)
+        limits = (read_context_length(read_config(config)), config.max_tokens_per_micro)
         self.longest = min(limit for limit in (*limits, 2**31) if limit)
 
     def read(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], int]:
-        """The tokens, and how many of them come before the assistant's first. BadRow if the template refuses them."""
-        tokens, said = self._template.conversation(messages, tools)
-        return tokens, said.index(True)
+        """The tokens, and how many come before the assistant's first. BadRow if the template refuses the messages."""
+        tokens, mask = self._template.conversation(messages, tools)
+        return tokens, mask.index(True)
 
-    def rendered(self, text: str) -> tuple[list[int], int]:
-        """The tokens of a conversation that went through a template already, as ``read`` returns them."""
+    def read_rendered(self, text: str) -> tuple[list[int], int]:
+        """As ``read``, of a conversation that a template has rendered already. BadRow if it is empty."""
         tokens = self._template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not tokens:
             raise BadRow("there is nothing to read: the text is empty", "empty")
         return tokens, 0
 
-    def packed(self, read: Sequence[tuple[list[int], int]], groups: Sequence[int]) -> Batch:
-        """Conversations as a Batch, each without what is too much of its beginning; neighbours of a group share their
-        prompt."""
-        bos = self._template.tokenizer.bos_token_id
+    def pack(self, read: Sequence[tuple[list[int], int]], groups: Sequence[int]) -> Batch:
+        """Conversations as a Batch, whose groups share prompts. The beginning of what is too long is left out."""
+        bos = cast(int | None, self._template.tokenizer.bos_token_id)
         fitted = [_cut_left(tokens, prompt, self.longest, bos) for tokens, prompt in read]
-        return Batch(
-            torch.tensor([len(tokens) for tokens, _ in fitted]),
-            {"tokens": torch.tensor([t for tokens, _ in fitted for t in tokens], dtype=torch.int32)},
-            {
-                "group": torch.tensor(groups),
-                "prompt_length": torch.tensor([prompt for _, prompt in fitted], dtype=torch.int32),
-            },
-        )
+        tokens = torch.tensor([token for tokens, _ in fitted for token in tokens], dtype=torch.int32)
+        prompts = torch.tensor([prompt for _, prompt in fitted], dtype=torch.int32)
+        lengths = torch.tensor([len(tokens) for tokens, _ in fitted])
+        return Batch(lengths, {"tokens": tokens}, {"group": torch.tensor(groups), "prompt_length": prompts})
 
 
 def _cut_left(tokens: list[int], prompt: int, longest: int, bos: int | None) -> tuple[list[int], int]:
-    """The score stands at the end, so the end stays; and a BOS."""
+    """Cut off the beginning: the score is read at the end. A BOS stays."""
     drop = max(0, len(tokens) - longest)
     first = int(tokens[0] == bos)
     return tokens[:first] + tokens[first + drop :], max(first, prompt - drop)

@@ -1,12 +1,13 @@
-"""Reward functions as a model of the run: a Scorer whose "forward" calls the person's functions on decoded text."""
+"""Runs reward functions as a model of the run: its ``forward_step`` calls them with decoded samples."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from coalign.backends.base import Module
 from coalign.config.functions import bind, resolve
@@ -21,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class RewardModule(Module):
-    """Scores batches with the run's reward functions (``context.rewards``). See coalign.rewards."""
+    """Scores batches with the run's reward functions (``context.rewards``; see coalign.rewards)."""
 
-    exclusive = False  # it waits for functions, and models may compute meanwhile
+    exclusive = False  # models may compute while it waits for functions
 
     @classmethod
     def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ class RewardModule(Module):
 
         trust = self.config.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
-        self.functions = reward_functions(self.context.rewards)
+        self.functions = build_reward_functions(self.context.rewards)
         self.caller = Caller()
 
     def close(self) -> None:
@@ -52,13 +53,15 @@ class RewardModule(Module):
             self.caller.close()
 
     def forward_step(self, batch: Batch) -> dict[str, Any]:
-        """A column ``reward/<function>`` f32[N] of each function, NaN where it failed for good or was not called: only
-        samples at their end are shown to it; ``reward/<function>/failure``, a string for each row: what went wrong.
-        And Stats: the counts ``reward/failed/<reason>``, and the means of what a function returns besides.
+        """Score the finished samples of ``batch`` with every function.
 
-        ``batch`` may be a part of a roll-out, so whether too much has failed is for others to say.
+        Returns columns ``reward/<function>`` f32[N], NaN where the function failed for good or the sample is
+        unfinished, and ``reward/<function>/failure``, a string for each row that says what went wrong. Stats: the
+        counts ``reward/failed/<reason>``, and the means of what a function returns besides. The caller decides whether
+        too many have failed.
         """
-        rows = at_their_end(batch["status"])
+        assert self.caller is not None
+        rows = at_their_end(cast(Tensor, batch["status"]))
         samples = read_samples(batch.select(rows), self.tokenizer)
         outcomes = self.caller.score(self.functions, samples)
         columns: dict[str, Any] = {}
@@ -71,7 +74,7 @@ class RewardModule(Module):
         return {**columns, **_stats(self.functions, outcomes)}
 
     def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[Outcome]) -> None:
-        """Show a function's first failure, and where it was raised, once."""
+        """Log a function's first failure in this batch, with its traceback the first time."""
         failures = [(s, o) for s, o in zip(samples, scored, strict=True) if isinstance(o, RewardFailure)]
         if not failures:
             return
@@ -86,24 +89,22 @@ class RewardModule(Module):
         log.warning(message, exc_info=first.error if trace else None)
 
 
-def reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
-    """The functions that `reward:` lists. Raises what `reward_function` raises."""
-    return [reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
+def build_reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFunction]:
+    """The functions that `reward:` lists. Raises what `resolve_reward` raises."""
+    return [build_reward_function(config, f"reward.{i}") for i, config in enumerate(configs)]
 
 
-def reward_function(config: RewardConfig, where: str) -> RewardFunction:
-    """The function that a configuration names, with its arguments. Raises what `named` raises."""
+def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
+    """The function that a configuration names, with its arguments. Raises what `resolve_reward` raises."""
     limits = {"weight": config.weight, "timeout": config.timeout, "retries": config.retries}
-    return RewardFunction(config.called, *named(config, where), **limits)
+    return RewardFunction(config.called, *resolve_reward(config, where), **limits)
 
 
-def named(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function (or class) and its arguments, checked. A short name is one of coalign.rewards.
-
-    Raises ConfigError for wrong arguments (``where`` is the section's path), ValueError if there is no such function or
-    it refuses them: its attribute ``check``, if it has one, is called with them as keywords.
-    """
-    fn = resolve(config.fn, "coalign.rewards")
+def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function (or class) and its checked arguments. A short name is one of coalign.rewards. Raises ConfigError for
+    wrong arguments (``where`` is the section's path), and ValueError if there is no such function or it refuses them:
+    its attribute ``check``, if it has one, is called with the arguments."""
+    fn = resolve(cast(str, config.fn), "coalign.rewards")
     arguments = bind(fn, config.arguments, where)
     if hasattr(fn, "check"):
         fn.check(**arguments)
@@ -115,7 +116,6 @@ def _value(outcome: Outcome) -> float:
 
 
 def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[Outcome]]) -> Stats:
-    """Failures by reason, and the means of what each function returned besides its reward."""
     many: list[Stats] = []
     for function, scored in zip(functions, outcomes, strict=True):
         for outcome in scored:

@@ -13,7 +13,6 @@ from coalign.config import load
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.engine.hooks.guards import METRICS, UNHEALTHY, list_exceeded, list_non_finite, read_dump
-from coalign.launch.build import prepare
 from coalign.launch.check import trace
 from coalign.launch.plan import find_recipe, prepare
 from coalign.launch.run import train

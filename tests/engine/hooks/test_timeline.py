@@ -8,7 +8,7 @@ import time
 import pytest
 
 from coalign.cluster.answers import Running
-from coalign.cluster.future import Future, Outcome, Span
+from coalign.cluster.future import Call, Future, Outcome, Span
 from coalign.engine.hooks.timeline import (
     CallEvent,
     Timeline,

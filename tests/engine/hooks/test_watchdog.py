@@ -9,7 +9,7 @@ import threading
 import time
 
 from coalign.cluster.answers import Running
-from coalign.cluster.future import Future, Outcome
+from coalign.cluster.future import Call, Future, Outcome
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from tests.cluster.threads import thread_cluster
 

@@ -106,7 +106,7 @@ MESHES += [
 
 def ours(config, mesh, rank, vocabulary):
     """Our model on this rank."""
-    from coalign.backends.hf.heads import Readings
+    from coalign.backends.hf.heads import LanguageModelHead
     from coalign.backends.megatron.config import transformer_config
     from coalign.backends.megatron.cpu import on_cpu
     from coalign.backends.megatron.model import PackedGPT
@@ -119,7 +119,7 @@ def ours(config, mesh, rank, vocabulary):
     with on_cpu():
         seed_all(0)
         made = transformer_config(config, sizes)
-        return PackedGPT(config, made, vocabulary=vocabulary, read=Readings(), **ends)
+        return PackedGPT(config, made, vocabulary=vocabulary, read=LanguageModelHead(), **ends)
 
 
 def places(cases):

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained
-from coalign.backends.checkpoint import weights
+from coalign.backends.checkpoint import get_weights
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.vllm import engine
 from coalign.config.schema import ModelConfig
@@ -79,10 +79,10 @@ class VLLMModule(RolloutModule):
         from coalign.backends.engines.vllm.engine import VLLMEngine
 
         config, context = self.config, self.context
-        skeleton = pretrained.skeleton(config.model_copy(update={"lora": None}), packed=False)
+        skeleton = pretrained.build_skeleton(config.model_copy(update={"lora": None}), packed=False)
         return VLLMEngine(
             _arguments(config, context.model, context.device, context.adapter_rank),
-            {name: tensor.shape for name, tensor in weights(skeleton).items()},
+            {name: tensor.shape for name, tensor in get_weights(skeleton).items()},
             model=context.model,
             seed=context.seed,
             end_tokens=self.end_tokens(architecture),
