@@ -1,13 +1,73 @@
-"""Files and directories that a person may still want: nothing here deletes them."""
+"""Files and directories on disk: atomic writes, file hashes, and names for what must not be overwritten."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
-from os.path import lexists
 from pathlib import Path
+
+
+@contextmanager
+def write_atomically(path: Path, *, flush: bool = False) -> Iterator[Path]:
+    """Yield a free path beside ``path``; what the block writes there replaces ``path`` when the block ends.
+
+    It may be a file, a link or a directory. ``flush``: it survives a power failure once this returns. After an error
+    ``path`` is as it was and nothing else is left. A directory only replaces an empty one: else OSError.
+
+    Example:
+        with write_atomically(output) as aside, open(aside, "w") as file:
+            file.writelines(lines)
+    """
+    aside = path.with_name(f".writing-{path.name}")
+    delete_path(aside)
+    try:
+        yield aside
+        if flush:
+            for each in (aside, *aside.rglob("*")):
+                if not each.is_symlink():
+                    flush_path(each)
+        os.replace(aside, path)
+    except BaseException:
+        delete_path(aside)
+        raise
+    if flush:
+        flush_path(path.parent)
+
+
+def write_text_atomically(path: Path, text: str, *, flush: bool = False) -> None:
+    """Replace a file by one with this text (UTF-8)."""
+    with write_atomically(path, flush=flush) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def flush_path(path: Path) -> None:
+    """Wait until a file's contents, or a directory's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def delete_path(path: Path) -> None:
+    """Delete a file, a link or a directory with all that it holds; it may be missing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file's contents, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def move_aside(path: Path) -> Path:
     """Rename a file or directory to the first free one of NAME.before-1, NAME.before-2, …; returns the new path."""
     names = (path.with_name(f"{path.name}.before-{number}") for number in count(1))
-    return path.rename(next(name for name in names if not lexists(name)))
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
