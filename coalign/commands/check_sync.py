@@ -16,7 +16,7 @@ from coalign.launch.build import build, prepare, recipe
 from coalign.report.display import Display
 from coalign.roles import Rollout
 from coalign.types import Stat
-from coalign.weights.compare import Difference, TensorDigest, WeightSet, differences, saved
+from coalign.weights.compare import Difference, TensorDigest, WeightSet, find_differences, open_saved_weights
 from coalign.weights.sync.sync import WeightSync
 
 PROMPTS, TOKENS = 4, 32  # that the log-probs are compared on
@@ -27,8 +27,8 @@ LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 def check_saved(one: Path, other: Path, display: Display) -> bool:
     """Compare two directories; whether they hold the same weights."""
-    sides = saved(one), saved(other)
-    return _report(f"{one} and {other}", list(differences(*sides)), len(sides[0].held), display)
+    sides = open_saved_weights(one), open_saved_weights(other)
+    return _report(f"{one} and {other}", list(find_differences(*sides)), len(sides[0].held), display)
 
 
 def check_run(config: RunConfig, display: Display) -> bool:
@@ -71,7 +71,7 @@ def _check_tensors(sync: WeightSync, display: Display) -> bool:
         of_target = WeightSet(target.name, held, lambda name, rank=rank: _fetched(target, name, dtypes)[rank])
         of_source = WeightSet(source.name, ours, lambda name: next(filter(_there, _fetched(source, name, dtypes))))
         label = title if len(replicas) == 1 else f"{title}, replica {rank}"
-        good &= _report(label, list(differences(of_source, of_target)), len(ours), display)
+        good &= _report(label, list(find_differences(of_source, of_target)), len(ours), display)
     return good
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from coalign.weights.sync.buckets import checksum, tensor_bytes
+from coalign.weights.sync.checksums import checksum, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Difference:
     numel: int = 0
 
 
-def differences(one: WeightSet, other: WeightSet, values: int = 100) -> Iterator[Difference]:
+def find_differences(one: WeightSet, other: WeightSet, values: int = 100) -> Iterator[Difference]:
     """Everything in which the sides differ, bit by bit, by name; of the first ``values`` tensors also by how much."""
     for name in sorted(one.held.keys() | other.held.keys()):
         first, second = one.held.get(name), other.held.get(name)
@@ -58,10 +58,14 @@ def differences(one: WeightSet, other: WeightSet, values: int = 100) -> Iterator
             yield Difference(name, f"{first.dtype}{list(first.shape)}, {second.dtype}{list(second.shape)}")
         elif first.checksum != second.checksum:
             values -= 1
-            yield measured(name, one.fetch(name), other.fetch(name)) if values >= 0 else Difference(name, "values")
+            yield (
+                measure_difference(name, one.fetch(name), other.fetch(name))
+                if values >= 0
+                else Difference(name, "values")
+            )
 
 
-def measured(name: str, first: Tensor, second: Tensor) -> Difference:
+def measure_difference(name: str, first: Tensor, second: Tensor) -> Difference:
     """How two tensors of one shape and dtype differ in their values; NaN and infinities count as an infinite |Δ|."""
     size = first.element_size()
     pairs = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, size) for t in (first, second)]
@@ -70,7 +74,7 @@ def measured(name: str, first: Tensor, second: Tensor) -> Difference:
     return Difference(name, "values", float(delta.nan_to_num(float("inf")).max()), int(differ.sum()), first.numel())
 
 
-def saved(path: Path) -> WeightSet:
+def open_saved_weights(path: Path) -> WeightSet:
     """A Hugging Face directory, a checkpoint of a run, or a run folder (its newest model). ValueError if it is none."""
     directory = next((d for d in (path, path / "hf", path / "model") if any(d.glob("*.safetensors"))), None)
     if directory is None:

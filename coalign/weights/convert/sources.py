@@ -20,7 +20,7 @@ from coalign.weights.convert import huggingface as fp8
 from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.families import Family, MegatronConfig, Parameter
 from coalign.weights.layouts.shards import Box, Fetch, Move, Shape, Shard, Spec, reshard
-from coalign.weights.sync.buckets import tensor_bytes
+from coalign.weights.sync.checksums import tensor_bytes
 
 BLOCK = 16 * 2**20  # bytes that are made at a time
 
