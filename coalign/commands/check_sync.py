@@ -28,7 +28,7 @@ LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}
 def check_saved(one: Path, other: Path, display: Display) -> bool:
     """Compare two directories; whether they hold the same weights."""
     sides = open_saved_weights(one), open_saved_weights(other)
-    return _report(f"{one} and {other}", list(find_differences(*sides)), len(sides[0].held), display)
+    return _report(f"{one} and {other}", list(find_differences(*sides)), len(sides[0].digests), display)
 
 
 def check_run(config: RunConfig, display: Display) -> bool:

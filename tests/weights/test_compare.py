@@ -51,6 +51,6 @@ def test_directories(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "hf" / "model-1.safetensors")
     save_file({"b": torch.ones(3)}, tmp_path / "hf" / "model-2.safetensors")
     found = open_saved_weights(tmp_path)
-    assert found.held.keys() == {"a", "b"} and torch.equal(found.fetch("b"), torch.ones(3))
+    assert found.digests.keys() == {"a", "b"} and torch.equal(found.fetch("b"), torch.ones(3))
     with pytest.raises(ValueError, match="holds no weights: expected a Hugging Face directory"):
         open_saved_weights(tmp_path / "nothing")

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from coalign.weights.families.family import Family
-from coalign.weights.families.settings import CLASSIC, Field, FixedFields, RequiredValue, epsilon, tied
+from coalign.weights.families.settings import (
+    CLASSIC,
+    ConfigField,
+    FixedFields,
+    RequiredValue,
+    norm_epsilon,
+    tied_embeddings,
+)
 from coalign.weights.families.sources import SingleTensor
 
 BLOOM = Family(
@@ -11,13 +18,13 @@ BLOOM = Family(
     architectures=("BloomForCausalLM",),
     model_types=("bloom",),
     settings=(
-        Field("num_layers", "n_layer", older=("num_hidden_layers",)),
-        Field("hidden_size", "hidden_size", older=("n_embed",)),
-        Field("num_attention_heads", "n_head", older=("num_attention_heads",)),
-        Field("vocab_size", "vocab_size"),
-        Field("max_position_embeddings", "seq_length", 2048),
-        epsilon("layer_norm_epsilon", 1e-5),
-        tied(True),
+        ConfigField("num_layers", "n_layer", older=("num_hidden_layers",)),
+        ConfigField("hidden_size", "hidden_size", older=("n_embed",)),
+        ConfigField("num_attention_heads", "n_head", older=("num_attention_heads",)),
+        ConfigField("vocab_size", "vocab_size"),
+        ConfigField("max_position_embeddings", "seq_length", 2048),
+        norm_epsilon("layer_norm_epsilon", 1e-5),
+        tied_embeddings(True),
         CLASSIC,
         FixedFields(position_embedding_type="alibi", activation_func="gelu_tanh"),
         FixedFields(add_bias_linear=True, embedding_layernorm=True),

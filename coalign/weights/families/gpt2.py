@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coalign.weights.families.family import Family
 from coalign.weights.families.settings import (
     CLASSIC,
@@ -10,7 +12,7 @@ from coalign.weights.families.settings import (
     ConvertedFields,
     FixedFields,
     RequiredValue,
-    tied,
+    tied_embeddings,
 )
 from coalign.weights.families.sources import QueryKeyValueBlocks, SingleTensor
 
@@ -23,7 +25,7 @@ TENSORS = {
 NORMS = {"input_layernorm": SingleTensor("ln_1"), "pre_mlp_layernorm": SingleTensor("ln_2")}
 COMMON = (
     *GPT2_SIZES,
-    tied(True),
+    tied_embeddings(True),
     CLASSIC,
     FixedFields(position_embedding_type="learned_absolute", add_bias_linear=True),
     RequiredValue("scale_attn_weights", True),
@@ -52,7 +54,8 @@ GPT2 = Family(
     computed=("attn.bias", "attn.masked_bias"),
 )
 
-STARCODER = Family(
+STARCODER = replace(
+    GPT2,
     name="starcoder",
     architectures=("GPTBigCodeForCausalLM",),
     model_types=("gpt_bigcode",),
@@ -64,7 +67,6 @@ STARCODER = Family(
             lambda config: {"multi_query": config.num_query_groups == 1},
         ),
     ),
-    tensors=TENSORS,
     layer=NORMS
     | {
         # With one group all queries, the key, the value; with as many as heads, head by head: Megatron's order, both.
@@ -73,7 +75,4 @@ STARCODER = Family(
         "mlp.linear_fc1": SingleTensor("mlp.c_fc"),
         "mlp.linear_fc2": SingleTensor("mlp.c_proj"),
     },
-    prefix="transformer.h.{layer}.",
-    base="transformer.",
-    computed=("attn.bias", "attn.masked_bias"),
 )

@@ -12,8 +12,8 @@ from coalign.weights.families.settings import (
     FixedFields,
     RequiredValue,
     Rope,
-    epsilon,
-    tied,
+    norm_epsilon,
+    tied_embeddings,
 )
 from coalign.weights.families.sources import SingleTensor
 
@@ -26,8 +26,8 @@ GPT_NEOX = Family(
         FFN,
         Activation("hidden_act", "gelu"),
         Rope("rotary_emb_base", "rotary_pct", default_percent=0.25),
-        epsilon("layer_norm_eps", 1e-5),
-        tied(False),
+        norm_epsilon("layer_norm_eps", 1e-5),
+        tied_embeddings(False),
         CLASSIC,
         FixedFields(add_bias_linear=True),
         ConvertedFields(

@@ -9,12 +9,12 @@ from coalign.weights.families.settings import (
     CLASSIC,
     SIZES,
     Activation,
+    ConfigField,
     ConvertedFields,
-    Field,
     FixedFields,
     Hf,
     RequiredValue,
-    tied,
+    tied_embeddings,
 )
 from coalign.weights.families.sources import QueryKeyValueTensors, SingleTensor
 from coalign.weights.layouts.megatron_config import MegatronConfig
@@ -38,13 +38,13 @@ OPT = Family(
     model_types=("opt",),
     settings=(
         *SIZES,
-        Field("ffn_hidden_size", "ffn_dim"),
+        ConfigField("ffn_hidden_size", "ffn_dim"),
         Activation("activation_function", "relu"),
-        tied(True),
+        tied_embeddings(True),
         CLASSIC,
         FixedFields(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5),
-        Field("add_bias_linear", "enable_bias", True),
-        Field("layernorm_affine", "layer_norm_elementwise_affine", True),
+        ConfigField("add_bias_linear", "enable_bias", True),
+        ConfigField("layernorm_affine", "layer_norm_elementwise_affine", True),
         ConvertedFields(_embedded, _width),
         RequiredValue("do_layer_norm_before", True),
         RequiredValue("_remove_final_layer_norm", False),
