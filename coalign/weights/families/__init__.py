@@ -16,17 +16,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from coalign.weights.families.baichuan import BAICHUAN
-from coalign.weights.families.bloom import BLOOM
 from coalign.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from coalign.weights.families.falcon import FALCON, FALCON_40B
 from coalign.weights.families.family import Family, Parameter
 from coalign.weights.families.glm import CHATGLM, GLM4
-from coalign.weights.families.gpt2 import GPT2, STARCODER
-from coalign.weights.families.gpt_neox import GPT_NEOX
+from coalign.weights.families.gpt import BLOOM, GPT2, GPT_NEOX, OPT, STARCODER, STARCODER2
 from coalign.weights.families.llama import GEMMA, LLAMA, MISTRAL, MIXTRAL
-from coalign.weights.families.opt import OPT
 from coalign.weights.families.qwen import QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from coalign.weights.families.starcoder2 import STARCODER2
 from coalign.weights.layouts.megatron_config import MegatronConfig, RopeScaling
 
 FAMILIES = (

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class WeightError(RuntimeError):
 class SyncModule(Protocol):
     """What every transport uses of a worker's module (coalign.backends.base.Module)."""
 
+    adopts: ClassVar[bool]
     links: dict[str, Any]  # what transports keep from one sync to the next
     unfit: str | None  # why this replica must not serve
 
@@ -44,8 +45,6 @@ class SyncModule(Protocol):
     def context(self) -> Context: ...
     @property
     def exports(self) -> bool: ...
-    @property
-    def adopts(self) -> bool: ...
     @property
     def weights_dtype(self) -> torch.dtype | None: ...
 
