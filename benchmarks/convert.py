@@ -50,7 +50,7 @@ def make(folder: Path) -> None:
     """The model, 0.99 GB of bfloat16."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    family = families.of(CONFIG)
+    family = families.find_family(CONFIG)
     entries = [FileTensor(name, s.stored, torch.bfloat16) for name, s in family.sources(family.config(CONFIG)).items()]
     with writing(folder / "model.safetensors") as file:
         write(file, entries, (torch.randn(entry.shape).bfloat16() for entry in entries))

@@ -18,7 +18,7 @@ from coalign.launch.plan import find_recipe, prepare
 from coalign.report.display import Display
 from coalign.roles import Rollout
 from coalign.types import Stat
-from coalign.weights.compare import Difference, TensorDigest, WeightSet, differences, saved
+from coalign.weights.compare import Difference, TensorDigest, WeightSet, find_differences, open_saved_weights
 
 if TYPE_CHECKING:
     from coalign.backends.base import Module
@@ -33,8 +33,8 @@ LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 def check_saved(one: Path, other: Path, display: Display) -> bool:
     """Compare the weights of two directories; return whether they are the same."""
-    sides = saved(one), saved(other)
-    return _report(f"{one} and {other}", list(differences(*sides)), len(sides[0].held), display)
+    sides = open_saved_weights(one), open_saved_weights(other)
+    return _report(f"{one} and {other}", list(find_differences(*sides)), len(sides[0].digests), display)
 
 
 def check_run(config: RunConfig, display: Display) -> bool:
@@ -81,7 +81,7 @@ def _check_tensors(source: DistModel, target: DistModel, display: Display) -> bo
         of_source = WeightSet(source.name, digests, partial(fetch, source))
         of_target = WeightSet(target.name, held, partial(fetch, target, rank=rank))
         label = title if len(replicas) == 1 else f"{title}, replica {rank}"
-        good &= _report(label, list(differences(of_source, of_target)), len(digests), display)
+        good &= _report(label, list(find_differences(of_source, of_target)), len(digests), display)
     return good
 
 

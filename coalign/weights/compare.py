@@ -1,4 +1,4 @@
-"""What differs between two sets of named tensors."""
+"""Comparison of two sets of named tensors, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from coalign.weights.sync.buckets import checksum, tensor_bytes
+from coalign.weights.sync.checksums import checksum, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """A tensor that a side has: its kind, and a checksum of its bytes."""
+    """Dtype, shape and checksum of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,16 +30,16 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """One of the two: what it has, and how to get at a tensor's values."""
+    """One of the two sets. ``fetch`` returns a tensor by its name."""
 
     name: str
-    held: Mapping[str, TensorDigest]
+    digests: Mapping[str, TensorDigest]
     fetch: Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``what`` is different about a tensor; where its values are, the largest |Δ| and how many of ``numel`` differ."""
+    """``what`` differs in a tensor; for values also the largest |Δ| and how many of ``numel`` differ."""
 
     name: str
     what: str
@@ -48,21 +48,25 @@ class Difference:
     numel: int = 0
 
 
-def differences(one: WeightSet, other: WeightSet, values: int = 100) -> Iterator[Difference]:
-    """Everything in which the sides differ, bit by bit, by name; of the first ``values`` tensors also by how much."""
-    for name in sorted(one.held.keys() | other.held.keys()):
-        first, second = one.held.get(name), other.held.get(name)
+def find_differences(one: WeightSet, other: WeightSet, values: int = 100) -> Iterator[Difference]:
+    """Yield all differences, by name; for the first ``values`` tensors whose values differ also by how much."""
+    for name in sorted(one.digests.keys() | other.digests.keys()):
+        first, second = one.digests.get(name), other.digests.get(name)
         if first is None or second is None:
             yield Difference(name, f"only in {one.name if second is None else other.name}")
         elif (first.shape, first.dtype) != (second.shape, second.dtype):
             yield Difference(name, f"{first.dtype}{list(first.shape)}, {second.dtype}{list(second.shape)}")
         elif first.checksum != second.checksum:
             values -= 1
-            yield measured(name, one.fetch(name), other.fetch(name)) if values >= 0 else Difference(name, "values")
+            yield (
+                measure_difference(name, one.fetch(name), other.fetch(name))
+                if values >= 0
+                else Difference(name, "values")
+            )
 
 
-def measured(name: str, first: Tensor, second: Tensor) -> Difference:
-    """How two tensors of one shape and dtype differ in their values; NaN and infinities count as an infinite |Δ|."""
+def measure_difference(name: str, first: Tensor, second: Tensor) -> Difference:
+    """Compare the values of two tensors of one shape and dtype; NaN and infinities count as an infinite |Δ|."""
     size = first.element_size()
     pairs = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, size) for t in (first, second)]
     differ = (pairs[0] != pairs[1]).any(1)
@@ -70,8 +74,8 @@ def measured(name: str, first: Tensor, second: Tensor) -> Difference:
     return Difference(name, "values", float(delta.nan_to_num(float("inf")).max()), int(differ.sum()), first.numel())
 
 
-def saved(path: Path) -> WeightSet:
-    """A Hugging Face directory, a checkpoint of a run, or a run folder (its newest model). ValueError if it is none."""
+def open_saved_weights(path: Path) -> WeightSet:
+    """Open a Hugging Face directory, a checkpoint, or a run folder (its newest model). ValueError for anything else."""
     directory = next((d for d in (path, path / "hf", path / "model") if any(d.glob("*.safetensors"))), None)
     if directory is None:
         raise ValueError(

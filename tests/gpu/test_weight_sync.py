@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coalign.config.schema import SyncConfig
-from coalign.weights.sync.cuda_ipc import CudaIpc
+from coalign.weights.sync.cuda_ipc import CudaIpcTransport
 from coalign.weights.sync.sync import WeightSync
 from tests.weights import modules
 from tests.weights.processes import Processes
@@ -28,6 +28,6 @@ def test_handles_of_device_memory(module):
             assert found == version
             assert all(tensor.is_cuda for tensor in weights.values())
             assert same({name: tensor.cpu() for name, tensor in weights.items()}, expected(2, version))
-    assert isinstance(sync.transport, CudaIpc)
+    assert isinstance(sync.transport, CudaIpcTransport)
     trainer.close()
     policy.close()

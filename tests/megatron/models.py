@@ -20,7 +20,7 @@ from coalign.backends.megatron.partition import Sizes
 from coalign.backends.megatron.weights import Export, Weights, divisor
 from coalign.data.batch import Batch
 from coalign.weights import families
-from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
 from tests.backends.batches import rollout
 from tests.weights.families import remote
 from tests.weights.families.checkpoints import (
@@ -119,10 +119,10 @@ class Megatron:
 
     def __init__(self, reference: Reference, sizes: Sizes, **settings: Any) -> None:
         self.rank, self.reference = dist.get_rank(), reference
-        family = families.of(reference.hf)
+        family = families.find_family(reference.hf)
         described = family.config(reference.hf)
         multiple = divisor(described, sizes.tensor)
-        layout = MegatronLayout(described, sizes.mesh(dist.get_world_size()), stages(described.num_layers))
+        layout = MegatronLayout(described, sizes.mesh(dist.get_world_size()), split_layers(described.num_layers))
         self.weights = Weights(family, layout, multiple)
         padded = -(-described.vocab_size // multiple) * multiple
         config = transformer_config(described, sizes, **settings)

@@ -21,11 +21,11 @@ MASK = torch.ones(1, len(KEYS), dtype=torch.long)
 @pytest.mark.parametrize("heads", [1, 4, 6, 32])
 def test_what_is_added_is_what_transformers_adds(heads):
     shape = {"hidden_size": 8 * heads, "vocab_size": 8}
-    bloom = families.of(hf := {"model_type": "bloom", "n_layer": 1, "n_head": heads, **shape}).config(hf)
+    bloom = families.find_family(hf := {"model_type": "bloom", "n_layer": 1, "n_head": heads, **shape}).config(hf)
     found = Alibi.of(bloom)(KEYS)
     torch.testing.assert_close(found, of_bloom(MASK, heads, torch.float32)[:, 0], rtol=1e-6, atol=0)
     hf = {"model_type": "falcon", "num_hidden_layers": 1, "num_attention_heads": heads, "alibi": True, **shape}
-    rounded = Alibi.of(families.of(hf).config(hf))(KEYS)
+    rounded = Alibi.of(families.find_family(hf).config(hf))(KEYS)
     expected = of_falcon(MASK, heads, torch.float32)[:, 0] / 8**0.5
     torch.testing.assert_close(rounded, expected, rtol=1e-6, atol=0)
     assert not torch.allclose(rounded * 8**0.5, found)

@@ -31,7 +31,7 @@ from tests.weights.families.checkpoints import checkpoint
 
 def block(case):
     hf, _ = checkpoint(case)
-    model = families.of(hf).config(hf)
+    model = families.find_family(hf).config(hf)
     return layers.block(model, transformer_config(model, Sizes(), te=True), te=True)
 
 

@@ -35,7 +35,7 @@ KINDS = [
 
 def described(kind, settings, rope):
     hf = AutoConfig.for_model(kind, **LLAMA, **settings, rope_parameters={"rope_theta": 10000.0, **rope})
-    return hf, families.of(hf.to_dict()).config(hf.to_dict())
+    return hf, families.find_family(hf.to_dict()).config(hf.to_dict())
 
 
 @pytest.mark.parametrize("longest", [100, 9000])

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.weights.sync.buckets import (
+from coalign.weights.sync.buckets import pack
+from coalign.weights.sync.checksums import (
     BLOCK,
-    block_checksum,
-    blocks,
     checksum,
-    combine,
-    device_checksum,
-    pack,
+    checksum_block,
+    checksum_device_block,
+    combine_checksums,
+    copy_tensors,
+    split_blocks,
     tensor_bytes,
 )
-from coalign.weights.sync.copying import copied
 from coalign.weights.sync.transport import WeightError
 
 
@@ -80,19 +80,19 @@ def test_bytes_of_a_contiguous_tensor_are_a_view():
 
 def test_the_checksum_of_a_large_tensor_is_that_of_its_blocks():
     data = np.random.default_rng(0).integers(0, 256, 2 * BLOCK + 5, dtype=np.uint8)
-    parts = [block_checksum(torch.from_numpy(data[start:stop])) for start, stop in blocks(len(data))]
-    assert len(parts) == 3 and combine(parts) == checksum(data)
-    [(_, copied_sum)] = copied([("x", torch.from_numpy(data), torch.empty(len(data), dtype=torch.uint8))])
+    parts = [checksum_block(torch.from_numpy(data[start:stop])) for start, stop in split_blocks(len(data))]
+    assert len(parts) == 3 and combine_checksums(parts) == checksum(data)
+    [(_, copied_sum)] = copy_tensors([("x", torch.from_numpy(data), torch.empty(len(data), dtype=torch.uint8))])
     assert copied_sum == checksum(data)
 
 
 def test_a_devices_checksum_sees_every_bit_and_every_swap():
     block = torch.randint(0, 256, (64 + 3,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = device_checksum(block)
+    found = checksum_device_block(block)
     for byte in range(len(block)):
         other = block.clone()
         other[byte] ^= 1 << (byte % 8)
-        assert device_checksum(other) != found
+        assert checksum_device_block(other) != found
     swapped = torch.cat([block[8:16], block[:8], block[16:]])
-    assert device_checksum(swapped) != found
-    assert device_checksum(torch.cat([block, torch.zeros(1, dtype=torch.uint8)])) != found
+    assert checksum_device_block(swapped) != found
+    assert checksum_device_block(torch.cat([block, torch.zeros(1, dtype=torch.uint8)])) != found

@@ -5,20 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.weights.sync.buckets import BLOCK, PIECE, SHARES, block_checksum, checksum, pieces
-from coalign.weights.sync.copying import checked, copied
+from coalign.weights.sync.checksums import (
+    BLOCK,
+    PIECE,
+    SHARES,
+    checksum,
+    checksum_block,
+    checksum_tensors,
+    copy_tensors,
+    select_pieces,
+)
 
 
 @pytest.mark.parametrize("size", [1, PIECE, PIECE + 1, 3 * PIECE - 7, SHARES * PIECE, BLOCK - 1, BLOCK])
 def test_the_turns_see_every_byte_and_none_sees_nothing(size):
     seen = torch.zeros(size, dtype=torch.int32)
     for turn in range(5, 5 + SHARES):
-        looked_at = sum(stop - start for start, stop in pieces(size, turn))
+        looked_at = sum(stop - start for start, stop in select_pieces(size, turn))
         assert 0 < looked_at <= max(size / SHARES, PIECE) + PIECE
-        for start, stop in pieces(size, turn):
+        for start, stop in select_pieces(size, turn):
             seen[start:stop] += 1
     assert seen.min() > 0
-    assert list(pieces(size, None)) == [(0, size)]
+    assert list(select_pieces(size, None)) == [(0, size)]
 
 
 @pytest.mark.parametrize("turn", [None, 3])
@@ -30,8 +38,8 @@ def test_what_was_copied_adds_up_on_the_other_side(turn, threads):
         sizes = [0, 5, PIECE + 1, BLOCK + 3 * PIECE]
         given = {f"t{size}": torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes}
         taken = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
-        written = dict(copied(((name, given[name], taken[name]) for name in given), turn))
-        assert dict(checked(taken.items(), turn)) == written
+        written = dict(copy_tensors(((name, given[name], taken[name]) for name in given), turn))
+        assert dict(checksum_tensors(taken.items(), turn)) == written
         assert all(torch.equal(taken[name], given[name]) for name in given)
         if turn is None:
             assert written == {name: checksum(tensor.numpy()) for name, tensor in given.items()}
@@ -43,7 +51,7 @@ def test_a_damaged_byte_shows_in_one_turn_and_bytes_out_of_place_in_every_one():
     block = torch.randint(0, 256, (BLOCK,), dtype=torch.uint8)
     damaged = block.clone()
     damaged[9 * PIECE + 17] ^= 1
-    differ = [block_checksum(block, turn) != block_checksum(damaged, turn) for turn in range(SHARES)]
+    differ = [checksum_block(block, turn) != checksum_block(damaged, turn) for turn in range(SHARES)]
     assert differ == [turn == 9 % SHARES for turn in range(SHARES)]
     shifted = block.roll(64)
-    assert all(block_checksum(block, turn) != block_checksum(shifted, turn) for turn in range(SHARES))
+    assert all(checksum_block(block, turn) != checksum_block(shifted, turn) for turn in range(SHARES))

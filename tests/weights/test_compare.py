@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from coalign.weights.compare import TensorDigest, WeightSet, differences, saved
+from coalign.weights.compare import TensorDigest, WeightSet, find_differences, open_saved_weights
 
 
 def side(name, tensors):
@@ -15,7 +15,7 @@ def side(name, tensors):
 
 def test_equal_sides_have_no_differences():
     tensors = {"a": torch.tensor([1.0, float("nan")]), "b": torch.zeros(0)}
-    assert not list(differences(side("x", tensors), side("y", {k: t.clone() for k, t in tensors.items()})))
+    assert not list(find_differences(side("x", tensors), side("y", {k: t.clone() for k, t in tensors.items()})))
 
 
 def test_every_kind_of_difference():
@@ -33,7 +33,7 @@ def test_every_kind_of_difference():
         "theirs": torch.zeros(1),
         "nan": torch.tensor([0.0, float("nan")]),
     }
-    found = {each.name: each for each in differences(side("x", ours), side("y", theirs))}
+    found = {each.name: each for each in find_differences(side("x", ours), side("y", theirs))}
     assert (found["a"].largest, found["a"].count, found["a"].numel) == (1.0, 2, 3)
     assert found["b"].what == "float32[2], float32[2, 1]"
     assert found["c"].what == "float32[2], float16[2]"
@@ -42,7 +42,7 @@ def test_every_kind_of_difference():
 
 
 def test_zeros_of_either_sign_differ_by_nothing_and_are_named():
-    [found] = differences(side("x", {"a": torch.tensor([0.0])}), side("y", {"a": torch.tensor([-0.0])}))
+    [found] = find_differences(side("x", {"a": torch.tensor([0.0])}), side("y", {"a": torch.tensor([-0.0])}))
     assert (found.largest, found.count) == (0.0, 1)
 
 
@@ -50,7 +50,7 @@ def test_directories(tmp_path):
     (tmp_path / "hf").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "hf" / "model-1.safetensors")
     save_file({"b": torch.ones(3)}, tmp_path / "hf" / "model-2.safetensors")
-    found = saved(tmp_path)
-    assert found.held.keys() == {"a", "b"} and torch.equal(found.fetch("b"), torch.ones(3))
+    found = open_saved_weights(tmp_path)
+    assert found.digests.keys() == {"a", "b"} and torch.equal(found.fetch("b"), torch.ones(3))
     with pytest.raises(ValueError, match="holds no weights: expected a Hugging Face directory"):
-        saved(tmp_path / "nothing")
+        open_saved_weights(tmp_path / "nothing")

@@ -7,13 +7,14 @@ import random
 import pytest
 import torch
 
-from coalign.weights.layouts.parallel import Attention, Mesh, ParallelLayout, Rule, Split, UncutTensor, contiguous
-from coalign.weights.layouts.shards import Spec, cut, join, overlap, plan, reshard, without
+from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.shards import TensorSpec, cut, join, overlap, plan, reshard, subtract
 from coalign.weights.sync.transport import WeightError
+from tests.weights.layouts import Attention, ParallelLayout, Rule, Split, UncutTensor, contiguous
 
 
 def lay(rules, full, stages=(), experts=((),), **mesh):
-    specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in full.items()}
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in full.items()}
     return ParallelLayout(Mesh(**mesh), rules, specs, stages, experts)
 
 
@@ -102,13 +103,13 @@ def test_experts_have_to_fit_into_a_stage():
 def test_what_no_rank_holds_is_named():
     with pytest.raises(WeightError, match=r"no source rank holds \[\(2, 4\)\] of 'a', wanted for 'a'"):
         half = lay([Rule("x", Split(("a",)), "every")], {"a": torch.zeros(4)}, tensor=2).shards(0)
-        list(join({"a": Spec((4,), torch.float32)}, [half], lambda rank, name: torch.zeros(2)))
+        list(join({"a": TensorSpec((4,), torch.float32)}, [half], lambda rank, name: torch.zeros(2)))
 
 
 def test_boxes():
     assert overlap(((0, 3), (2, 5)), ((1, 9), (0, 4))) == ((1, 3), (2, 4))
     assert overlap(((0, 3),), ((3, 4),)) is None
-    rest = without(((0, 3), (0, 3)), ((1, 2), (1, 2)))
+    rest = subtract(((0, 3), (0, 3)), ((1, 2), (1, 2)))
     counted = torch.zeros(3, 3)
     for (a, b), (c, d) in rest:
         counted[a:b, c:d] += 1

@@ -8,9 +8,9 @@ import pytest
 
 from coalign.config.schema import SyncConfig
 from coalign.roles import Context
-from coalign.weights.sync.cuda_ipc import CudaIpc
-from coalign.weights.sync.sync import fitting
-from coalign.weights.sync.transport import WeightEndpoint, place
+from coalign.weights.sync.cuda_ipc import CudaIpcTransport
+from coalign.weights.sync.sync import choose_transport_name
+from coalign.weights.sync.transport import WeightEndpoint, describe_endpoint
 from tests.weights.modules import Adopter, Sender
 
 
@@ -32,19 +32,19 @@ def at(host: str, gpu: str | None = None) -> WeightEndpoint:
     ],
 )
 def test_the_transport_that_fits(places, in_turns, transport):
-    assert fitting(places, in_turns) == transport
+    assert choose_transport_name(places, in_turns) == transport
 
 
 def test_a_rank_knows_its_place():
-    found = place(Adopter(None, Context(rank=1, world_size=2)), None)
+    found = describe_endpoint(Adopter(None, Context(rank=1, world_size=2)), None)
     assert (found.process, found.device, found.gpu) == (os.getpid(), "cpu", None)
     assert found.adopts and not found.sends
-    assert place(Sender(None, Context(rank=1, world_size=2)), None).sends
+    assert describe_endpoint(Sender(None, Context(rank=1, world_size=2)), None).sends
 
 
 def test_handles_of_a_gpu_are_refused_elsewhere(make):
     trainer, policy = make()
     with pytest.raises(ValueError, match="`cuda_ipc` needs trainer and policy on one GPU; they are on CPU"):
-        CudaIpc(trainer, policy, SyncConfig(), [at("a")], [at("a")])
+        CudaIpcTransport(trainer, policy, SyncConfig(), [at("a")], [at("a")])
     with pytest.raises(ValueError, match="they are on 0, 1"):
-        CudaIpc(trainer, policy, SyncConfig(), [at("a", "0")], [at("a", "1")])
+        CudaIpcTransport(trainer, policy, SyncConfig(), [at("a", "0")], [at("a", "1")])

@@ -55,4 +55,4 @@ def test_two_replicas_serve_what_two_ranks_train(models, tmp_path, transport):
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     if transport == "auto":
-        assert type(sync.transport).__name__ == "SharedMemory"
+        assert type(sync.transport).__name__ == "SharedMemoryTransport"

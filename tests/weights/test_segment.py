@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from coalign.weights.sync import segment
-from coalign.weights.sync.segment import NoRoom, SharedMemorySegment, State, SyncJournal, TensorEntry, aligned
+from coalign.weights.sync.segment import (
+    HostMemoryFull,
+    JournalState,
+    SharedMemorySegment,
+    SyncJournal,
+    TensorEntry,
+    align,
+)
 from coalign.weights.sync.transport import WeightError
 
 FORK = multiprocessing.get_context("fork")
@@ -24,7 +31,7 @@ def in_another_process(function, *arguments):
     return process.exitcode
 
 
-MATRIX = TensorEntry("matrix", torch.float32, (2, 2), aligned(24))
+MATRIX = TensorEntry("matrix", torch.float32, (2, 2), align(24))
 
 
 def read(address):
@@ -48,7 +55,7 @@ def test_it_is_no_file_and_ends_with_its_process():
     before = set(os.listdir("/dev/shm"))
     own = SharedMemorySegment.create(4096)
     assert set(os.listdir("/dev/shm")) <= before
-    assert not own.abandoned()
+    assert not own.is_abandoned()
     with pytest.raises(OSError):
         SharedMemorySegment.open((own.address[0], 10**6, 4096))
 
@@ -58,11 +65,11 @@ def test_more_than_the_container_leaves_is_refused(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("10000000\n")
     (tmp_path / "memory.current").write_text("9000000\n")
     (tmp_path / "memory.stat").write_text("anon 5\nactive_file 1000000\ninactive_file 2000000\n")
-    assert segment.available() == 4_000_000
-    with pytest.raises(NoRoom, match="shared memory for weights: 5 MiB wanted, 4 MiB are free"):
+    assert segment.measure_free_memory() == 4_000_000
+    with pytest.raises(HostMemoryFull, match="shared memory for weights: 5 MiB wanted, 4 MiB are free"):
         SharedMemorySegment.create(5 * 2**20)
     (tmp_path / "memory.max").write_text("max\n")
-    assert segment.available() > 10_000_000
+    assert segment.measure_free_memory() > 10_000_000
 
 
 class Record:
@@ -77,14 +84,14 @@ def test_a_journal_is_followed_while_it_is_written():
     following = SyncJournal(own.address).follow(3, 5.0, "sender")
     assert next(following).name == "a"
     own.append(Record("b"))
-    own.end(State.COMPLETE)
+    own.end(JournalState.COMPLETE)
     assert [record.name for record in following] == ["b"]
 
 
 @pytest.mark.parametrize(
     ("end", "message"),
     [
-        (lambda journal: journal.end(State.BROKEN), "sender broke off after 'a'"),
+        (lambda journal: journal.end(JournalState.BROKEN), "sender broke off after 'a'"),
         (lambda journal: journal.begin(4), "sender broke off after 'a'"),
         (lambda journal: None, r"sender sent nothing for 0.1 s \(sync.timeout\) after 'a'"),
     ],

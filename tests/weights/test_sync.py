@@ -10,7 +10,7 @@ from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context
 from coalign.types import Total
-from coalign.weights.sync.in_process import Adopt, Copy
+from coalign.weights.sync.in_process import LiveTensorTransport, TensorCopyTransport
 from coalign.weights.sync.sync import WeightSync
 from tests.weights.test_transports import EMBED, LAYER
 
@@ -32,7 +32,7 @@ def test_in_one_process_the_live_tensors_are_adopted(models):
     trainer, policy = models
     sync = WeightSync(trainer, policy)
     assert sync(0)["sync/bytes"] == Total(0)
-    assert isinstance(sync.transport, Adopt)
+    assert isinstance(sync.transport, LiveTensorTransport)
     trainer.learn().result()
     version, weights = policy.serving().result()
     assert version == 0 and torch.equal(weights["layers.0.weight"], torch.ones(3, 5))
@@ -43,7 +43,7 @@ def test_in_one_process_a_target_that_computes_meanwhile_gets_a_copy(models):
     trainer, policy = models
     sync = WeightSync(trainer, policy, overlap=True)
     assert sync(0)["sync/bytes"] == Total(EMBED + LAYER)
-    assert isinstance(sync.transport, Copy)
+    assert isinstance(sync.transport, TensorCopyTransport)
     trainer.learn().result()
     version, weights = policy.serving().result()
     assert version == 0 and torch.equal(weights["layers.0.weight"], torch.zeros(3, 5))

@@ -14,7 +14,7 @@ from coalign.config.schema import SyncConfig
 from coalign.roles import Context
 from coalign.types import Total
 from coalign.weights.sync import broadcast, segment, shared_memory
-from coalign.weights.sync.copying import copied
+from coalign.weights.sync.checksums import copy_tensors
 from coalign.weights.sync.object_store import verify_buckets
 from coalign.weights.sync.sync import WeightSync
 from coalign.weights.sync.transport import WeightError
@@ -175,17 +175,17 @@ def test_a_broken_stream_leaves_replicas_that_do_not_serve(make, syncing, fault,
 
 def damaged_fill(jobs, *turn):
     for job in jobs:
-        for result in copied([job], *turn):
+        for result in copy_tensors([job], *turn):
             job[2][:1] ^= 4
             yield result
 
 
 def damaged_broadcast(module, store, *arguments):
-    broadcast.copied = damaged_fill
+    broadcast.copy_tensors = damaged_fill
     try:
         return broadcast.send(module, store, *arguments)
     finally:
-        broadcast.copied = copied
+        broadcast.copy_tensors = copy_tensors
 
 
 def test_damaged_buckets_leave_replicas_that_do_not_serve(make, syncing):
@@ -259,11 +259,11 @@ def test_a_replica_that_is_unfit_answers_no_call():
 def damaged_send(module, store, *arguments):
     """``send`` with one bit of each tensor flipped after it was written."""
 
-    shared_memory.copied = damaged_fill
+    shared_memory.copy_tensors = damaged_fill
     try:
         return shared_memory.send(module, store, *arguments)
     finally:
-        shared_memory.copied = copied
+        shared_memory.copy_tensors = copy_tensors
 
 
 def damaged_verify(module, store, references):
@@ -384,7 +384,7 @@ def test_models_that_take_turns_on_their_devices(make, syncing, transport):
 
 
 def no_memory(module, store):
-    segment.available = lambda: 1000
+    segment.measure_free_memory = lambda: 1000
 
 
 def test_without_memory_the_weights_take_another_way(make, syncing, caplog):

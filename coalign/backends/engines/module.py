@@ -22,7 +22,7 @@ from coalign.backends.engines.sampling import Sampling
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.types import Stats, Status
-from coalign.weights.sync.transport import installing
+from coalign.weights.sync.transport import guard_installation
 
 
 class RolloutModule(Module):
@@ -133,7 +133,7 @@ class RolloutModule(Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None:
         """New weights by Hugging Face names: the first time all, later those that have changed; later tokens carry
         ``version``. If they do not arrive whole, nothing is generated until others do."""
-        with installing(self, version):
+        with guard_installation(self, version):
             self.engine.load_weights(weights, version=version, adopt=adopt)
 
     def pause(self) -> None:

@@ -13,9 +13,9 @@ from coalign.backends.megatron.weights import Weights, divisor
 from coalign.config.schema import ModelConfig
 from coalign.weights import families
 from coalign.weights.convert.huggingface import read_config
-from coalign.weights.layouts.megatron import MegatronLayout, stages
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
 from coalign.weights.layouts.megatron_config import MegatronConfig
-from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.mesh import Mesh
 
 # Fields of both, by the same name and with the same meaning.
 ALWAYS = (
@@ -139,7 +139,7 @@ def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
     """
     hf = read_config(Path(str(config.load)))
     # The name of an architecture says which head the file has; which head this model has is the configuration's to say.
-    family = families.of(hf if config.head == "lm" else hf | {"architectures": None})
+    family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
     model, sizes, own = family.config(hf), sizes_of(config), config.megatron
     said = {
         "swiglu": model.gated_linear_unit and model.activation_func == "silu",
@@ -155,7 +155,7 @@ def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
         check_recomputed(model, own.recompute_modules)
     if config.head != "lm":
         model = replace(model, share_embeddings_and_output_weights=False)
-    split = stages(
+    split = split_layers(
         model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
     )
     layout = MegatronLayout(model, sizes.mesh(count), split, "te" if te else "local")

@@ -27,8 +27,8 @@ from coalign.weights.convert.huggingface import whole
 from coalign.weights.convert.plan import dtypes
 from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.convert.sources import Opened, open_source
-from coalign.weights.layouts.megatron import MegatronLayout, stages
-from coalign.weights.layouts.shards import Spec, cut, plan, reshard
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
+from coalign.weights.layouts.shards import TensorSpec, cut, plan, reshard
 from coalign.weights.sync.transport import WeightError
 
 TOKENS = 64
@@ -87,14 +87,16 @@ def _megatron(opened: Opened, dtypes: Mapping[str, torch.dtype], tokens: Tensor)
     config, side = opened.config, opened.side
     with alone():
         multiple = divisor(config, 1)
-        weights = Weights(opened.family, MegatronLayout(config, Sizes().mesh(1), stages(config.num_layers)), multiple)
+        weights = Weights(
+            opened.family, MegatronLayout(config, Sizes().mesh(1), split_layers(config.num_layers)), multiple
+        )
         model = PackedGPT(
             config, transformer_config(config, Sizes()), vocabulary=weights.padded, read=LanguageModelHead()
         )
         own = held([model])
         sources = opened.family.sources(config)
         views = {name: whole(source) for name, source in sources.items()}
-        specs = {name: Spec(source.shape, dtypes[name]) for name, source in sources.items()}
+        specs = {name: TensorSpec(source.shape, dtypes[name]) for name, source in sources.items()}
         moves = dict(plan(list(views.values()), side.ranks))
 
         def view(name: str) -> Tensor:

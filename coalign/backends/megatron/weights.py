@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from coalign.weights.families import Family, MegatronConfig, Parameter
 from coalign.weights.families.sources import HuggingFaceTensor
 from coalign.weights.layouts.megatron import MegatronLayout
-from coalign.weights.layouts.shards import Box, Move, Shard, ShardBox, cut, plan
+from coalign.weights.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
 
 SCORE = "score.weight"  # of a value or reward model, in every Hugging Face directory
 
@@ -88,9 +88,9 @@ class Export:
         self.names = [name for name in self.sources if name in here]
 
     @cached_property
-    def moves(self) -> dict[str, list[Move]]:
+    def moves(self) -> dict[str, list[BoxCopy]]:
         """Of each tensor, what its owner takes from whom (places in the stage)."""
-        found: dict[str, list[Move]] = {}
+        found: dict[str, list[BoxCopy]] = {}
         for number, name in enumerate(self.names):
             owner = number % len(self.stage)
             box: Box = tuple((0, size) for size in self.sources[name].shape)
@@ -111,8 +111,12 @@ class Export:
 
 
 def _exchange(
-    names: Sequence[str], moves: Mapping[str, Sequence[Move]], own: Mapping[str, Tensor], stage: Sequence[int], me: int
-) -> list[tuple[Move, Tensor]]:
+    names: Sequence[str],
+    moves: Mapping[str, Sequence[BoxCopy]],
+    own: Mapping[str, Tensor],
+    stage: Sequence[int],
+    me: int,
+) -> list[tuple[BoxCopy, Tensor]]:
     """What this rank takes for its tensor among ``names``, the i-th of which rank i of the stage makes. One message
     from each rank to each other one, if any."""
     mine = moves[names[me]] if me < len(names) else []
@@ -121,7 +125,7 @@ def _exchange(
         for move in moves[name]:
             if move.rank == me and owner != me:
                 out[owner].append(_box(own[move.source], move.taken).reshape(-1))
-    come: dict[int, list[Move]] = defaultdict(list)
+    come: dict[int, list[BoxCopy]] = defaultdict(list)
     for move in mine:
         if move.rank != me:
             come[move.rank].append(move)
@@ -135,7 +139,7 @@ def _exchange(
     return [(m, _box(own[m.source], m.taken) if m.rank == me else next(pieces[m.rank])) for m in mine]
 
 
-def _assembled(source: HuggingFaceTensor, given: Sequence[tuple[Move, Tensor]]) -> Tensor:
+def _assembled(source: HuggingFaceTensor, given: Sequence[tuple[BoxCopy, Tensor]]) -> Tensor:
     """The view of a Hugging Face tensor."""
     first = given[0][1]
     if len(given) == 1 and tuple(first.shape) == source.shape:

@@ -20,7 +20,7 @@ from coalign.weights.convert import legacy
 from coalign.weights.convert.files import Hashed
 from coalign.weights.families.sources import HuggingFaceTensor
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox
-from coalign.weights.sync.buckets import tensor_bytes
+from coalign.weights.sync.checksums import tensor_bytes
 
 SCALES = "_scale_inv"  # what the name of the scales has behind that of the weight
 BLOCK = 128  # rows and columns of a block

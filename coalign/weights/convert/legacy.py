@@ -20,8 +20,8 @@ from torch import Tensor
 
 from coalign.weights.families import MegatronConfig, Parameter
 from coalign.weights.layouts.megatron import MegatronLayout, Stages
-from coalign.weights.layouts.megatron_names import TIED_HEAD, Spec
-from coalign.weights.layouts.parallel import Coordinates, Mesh
+from coalign.weights.layouts.megatron_names import TIED_HEAD, LayerSpec
+from coalign.weights.layouts.mesh import Coordinates, Mesh
 from coalign.weights.layouts.shards import Shard
 
 KNOWN = {  # beside the records of torch.distributed.checkpoint.metadata
@@ -84,7 +84,7 @@ def pickle_metadata(file: IO[bytes], path: Path) -> Any:
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 EMBEDDING, LAST = "embedding.word_embeddings.weight", "final_layernorm.weight"
-SPECS: tuple[Spec, ...] = ("local", "te", "legacy")
+SPECS: tuple[LayerSpec, ...] = ("local", "te", "legacy")
 RENAMED = [
     (re.compile(pattern), name)
     for pattern, name in (

@@ -16,9 +16,9 @@ from coalign.weights.convert.huggingface import FileTensor
 from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.convert.sources import HF, ITERATION, Opened, Scratch, bare, blocks, dtype_keys, made, rows
 from coalign.weights.convert.torch_dist import Chunk
-from coalign.weights.layouts.megatron import MegatronLayout, stages
-from coalign.weights.layouts.parallel import Mesh
-from coalign.weights.layouts.shards import Shard, ShardBox, Spec, plan
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
+from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.shards import Shard, ShardBox, TensorSpec, plan
 
 RELEASE = "release"
 FILES, SMALL = 16, 512 * 2**20  # at least so many files, unless they would be smaller: processes share them
@@ -34,7 +34,7 @@ class Output:
         self.request, self.opened = request, opened
         self.dtypes = dtypes(request, opened)
         self.sources = opened.family.sources(opened.config)
-        self.specs = {name: Spec(source.shape, self.dtypes[name]) for name, source in self.sources.items()}
+        self.specs = {name: TensorSpec(source.shape, self.dtypes[name]) for name, source in self.sources.items()}
         self.changes = dict(opened.changes)
         if request.dtype is not None:
             self.changes |= dtype_keys(huggingface.read_config(opened.hf), request.dtype)
@@ -132,7 +132,7 @@ class ToMegatron(Output):
         try:
             data = asked.expert * asked.expert_tensor
             mesh = Mesh(asked.tensor, asked.pipeline, data, asked.expert, asked.expert_tensor)
-            layout = MegatronLayout(config, mesh, stages(config.num_layers, asked.pipeline), asked.flavour)
+            layout = MegatronLayout(config, mesh, split_layers(config.num_layers, asked.pipeline), asked.flavour)
             if asked.expert > 1 and not config.num_moe_experts:
                 raise ValueError("the model has no experts")
             for stage in range(asked.pipeline):

@@ -19,8 +19,8 @@ from coalign.weights.convert import huggingface, legacy, torch_dist
 from coalign.weights.convert import huggingface as fp8
 from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.families import Family, MegatronConfig, Parameter
-from coalign.weights.layouts.shards import Box, Fetch, Move, Shape, Shard, Spec, reshard
-from coalign.weights.sync.buckets import tensor_bytes
+from coalign.weights.layouts.shards import Box, BoxCopy, Fetch, Shape, Shard, TensorSpec, reshard
+from coalign.weights.sync.checksums import tensor_bytes
 
 BLOCK = 16 * 2**20  # bytes that are made at a time
 
@@ -49,7 +49,9 @@ class Scratch:
         return self._bytes[:size].view(dtype).view(shape)
 
 
-def made(specs: Mapping[str, Spec], shard: Shard, moves: Sequence[Move], fetch: Fetch, scratch: Scratch) -> Tensor:
+def made(
+    specs: Mapping[str, TensorSpec], shard: Shard, moves: Sequence[BoxCopy], fetch: Fetch, scratch: Scratch
+) -> Tensor:
     """A shard's tensor, until the next one is made; where it is one box of one tensor of a file and of its type, a view
     of that."""
     dtype = specs[shard.like].dtype
@@ -124,7 +126,7 @@ def iteration(source: Path) -> Path | None:
 
 def _huggingface(request: ConversionRequest) -> Opened:
     hf = huggingface.read_config(request.source)
-    family = families.of(hf)
+    family = families.find_family(hf)
     config = family.config(hf)
     changes = _unquantised(hf)
     reader = huggingface.DirectoryReader(request.source, pickled=request.pickles)
@@ -169,7 +171,7 @@ def _megatron(request: ConversionRequest, folder: Path) -> Opened:
             "(config.json, tokenizer)"
         )
     hf = huggingface.read_config(place)
-    family = families.of(hf)
+    family = families.find_family(hf)
     config = family.config(hf)
     side: CheckpointReader
     if legacy.is_legacy(folder):

@@ -40,7 +40,7 @@ from coalign.weights.convert.files import Hashed, writing
 from coalign.weights.convert.request import Flavour
 from coalign.weights.families import MegatronConfig, Parameter
 from coalign.weights.layouts.megatron_model import EXPERT, LAYER
-from coalign.weights.layouts.megatron_names import in_torch_dist
+from coalign.weights.layouts.megatron_names import name_in_torch_dist
 from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 
 STACKED = "decoder.layers."
@@ -74,7 +74,7 @@ class Naming:
     stacked: bool
 
     def place(self, parameter: Parameter, config: MegatronConfig) -> TorchDistKey:
-        name = in_torch_dist(config, parameter, self.flavour)
+        name = name_in_torch_dist(config, parameter, self.flavour)
         if parameter.layer is None:
             return TorchDistKey(name)
         return self._place(name.removeprefix(LAYER), parameter, config)

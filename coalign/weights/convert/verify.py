@@ -11,7 +11,7 @@ import torch
 
 from coalign.weights.convert.plan import OPEN, Advance, Output
 from coalign.weights.convert.sources import Opened, blocks, open_source
-from coalign.weights.layouts.shards import Box, Shard, ShardBox, Spec, overlap, plan, reshard
+from coalign.weights.layouts.shards import Box, Shard, ShardBox, TensorSpec, overlap, plan, reshard
 from coalign.weights.sync.transport import WeightError
 
 
@@ -24,7 +24,7 @@ def back(output: Output, source: Opened, folder: Path, advance: Advance) -> int:
     """
     written = open_source(replace(output.request, source=folder, hf=None, pickles=False)).side
     fetch = lru_cache(OPEN)(written.fetch)
-    specs = {name: Spec(each.shape, written.dtypes[name]) for name, each in output.specs.items()}
+    specs = {name: TensorSpec(each.shape, written.dtypes[name]) for name, each in output.specs.items()}
     held = [(rank, shard) for rank, shards in enumerate(source.side.ranks) for shard in shards]
     for rank, shard in held:
         own = source.side.fetch(rank, shard.name)

@@ -1,11 +1,12 @@
-"""Families of models and what they are in Megatron: configurations and tensors, both ways.
+"""Model families: how Hugging Face configurations and tensors map to Megatron's, both ways.
 
     family = families.of(json.loads(config_json))
     config = family.config(hf)                             # MegatronConfig; family.to_hf(config) is the way back
     parameters = family.parameters(config, vocab_divisor=128 * tensor_parallel)
     parameters["decoder.layers.0.self_attention.linear_qkv.weight"].from_hf(tensors)
 
-No megatron is imported here. What one rank holds, under which names: coalign.weights.layouts.megatron.
+Read first: family.py, then llama.py, the table that others build on. A new architecture is one table in such a file and
+its name in FAMILIES. No megatron is imported. coalign.weights.layouts.megatron says what each rank has.
 """
 
 from __future__ import annotations
@@ -15,17 +16,13 @@ from difflib import get_close_matches
 from typing import Any
 
 from coalign.weights.families.baichuan import BAICHUAN
-from coalign.weights.families.bloom import BLOOM
 from coalign.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from coalign.weights.families.falcon import FALCON, FALCON_40B
 from coalign.weights.families.family import Family, Parameter
 from coalign.weights.families.glm import CHATGLM, GLM4
-from coalign.weights.families.gpt2 import GPT2, STARCODER
-from coalign.weights.families.gpt_neox import GPT_NEOX
+from coalign.weights.families.gpt import BLOOM, GPT2, GPT_NEOX, OPT, STARCODER, STARCODER2
 from coalign.weights.families.llama import GEMMA, LLAMA, MISTRAL, MIXTRAL
-from coalign.weights.families.opt import OPT
 from coalign.weights.families.qwen import QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from coalign.weights.families.starcoder2 import STARCODER2
 from coalign.weights.layouts.megatron_config import MegatronConfig, RopeScaling
 
 FAMILIES = (
@@ -53,11 +50,11 @@ FAMILIES = (
     DEEPSEEK_V3,
 )
 
-__all__ = ["FAMILIES", "Family", "MegatronConfig", "Parameter", "RopeScaling", "named", "of"]
+__all__ = ["FAMILIES", "Family", "MegatronConfig", "Parameter", "RopeScaling", "find_family", "get_family"]
 
 
-def of(hf: Mapping[str, Any]) -> Family:
-    """The family of a config.json. ValueError for one that is not known, with those that are, the nearest first."""
+def find_family(hf: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json. ValueError for an unknown one lists the known, the nearest first."""
     for family in FAMILIES:
         if family.claims(hf):
             return family
@@ -68,8 +65,8 @@ def of(hf: Mapping[str, Any]) -> Family:
     raise ValueError(f"config.json: no family of Megatron models is known for {wanted!r}; known are {', '.join(near)}")
 
 
-def named(name: str) -> Family:
-    """A family by its name (`MegatronConfig.family`). ValueError for one that is not known."""
+def get_family(name: str) -> Family:
+    """Return a family by its name (`MegatronConfig.family`). ValueError for an unknown one."""
     for family in FAMILIES:
         if family.name == name:
             return family

@@ -6,7 +6,15 @@ from typing import Any
 
 from coalign.weights.families.family import Family
 from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
-from coalign.weights.families.settings import FFN, Activation, ConvertedFields, Field, Hf, epsilon, tied
+from coalign.weights.families.settings import (
+    FFN,
+    Activation,
+    ConfigField,
+    ConvertedFields,
+    Hf,
+    norm_epsilon,
+    tied_embeddings,
+)
 from coalign.weights.families.sources import QueryKeyValueBlocks
 from coalign.weights.layouts.megatron_config import MegatronConfig
 
@@ -35,14 +43,14 @@ BAICHUAN = Family(
     architectures=("BaichuanForCausalLM", "BaiChuanForCausalLM"),
     model_types=("baichuan",),
     settings=(
-        Field("num_layers", "num_hidden_layers"),
-        Field("hidden_size", "hidden_size"),
-        Field("num_attention_heads", "num_attention_heads"),
-        Field("vocab_size", "vocab_size"),
+        ConfigField("num_layers", "num_hidden_layers"),
+        ConfigField("hidden_size", "hidden_size"),
+        ConfigField("num_attention_heads", "num_attention_heads"),
+        ConfigField("vocab_size", "vocab_size"),
         FFN,
         Activation(),
-        epsilon("rms_norm_eps", 1e-6),
-        tied(False),
+        norm_epsilon("rms_norm_eps", 1e-6),
+        tied_embeddings(False),
         ConvertedFields(_positions, _lengths),
         NORM_HEAD,
     ),

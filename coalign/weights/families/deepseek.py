@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from coalign.weights.families.family import Family
@@ -16,15 +17,15 @@ from coalign.weights.families.settings import (
     STACKED,
     TOP_K,
     Activation,
+    ConfigField,
     ConvertedFields,
-    Field,
     FixedFields,
     Hf,
     RequiredValue,
     Rope,
-    epsilon,
+    norm_epsilon,
     shared,
-    tied,
+    tied_embeddings,
 )
 from coalign.weights.families.sources import SingleTensor
 from coalign.weights.layouts.megatron_config import MegatronConfig
@@ -41,15 +42,15 @@ LATENT = {
 LAYER = ATTENTION | LATENT | MLP | ROUTER | EXPERTS | shared("shared_experts")
 
 
-def _shared(hf: Hf) -> dict[str, Any]:
+def _read_shared(hf: Hf) -> dict[str, Any]:
     return {"moe_shared_expert_intermediate_size": hf["n_shared_experts"] * hf["moe_intermediate_size"]}
 
 
-def _counted(config: MegatronConfig) -> dict[str, Any]:
+def _write_shared(config: MegatronConfig) -> dict[str, Any]:
     return {"n_shared_experts": (config.moe_shared_expert_intermediate_size or 0) // config.moe_ffn_hidden_size}
 
 
-def _limited(hf: Hf) -> dict[str, Any]:
+def _read_groups(hf: Hf) -> dict[str, Any]:
     """Version 2's names of ways to choose experts: among all, or among those of some groups."""
     method = hf.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
@@ -59,7 +60,7 @@ def _limited(hf: Hf) -> dict[str, Any]:
     return {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
 
 
-def _method(config: MegatronConfig) -> dict[str, Any]:
+def _write_groups(config: MegatronConfig) -> dict[str, Any]:
     if config.moe_router_num_groups is None:
         return {"topk_method": "greedy"}
     return {
@@ -74,22 +75,22 @@ COMMON = (
     FFN,
     Activation(),
     Rope(),
-    epsilon("rms_norm_eps", 1e-6),
-    tied(False),
+    norm_epsilon("rms_norm_eps", 1e-6),
+    tied_embeddings(False),
     FixedFields(multi_latent_attention=True, qk_layernorm=True),
     ConvertedFields(
         lambda hf: {"q_lora_rank": hf.get("q_lora_rank")}, lambda config: {"q_lora_rank": config.q_lora_rank}
     ),
-    Field("kv_lora_rank", "kv_lora_rank"),
-    Field("qk_head_dim", "qk_nope_head_dim"),
-    Field("qk_pos_emb_head_dim", "qk_rope_head_dim"),
-    Field("v_head_dim", "v_head_dim"),
-    Field("num_moe_experts", "n_routed_experts"),
+    ConfigField("kv_lora_rank", "kv_lora_rank"),
+    ConfigField("qk_head_dim", "qk_nope_head_dim"),
+    ConfigField("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    ConfigField("v_head_dim", "v_head_dim"),
+    ConfigField("num_moe_experts", "n_routed_experts"),
     TOP_K,
     EXPERT_FFN,
     DENSE_FIRST,
-    ConvertedFields(_shared, _counted),
-    Field("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
+    ConvertedFields(_read_shared, _write_shared),
+    ConfigField("moe_router_topk_scaling_factor", "routed_scaling_factor", 1.0),
     RequiredValue("attention_bias", False),
     RequiredValue("moe_layer_freq", 1),
 )
@@ -100,7 +101,7 @@ DEEPSEEK_V2 = Family(
     model_types=("deepseek_v2",),
     settings=(
         *COMMON,
-        ConvertedFields(_limited, _method),
+        ConvertedFields(_read_groups, _write_groups),
         FixedFields(moe_router_pre_softmax=True, moe_router_group_best=1),
         RequiredValue("scoring_func", "softmax"),
         RequiredValue("norm_topk_prob", False),
@@ -111,22 +112,20 @@ DEEPSEEK_V2 = Family(
     memory=STACKED,
 )
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
     model_types=("deepseek_v3",),
     settings=(
         *COMMON,
-        Field("moe_router_num_groups", "n_group"),
-        Field("moe_router_group_topk", "topk_group"),
+        ConfigField("moe_router_num_groups", "n_group"),
+        ConfigField("moe_router_group_topk", "topk_group"),
         FixedFields(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
         RequiredValue("scoring_func", "sigmoid"),
         RequiredValue("norm_topk_prob", True),
         RequiredValue("topk_method", "noaux_tc"),
         RequiredValue("rope_interleave", True),
     ),
-    tensors=TENSORS,
     layer=LAYER | {"mlp.router.expert_bias": SingleTensor("mlp.gate.e_score_correction_bias")},
-    prefix=PREFIX,
-    memory=STACKED,
 )

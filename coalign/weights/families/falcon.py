@@ -10,12 +10,12 @@ from coalign.weights.families.settings import (
     CLASSIC,
     MEGATRON,
     Activation,
+    ConfigField,
     ConvertedFields,
-    Field,
     Hf,
     Rope,
-    epsilon,
-    tied,
+    norm_epsilon,
+    tied_embeddings,
 )
 from coalign.weights.families.sources import SingleTensor
 from coalign.weights.layouts.megatron_config import MegatronConfig
@@ -65,16 +65,16 @@ FALCON = Family(
     architectures=("FalconForCausalLM", "RWForCausalLM"),
     model_types=("falcon", "RefinedWebModel", "RefinedWeb"),
     settings=(
-        Field("num_layers", "num_hidden_layers", older=("n_layer",)),
-        Field("hidden_size", "hidden_size"),
-        Field("num_attention_heads", "num_attention_heads", older=("n_head",)),
-        Field("vocab_size", "vocab_size"),
-        Field("max_position_embeddings", "max_position_embeddings", 2048),
-        Field("ffn_hidden_size", "ffn_hidden_size", MEGATRON),
-        Field("add_bias_linear", "bias", False),
+        ConfigField("num_layers", "num_hidden_layers", older=("n_layer",)),
+        ConfigField("hidden_size", "hidden_size"),
+        ConfigField("num_attention_heads", "num_attention_heads", older=("n_head",)),
+        ConfigField("vocab_size", "vocab_size"),
+        ConfigField("max_position_embeddings", "max_position_embeddings", 2048),
+        ConfigField("ffn_hidden_size", "ffn_hidden_size", MEGATRON),
+        ConfigField("add_bias_linear", "bias", False),
         Activation("activation", "gelu"),
-        epsilon("layer_norm_epsilon", 1e-5),
-        tied(True),
+        norm_epsilon("layer_norm_epsilon", 1e-5),
+        tied_embeddings(True),
         Rope(),
         CLASSIC,
         ConvertedFields(_read, _write),
@@ -101,6 +101,10 @@ FALCON = Family(
 FALCON_40B = replace(
     FALCON,
     name="falcon_40b",
-    layer=FALCON.layer | {"input_layernorm": SingleTensor("ln_attn"), "pre_mlp_layernorm": SingleTensor("ln_mlp")},
+    layer={
+        **FALCON.layer,
+        "input_layernorm": SingleTensor("ln_attn"),
+        "pre_mlp_layernorm": SingleTensor("ln_mlp"),
+    },
     when=_two_norms,
 )

@@ -1,10 +1,11 @@
-"""Llama 1, 2, 3 (Code Llama, Yi, DeepSeek-LLM …), and what differs from it by settings: Mistral, Gemma.
+"""Llama 1, 2, 3 (Code Llama, Yi, DeepSeek-LLM …) and families that differ from it by a few settings.
 
-Mixtral: Mistral with experts in every layer.
+Mistral, Gemma, and Mixtral (Mistral with experts in every layer).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from coalign.weights.families.family import Family
@@ -18,14 +19,14 @@ from coalign.weights.families.settings import (
     STACKED,
     TOP_K,
     Activation,
+    ConfigField,
     ConvertedFields,
-    Field,
     FixedFields,
     Hf,
     RequiredValue,
     Rope,
-    epsilon,
-    tied,
+    norm_epsilon,
+    tied_embeddings,
     window,
 )
 from coalign.weights.families.sources import ConcatenatedTensors, QueryKeyValueTensors, SingleTensor
@@ -48,19 +49,23 @@ MLP = {
 }
 PREFIX = "model.layers.{layer}."
 
+COMMON = (
+    *SIZES,
+    GROUPS,
+    HEAD,
+    FFN,
+    Activation(),
+    Rope(),
+    norm_epsilon("rms_norm_eps", 1e-6),
+    tied_embeddings(False),
+)
+
 LLAMA = Family(
     name="llama",
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM", "YiForCausalLM"),
     model_types=("llama",),
     settings=(
-        *SIZES,
-        GROUPS,
-        HEAD,
-        FFN,
-        Activation(),
-        Rope(),
-        epsilon("rms_norm_eps", 1e-6),
-        tied(False),
+        *COMMON,
         RequiredValue("attention_bias", False),
         RequiredValue("mlp_bias", False),
     ),
@@ -69,24 +74,15 @@ LLAMA = Family(
     prefix=PREFIX,
 )
 
-MISTRAL = Family(
+MISTRAL = replace(
+    LLAMA,
     name="mistral",
     architectures=("MistralForCausalLM",),
     model_types=("mistral",),
     settings=(
-        *SIZES,
-        GROUPS,
-        HEAD,
-        FFN,
-        Activation(),
-        Rope(),
-        epsilon("rms_norm_eps", 1e-6),
-        tied(False),
+        *COMMON,
         window(4096),
     ),
-    tensors=TENSORS,
-    layer=ATTENTION | MLP,
-    prefix=PREFIX,
 )
 
 
@@ -98,7 +94,8 @@ def _gelu(hf: Hf) -> dict[str, Any]:
     return {"activation_func": "gelu_tanh"}
 
 
-GEMMA = Family(
+GEMMA = replace(
+    LLAMA,
     name="gemma",
     architectures=("GemmaForCausalLM",),
     model_types=("gemma",),
@@ -109,46 +106,37 @@ GEMMA = Family(
         FFN,
         ConvertedFields(_gelu, lambda config: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")),
         Rope(),
-        epsilon("rms_norm_eps", 1e-6),
-        tied(True),
+        norm_epsilon("rms_norm_eps", 1e-6),
+        tied_embeddings(True),
         FixedFields(layernorm_zero_centered_gamma=True),
         ConvertedFields(lambda hf: {"embedding_scale": hf["hidden_size"] ** 0.5}, lambda config: {}),
         RequiredValue("attention_bias", False),
     ),
-    tensors=TENSORS,
-    layer=ATTENTION | MLP,
-    prefix=PREFIX,
 )
 
 
 W = "block_sparse_moe.experts.{expert}."
 
-MIXTRAL = Family(
+MIXTRAL = replace(
+    LLAMA,
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     model_types=("mixtral",),
     settings=(
-        *SIZES,
-        GROUPS,
-        HEAD,
-        FFN,
-        Field("moe_ffn_hidden_size", "intermediate_size"),
-        Activation(),
+        *COMMON,
+        ConfigField("moe_ffn_hidden_size", "intermediate_size"),
         Rope(default_base=1000000.0),
-        epsilon("rms_norm_eps", 1e-5),
-        tied(False),
+        norm_epsilon("rms_norm_eps", 1e-5),
         window(None),
-        Field("num_moe_experts", "num_local_experts", older=("num_experts",)),
+        ConfigField("num_moe_experts", "num_local_experts", older=("num_experts",)),
         TOP_K,
         ALL_LAYERS,
     ),
-    tensors=TENSORS,
     layer=ATTENTION
     | {
         "mlp.router": SingleTensor("block_sparse_moe.gate"),
         EXPERT + "linear_fc1": ConcatenatedTensors((W + "w1", W + "w3")),
         EXPERT + "linear_fc2": SingleTensor(W + "w2"),
     },
-    prefix=PREFIX,
     memory=ROUTER | STACKED,
 )

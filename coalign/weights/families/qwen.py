@@ -1,10 +1,14 @@
-"""Qwen 1.5, 2, 2.5 (Llama with biases of queries, keys and values), Qwen 3 (norms of queries and keys), with experts or
-without; and the first Qwen, which only its own code loads."""
+"""Qwen 1.5, 2 and 2.5 (Llama with biases of queries, keys and values), Qwen 3 (with norms of queries and keys).
+
+Both with experts or without. The first Qwen, which only its own code loads, is at the end.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from coalign.weights.families.family import Family
-from coalign.weights.families.llama import ATTENTION, MLP, PREFIX, TENSORS
+from coalign.weights.families.llama import ATTENTION, LLAMA, MLP
 from coalign.weights.families.settings import (
     EXPERT_FFN,
     EXPERTS,
@@ -18,14 +22,14 @@ from coalign.weights.families.settings import (
     STACKED,
     TOP_K,
     Activation,
+    ConfigField,
     ConvertedFields,
-    Field,
     FixedFields,
     RequiredValue,
     Rope,
-    epsilon,
+    norm_epsilon,
     shared,
-    tied,
+    tied_embeddings,
 )
 from coalign.weights.families.sources import ConcatenatedTensors, QueryKeyValueBlocks, SingleTensor
 
@@ -35,8 +39,8 @@ COMMON = (
     FFN,
     Activation(),
     Rope(),
-    epsilon("rms_norm_eps", 1e-6),
-    tied(False),
+    norm_epsilon("rms_norm_eps", 1e-6),
+    tied_embeddings(False),
     RequiredValue("use_sliding_window", False),
 )
 ROUTED = (QWEN_LAYERS, TOP_K, EXPERT_FFN, NORMALISED)
@@ -45,17 +49,16 @@ NORMS = {
     "self_attention.k_layernorm": SingleTensor("self_attn.k_norm"),
 }
 
-QWEN2 = Family(
+QWEN2 = replace(
+    LLAMA,
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     model_types=("qwen2",),
     settings=(*COMMON, HEAD, FixedFields(add_qkv_bias=True)),
-    tensors=TENSORS,
-    layer=ATTENTION | MLP,
-    prefix=PREFIX,
 )
 
-QWEN2_MOE = Family(
+QWEN2_MOE = replace(
+    LLAMA,
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
     model_types=("qwen2_moe",),
@@ -63,38 +66,36 @@ QWEN2_MOE = Family(
         *COMMON,
         *ROUTED,
         HEAD,
-        Field("num_moe_experts", "num_experts"),
-        Field("add_qkv_bias", "qkv_bias", True),
-        Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+        ConfigField("num_moe_experts", "num_experts"),
+        ConfigField("add_qkv_bias", "qkv_bias", True),
+        ConfigField("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
         FixedFields(moe_shared_expert_gate=True),
     ),
-    tensors=TENSORS,
     layer=ATTENTION
     | MLP
     | ROUTER
     | EXPERTS
     | shared("shared_expert")
     | {"mlp.shared_experts.gate_weight": SingleTensor("mlp.shared_expert_gate.weight")},
-    prefix=PREFIX,
     memory=STACKED,
 )
 
-QWEN3 = Family(
+QWEN3 = replace(
+    LLAMA,
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     model_types=("qwen3",),
     settings=(
         *COMMON,
-        Field("kv_channels", "head_dim", 128),
+        ConfigField("kv_channels", "head_dim", 128),
         FixedFields(qk_layernorm=True),
         RequiredValue("attention_bias", False),
     ),
-    tensors=TENSORS,
     layer=ATTENTION | NORMS | MLP,
-    prefix=PREFIX,
 )
 
-QWEN3_MOE = Family(
+QWEN3_MOE = replace(
+    LLAMA,
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     model_types=("qwen3_moe",),
@@ -102,13 +103,11 @@ QWEN3_MOE = Family(
         *COMMON,
         *ROUTED,
         HEAD,
-        Field("num_moe_experts", "num_experts", older=("num_local_experts",)),
+        ConfigField("num_moe_experts", "num_experts", older=("num_local_experts",)),
         FixedFields(qk_layernorm=True),
         RequiredValue("attention_bias", False),
     ),
-    tensors=TENSORS,
     layer=ATTENTION | NORMS | MLP | ROUTER | EXPERTS,
-    prefix=PREFIX,
     memory=STACKED,
 )
 
@@ -118,18 +117,18 @@ QWEN = Family(
     architectures=("QWenLMHeadModel",),
     model_types=("qwen",),
     settings=(
-        Field("num_layers", "num_hidden_layers"),
-        Field("hidden_size", "hidden_size"),
-        Field("num_attention_heads", "num_attention_heads"),
-        Field("vocab_size", "vocab_size"),
-        Field("max_position_embeddings", "seq_length", 8192),
+        ConfigField("num_layers", "num_hidden_layers"),
+        ConfigField("hidden_size", "hidden_size"),
+        ConfigField("num_attention_heads", "num_attention_heads"),
+        ConfigField("vocab_size", "vocab_size"),
+        ConfigField("max_position_embeddings", "seq_length", 8192),
         ConvertedFields(  # of both halves
             lambda hf: {"ffn_hidden_size": hf["intermediate_size"] // 2},
             lambda config: {"intermediate_size": 2 * config.ffn_hidden_size},
         ),
         Rope("rotary_emb_base", "rotary_pct"),
-        epsilon("layer_norm_epsilon", 1e-6),
-        tied(False),
+        norm_epsilon("layer_norm_epsilon", 1e-6),
+        tied_embeddings(False),
         FixedFields(add_qkv_bias=True),
         RequiredValue("no_bias", True),
         RequiredValue("scale_attn_weights", True),

@@ -1,12 +1,12 @@
-"""How fields of a MegatronConfig are read from a config.json, and written back: the words of a family's table.
+"""The settings of a family's table: how fields of a MegatronConfig are read from a config.json and written back.
 
-What families with experts have in common.
+At the end: settings and tensor rules that several families share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from coalign.weights.families.sources import ConcatenatedTensors, SingleTensor, StackedExperts
@@ -15,23 +15,23 @@ from coalign.weights.layouts.megatron_model import EXPERT
 
 Hf = Mapping[str, Any]
 NEEDED: Any = object()
-MEGATRON: Any = (
-    object()
-)  # its own default: as many groups as heads, heads that fill the model, an MLP four times as wide
+# Megatron's own default: as many groups as heads, heads that fill the model, an MLP four times as wide.
+MEGATRON: Any = object()
 
 
 class Setting(Protocol):
     def read(self, hf: Hf) -> dict[str, Any]:
-        """Fields of a MegatronConfig. ValueError naming the key that is missing or has a value that cannot be."""
+        """Return fields of a MegatronConfig. ValueError names a key that is missing or has an impossible value."""
+        ...
 
     def write(self, config: MegatronConfig) -> dict[str, Any]:
-        """Keys of a config.json."""
+        """Return keys of a config.json."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
-    """``ours`` is what ``key`` says, or one of its ``older`` names. ``default``: what a config.json without the key (or
-    with null) means."""
+class ConfigField:
+    """Our field ``ours`` is what ``key`` or one of its ``older`` names says; ``default`` if none is there, or null."""
 
     ours: str
     key: str
@@ -54,7 +54,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class RequiredValue:
-    """``key`` has to be ``value``, or not be there: Megatron has nothing else here."""
+    """``key`` has to be ``value`` or missing, since Megatron has nothing else."""
 
     key: str
     value: Any
@@ -62,9 +62,7 @@ class RequiredValue:
     def read(self, hf: Hf) -> dict[str, Any]:
         found = self.value if (value := hf.get(self.key)) is None else value
         if found != self.value:
-            raise ValueError(
-                f"config.json: '{self.key}' is {found!r}; Megatron's side of this family has {self.value!r}"
-            )
+            raise ValueError(f"config.json: '{self.key}' is {found!r}; for this family Megatron has {self.value!r}")
         return {}
 
     def write(self, config: MegatronConfig) -> dict[str, Any]:
@@ -72,7 +70,7 @@ class RequiredValue:
 
 
 class FixedFields:
-    """Fields that are the same in the whole family."""
+    """Fields with the same value in the whole family."""
 
     def __init__(self, **fields: Any) -> None:
         self.fields = fields
@@ -86,7 +84,7 @@ class FixedFields:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedFields:
-    """What no other setting says: two functions, one the inverse of the other."""
+    """Fields converted by two functions, the inverse of each other, where no other setting fits."""
 
     reads: Callable[[Hf], dict[str, Any]]
     writes: Callable[[MegatronConfig], dict[str, Any]]
@@ -111,7 +109,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Of the MLP. Of several names of a function the default or else the first is written."""
+    """The activation of the MLP. Of several names of a function the default, or else the first, is written."""
 
     key: str = "hidden_act"
     default: str = "silu"
@@ -129,21 +127,22 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embeddings, as `rope_parameters` (transformers 5) or as ``base``, ``percent`` and `rope_scaling`, which
-    every version reads and which are written."""
+    """Rotary embeddings: `rope_parameters` (transformers 5), or the keys ``base``, ``percent`` and `rope_scaling`.
+
+    The latter are written, since every version reads them.
+    """
 
     base: str = "rope_theta"
     percent: str | None = None
     default_base: float = 10000.0
     default_percent: float = 1.0
-    fixed: dict[str, Any] = field(default_factory=dict)  # fields that go with it
 
     def read(self, hf: Hf) -> dict[str, Any]:
         new = hf.get("rope_parameters") or {}
         base = new.get("rope_theta", hf.get(self.base, self.default_base))
         percent = new.get("partial_rotary_factor", hf.get(self.percent or "", self.default_percent))
-        scaling = rope_scaling(new or hf.get("rope_scaling") or {}, hf)
-        return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling, **self.fixed}
+        scaling = read_rope_scaling(new or hf.get("rope_scaling") or {})
+        return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling}
 
     def write(self, config: MegatronConfig) -> dict[str, Any]:
         found: dict[str, Any] = {self.base: config.rotary_base}
@@ -156,19 +155,19 @@ class Rope:
         return found
 
 
-def rope_scaling(found: Hf, hf: Hf) -> RopeScaling | None:
-    """Of a config.json's `rope_scaling` or `rope_parameters`. ValueError for a kind that is not known."""
+def read_rope_scaling(found: Hf) -> RopeScaling | None:
+    """Read a config.json's `rope_scaling` or `rope_parameters`. ValueError for an unknown kind."""
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default":
         return None
     if kind not in ("linear", "dynamic", "llama3", "yarn"):
         raise ValueError(f"config.json: rope scaling is {kind!r}; known are 'linear', 'dynamic', 'llama3', 'yarn'")
     numbers = {name: found[name] for name in RopeScaling.__slots__ if found.get(name) is not None}
-    return RopeScaling(**{"kind": kind} | numbers)
+    return RopeScaling(**{**numbers, "kind": kind})
 
 
 def window(default: int | None) -> ConvertedFields:
-    """`sliding_window`: how many tokens a token sees, itself among them; null: all. ``default``: without the key."""
+    """`sliding_window`: how many tokens a token sees, itself included; null: all. ``default``: without the key."""
 
     def read(hf: Hf) -> dict[str, Any]:
         size = hf.get("sliding_window", default)
@@ -180,38 +179,38 @@ def window(default: int | None) -> ConvertedFields:
     return ConvertedFields(read, write)
 
 
-# ---- what most families say in the same words
+# ---- shared settings and tensor rules
 
 SIZES = (
-    Field("num_layers", "num_hidden_layers"),
-    Field("hidden_size", "hidden_size"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("vocab_size", "vocab_size"),
-    Field("max_position_embeddings", "max_position_embeddings"),
+    ConfigField("num_layers", "num_hidden_layers"),
+    ConfigField("hidden_size", "hidden_size"),
+    ConfigField("num_attention_heads", "num_attention_heads"),
+    ConfigField("vocab_size", "vocab_size"),
+    ConfigField("max_position_embeddings", "max_position_embeddings"),
 )
-# GPT-2's words for the same
+# GPT-2's names of the same
 GPT2_SIZES = (
-    Field("num_layers", "n_layer"),
-    Field("hidden_size", "n_embd"),
-    Field("num_attention_heads", "n_head"),
-    Field("vocab_size", "vocab_size"),
-    Field("max_position_embeddings", "n_positions"),
-    Field("ffn_hidden_size", "n_inner", MEGATRON),
-    Field("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+    ConfigField("num_layers", "n_layer"),
+    ConfigField("hidden_size", "n_embd"),
+    ConfigField("num_attention_heads", "n_head"),
+    ConfigField("vocab_size", "vocab_size"),
+    ConfigField("max_position_embeddings", "n_positions"),
+    ConfigField("ffn_hidden_size", "n_inner", MEGATRON),
+    ConfigField("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
 )
-GROUPS = Field("num_query_groups", "num_key_value_heads", MEGATRON)
-HEAD = Field("kv_channels", "head_dim", MEGATRON)
-FFN = Field("ffn_hidden_size", "intermediate_size")
+GROUPS = ConfigField("num_query_groups", "num_key_value_heads", MEGATRON)
+HEAD = ConfigField("kv_channels", "head_dim", MEGATRON)
+FFN = ConfigField("ffn_hidden_size", "intermediate_size")
 # A model before Llama: LayerNorm, an MLP of two layers.
 CLASSIC = FixedFields(normalization="LayerNorm", gated_linear_unit=False)
 
 
-def tied(default: bool) -> Field:
-    return Field("share_embeddings_and_output_weights", "tie_word_embeddings", default)
+def tied_embeddings(default: bool) -> ConfigField:
+    return ConfigField("share_embeddings_and_output_weights", "tie_word_embeddings", default)
 
 
-def epsilon(key: str, default: float) -> Field:
-    return Field("layernorm_epsilon", key, default)
+def norm_epsilon(key: str, default: float) -> ConfigField:
+    return ConfigField("layernorm_epsilon", key, default)
 
 
 ROUTER = {"mlp.router": SingleTensor("mlp.gate")}
@@ -227,15 +226,15 @@ STACKED = {
 
 
 def shared(name: str) -> dict[str, ConcatenatedTensors | SingleTensor]:
-    """The lines of an MLP called ``name`` that all tokens go through."""
+    """Return the rules of the shared expert, an MLP called ``name`` that all tokens go through."""
     return {
         "mlp.shared_experts.linear_fc1": ConcatenatedTensors((f"mlp.{name}.gate_proj", f"mlp.{name}.up_proj")),
         "mlp.shared_experts.linear_fc2": SingleTensor(f"mlp.{name}.down_proj"),
     }
 
 
-TOP_K = Field("moe_router_topk", "num_experts_per_tok")
-EXPERT_FFN = Field("moe_ffn_hidden_size", "moe_intermediate_size")
+TOP_K = ConfigField("moe_router_topk", "num_experts_per_tok")
+EXPERT_FFN = ConfigField("moe_ffn_hidden_size", "moe_intermediate_size")
 
 # Weights of the chosen experts that sum to 1 are a softmax over these alone.
 NORMALISED = ConvertedFields(
@@ -244,25 +243,27 @@ NORMALISED = ConvertedFields(
 )
 
 
-def _some(hf: Hf) -> dict[str, Any]:
+def _read_sparse(hf: Hf) -> dict[str, Any]:
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
     return {
         "moe_layer_freq": tuple(int(i not in dense and (i + 1) % step == 0) for i in range(hf["num_hidden_layers"]))
     }
 
 
-def _listed(config: MegatronConfig) -> dict[str, Any]:
+def _write_sparse(config: MegatronConfig) -> dict[str, Any]:
     dense = [i for i, moe in enumerate(config.moe_layer_freq) if not moe]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-QWEN_LAYERS = ConvertedFields(_some, _listed)
+QWEN_LAYERS = ConvertedFields(_read_sparse, _write_sparse)
 
 
-def _after(hf: Hf) -> dict[str, Any]:
+def _read_dense_first(hf: Hf) -> dict[str, Any]:
     dense = hf.get("first_k_dense_replace") or 0
     return {"moe_layer_freq": tuple(int(i >= dense) for i in range(hf["num_hidden_layers"]))}
 
 
-DENSE_FIRST = ConvertedFields(_after, lambda config: {"first_k_dense_replace": config.moe_layer_freq.count(0)})
+DENSE_FIRST = ConvertedFields(
+    _read_dense_first, lambda config: {"first_k_dense_replace": config.moe_layer_freq.count(0)}
+)
 ALL_LAYERS = ConvertedFields(lambda hf: {"moe_layer_freq": (1,) * hf["num_hidden_layers"]}, lambda config: {})

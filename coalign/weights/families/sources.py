@@ -1,4 +1,4 @@
-"""What a Megatron parameter is made of: lines of a family's table, and the boxes of Hugging Face tensors they mean."""
+"""The tensor rules of a family's table: which rows of which Hugging Face tensors make a Megatron parameter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from coalign.weights.layouts.shards import Box, Shape, ShardBox
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTensor:
-    """A Hugging Face tensor. Boxes are of its view: [out, in], and without rows that mean nothing.
+    """A Hugging Face tensor and its view: [out, in], without rows that the model never reads. Boxes are of the view.
 
-    ``shape``: of the view. ``transposed``: the file has [in, out] (GPT-2's Conv1D). ``skip``: rows in front of the view
-    that the model never reads (OPT's positions); they come back as zeros. ``experts``: its first dimension counts them.
+    ``shape``: of the view. ``transposed``: the file has [in, out] (GPT-2's Conv1D). ``skip``: unread rows in front
+    (OPT's positions), written as zeros. ``experts``: the first dimension counts experts.
     """
 
     name: str
@@ -33,13 +33,13 @@ class HuggingFaceTensor:
         return (*others, rows) if self.transposed else (rows + self.skip, *others)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The view of the file's tensor. ValueError if its shape is not ``stored``."""
+        """Return the view of the file's tensor. ValueError if its shape is not ``stored``."""
         if tuple(tensor.shape) != self.stored:
             raise ValueError(f"'{self.name}' has the shape {tuple(tensor.shape)}, the configuration says {self.stored}")
         return tensor.T if self.transposed else tensor[self.skip :]
 
     def write(self, view: Tensor) -> Tensor:
-        """The file's tensor, from the view."""
+        """Return the file's tensor, made of the view."""
         if self.transposed:
             return view.T.contiguous()
         if not self.skip:
@@ -49,16 +49,19 @@ class HuggingFaceTensor:
         return tensor
 
 
-# Of a source, the rows from … to …, which lie from row … on in the parameter.
+# (source, its rows from start to stop, the row of the parameter from which on they lie)
 SourceRows = tuple[HuggingFaceTensor, int, int, int]
 
 
 class TensorRule(Protocol):
-    """A rule of a family's table. Names are relative to where the rule stands, and without `.weight` or `.bias`."""
+    """A rule of a family's table. Its names are relative to the layer, and without `.weight` or `.bias`."""
 
     def parts(self, config: MegatronConfig, suffix: str, shape: Shape) -> Iterator[SourceRows]:
-        """What a full parameter of this shape (a vocabulary without padding) is made of; ``suffix``: `.weight`, `.bias`
-        or nothing."""
+        """Yield the rows that make a full parameter of this shape (without padding).
+
+        ``suffix``: `.weight`, `.bias` or nothing.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class SingleTensor:
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedTensors:
-    """Tensors of one size, end to end: the gate, then what it gates."""
+    """Tensors of one size, end to end: gate and up."""
 
     names: tuple[str, ...]
 
@@ -88,7 +91,7 @@ class ConcatenatedTensors:
 
 @dataclass(frozen=True, slots=True)
 class QueryKeyValueTensors:
-    """Queries, keys and values in three tensors; Megatron has group by group its queries, its key and its value."""
+    """Queries, keys and values in three tensors; Megatron has group by group its queries, key and value."""
 
     query: str
     key: str
@@ -119,7 +122,7 @@ class QueryKeyValueBlocks:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """One expert's weight out of a tensor that has those of all experts. Its name has no `.weight`."""
+    """One expert of a tensor that has all experts. Its name has no `.weight`."""
 
     name: str
 
@@ -129,7 +132,7 @@ class StackedExperts:
 
 
 def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
-    """Of queries (0), keys (1), values (2), rows from … to …, and where they lie when groups follow each other."""
+    """Yield group by group: queries (0), keys (1) or values (2), their rows from start to stop, and where they lie."""
     head, per = config.kv_channels, config.num_attention_heads // config.num_query_groups
     at = 0
     for group in range(config.num_query_groups):
@@ -138,8 +141,8 @@ def _groups(config: MegatronConfig) -> Iterator[tuple[int, int, int, int]]:
             at += count * head
 
 
-def pieces(parts: list[SourceRows], expert: int | None) -> tuple[ShardBox, ...]:
-    """Parts as boxes: rows, whole in the other dimensions; of stacked experts, this one."""
+def locate_pieces(parts: list[SourceRows], expert: int | None) -> tuple[ShardBox, ...]:
+    """Return the rows as boxes, full in the other dimensions; of stacked experts this one."""
     made = []
     for source, start, stop, at in parts:
         front = ((expert, expert + 1),) if source.experts and expert is not None else ()

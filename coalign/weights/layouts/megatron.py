@@ -1,4 +1,4 @@
-"""Which parameters a rank of a Megatron model holds, under which names, and which boxes of Hugging Face tensors."""
+"""Megatron layouts: each rank's parameters, their names there, and the boxes of Hugging Face tensors in them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from dataclasses import dataclass
 
 from coalign.weights.families.family import Parameter
 from coalign.weights.layouts.megatron_config import MegatronConfig
-from coalign.weights.layouts.megatron_model import LAYER, cut_of
-from coalign.weights.layouts.megatron_names import DUPLICATED, TIED_HEAD, Spec, in_model
-from coalign.weights.layouts.parallel import Coordinates, Mesh
+from coalign.weights.layouts.megatron_model import LAYER
+from coalign.weights.layouts.megatron_names import DUPLICATED, TIED_HEAD, LayerSpec, name_in_model
+from coalign.weights.layouts.mesh import Coordinates, Mesh
 from coalign.weights.layouts.shards import Shard
 
-Stages = tuple[tuple[tuple[int, ...], ...], ...]  # of each pipeline stage, of each of its chunks: the layers
+Stages = tuple[tuple[tuple[int, ...], ...], ...]  # the layers of each chunk (virtual stage) of each pipeline stage
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronLayout:
-    """``mesh``: sizes and the order of ranks. ``stages``: the layers of each stage and chunk (virtual stage).
-    ``spec``: whose layers, so which names.
+    """How a Megatron model lies on its ranks. ``spec``: whose layers it has, which decides the names.
 
-    ValueError, with the numbers, for what does not divide and for stages that are not these layers in order.
+    Raises ValueError for sizes that do not divide, and for stages that are not the model's layers in order.
     """
 
     config: MegatronConfig
     mesh: Mesh
     stages: Stages
-    spec: Spec = "local"
+    spec: LayerSpec = "local"
 
     def __post_init__(self) -> None:
         config, mesh = self.config, self.mesh
@@ -52,7 +51,10 @@ class MegatronLayout:
             raise ValueError(f"stages have the layers {run} in this order; the model has {config.num_layers}")
 
     def stage_of(self, parameter: Parameter) -> tuple[int, int]:
-        """The stage and chunk that hold it. A tied embedding is on the last one, too, with the output layer's name."""
+        """Return the stage and chunk of a parameter.
+
+        A tied embedding is on the last chunk, too, under the output layer's name.
+        """
         if parameter.layer is None:
             return (0, 0) if parameter.template.startswith("embedding.") else self._last
         return next(
@@ -63,51 +65,48 @@ class MegatronLayout:
         )
 
     def shards(self, parameters: Mapping[str, Parameter], at: Coordinates, chunk: int = 0) -> list[Shard]:
-        """What the rank at these coordinates holds in a chunk, by local names (layers and experts count from 0), as
-        boxes of the views of Hugging Face tensors: for coalign.weights.layouts.shards.cut, join and plan.
+        """Return the tensors of one rank and chunk as boxes of Hugging Face tensors, for shards.cut, join and plan.
 
-        ValueError for a parameter that does not divide, or that has no name in this spec.
+        Their names are local: layers and experts count from 0. Raises ValueError for a parameter that does not divide,
+        or that has no name in this spec.
         """
         here = (at.pipeline[0], chunk)
         layers = {layer: own for own, layer in enumerate(self.stages[at.pipeline[0]][chunk])}
-        first, last = _experts(self.config, at.expert)
+        experts = (self.config.num_moe_experts or 0) // at.expert[1]
+        first = at.expert[0] * experts
+        own_experts = (None, *range(first, first + experts))
         held = []
         for parameter in parameters.values():
-            if self.stage_of(parameter) != here or not (parameter.expert is None or first <= parameter.expert < last):
+            if self.stage_of(parameter) != here or parameter.expert not in own_experts:
                 continue
-            own = {"layer": layers.get(parameter.layer), "expert": (parameter.expert or 0) - first}
-            name = in_model(self.config, parameter, self.spec).format_map(own)
-            held.append(self._own(parameter, name, at))
+            own = {"expert": (parameter.expert or 0) - first}
+            if parameter.layer is not None:
+                own["layer"] = layers[parameter.layer]
+            name = name_in_model(self.config, parameter, self.spec).format_map(own)
+            held.append(self._shard(parameter, name, at))
         if self.config.share_embeddings_and_output_weights and here == self._last != (0, 0):
-            held.append(self._own(parameters["embedding.word_embeddings.weight"], TIED_HEAD[self.spec], at))
+            held.append(self._shard(parameters["embedding.word_embeddings.weight"], TIED_HEAD[self.spec], at))
         return held
 
     @property
     def _last(self) -> tuple[int, int]:
         return len(self.stages) - 1, len(self.stages[-1]) - 1
 
-    def _own(self, parameter: Parameter, name: str, at: Coordinates) -> Shard:
-        """A rank's part of a parameter, in boxes of what the parameter is made of."""
+    def _shard(self, parameter: Parameter, name: str, at: Coordinates) -> Shard:
         whole = self.spec == "te" and parameter.template.removeprefix(LAYER) in DUPLICATED
         place = (0, 1) if whole else at.tensor if parameter.expert is None else at.expert_tensor
-        shape, boxes = cut_of(parameter, *place)
+        shape, boxes = parameter.cut(*place)
         pieces = tuple(piece for there, here in boxes for piece in parameter.placed(there, here))
         return Shard(name, shape, (pieces or parameter.pieces)[0].name, pieces)
 
 
-def _experts(config: MegatronConfig, place: tuple[int, int]) -> tuple[int, int]:
-    """Which experts a rank holds: from … to …"""
-    each = (config.num_moe_experts or 0) // place[1]
-    return place[0] * each, (place[0] + 1) * each
-
-
-def stages(
+def split_layers(
     layers: int, pipeline: int = 1, virtual: int = 1, *, first: int | None = None, last: int | None = None
 ) -> Stages:
-    """Megatron's split: chunk v of stage p has the layers from (v · pipeline + p) · layers / (pipeline · virtual) on.
+    """Return Megatron's stages: chunk v of stage p starts at layer (v · pipeline + p) · layers / (pipeline · virtual).
 
-    ``first``, ``last``: how many layers the first and the last stage have, where these are others than the rest; stages
-    of one's own are given to MegatronLayout as they are. ValueError if it does not divide.
+    ``first``, ``last``: how many layers the first and the last stage have, if not as many as the others. MegatronLayout
+    also takes other stages. Raises ValueError if the numbers do not divide.
     """
     fixed = {stage: count for stage, count in ((0, first), (pipeline - 1, last)) if count is not None}
     rest, others = layers - sum(fixed.values()), pipeline - len(fixed)

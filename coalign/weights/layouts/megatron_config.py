@@ -1,4 +1,4 @@
-"""A Megatron model's configuration, in megatron-core's words, as far as it says what the weights are and mean."""
+"""A Megatron model's configuration in megatron-core's terms: everything that decides what its weights mean."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary angles are stretched beyond the length that a model was first trained on.
+    """How rotary angles are scaled beyond the length that a model was first trained on.
 
-    ``kind`` and the numbers are those of transformers' `rope_scaling`; a number that the kind does not use is None.
+    The fields are those of transformers' `rope_scaling`; a number that the kind does not use is None.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn"]
@@ -29,8 +29,8 @@ class RopeScaling:
 class MegatronConfig:
     """Fields are those of megatron-core's TransformerConfig, MLATransformerConfig and GPTModel, where it has them.
 
-    It has none for: ``family`` (who made this), ``activation_func`` (here a name, there a function), `alibi` and `none`
-    as position embeddings, and what stands under "not in megatron-core".
+    It has no ``family`` (the table's name), has a function as ``activation_func``, no position embeddings `alibi` and
+    `none`, and none of the fields under "not in megatron-core".
     """
 
     family: str

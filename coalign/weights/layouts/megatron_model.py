@@ -1,55 +1,19 @@
-"""How tensor parallelism cuts a full Megatron parameter.
+"""The parameters of a Megatron model: names, shapes and tensor-parallel cuts, from its configuration.
 
-What a Megatron model holds: the names, shapes and tensor-parallel cuts of its parameters, from its configuration.
-
-Names are those of megatron-core's local spec, as templates: `{layer}` and `{expert}`. Shapes are of full tensors:
-`linear_qkv` group by group (its queries, key, value), a gated `linear_fc1` [gate | up] over all of F.
+Names are those of megatron-core's local spec, as templates: `{layer}` and `{expert}` are numbers. Shapes are of full
+tensors: `linear_qkv` has group by group its queries, key and value; a gated `linear_fc1` is [gate | up] over all of F.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from coalign.weights.layouts.megatron_config import MegatronConfig
 from coalign.weights.layouts.shards import Box, Shape
-
-
-class Cuttable(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> Shape: ...
-    @property
-    def kind(self) -> TensorParallelCut: ...
-
-
-def cut_of(parameter: Cuttable, index: int, count: int) -> tuple[Shape, list[tuple[Box, Box]]]:
-    """The shape of what rank ``index`` of ``count`` holds, and which boxes of the full tensor lie where in it.
-
-    ValueError if it does not divide.
-    """
-    shape, kind = parameter.shape, parameter.kind
-    full: Box = tuple((0, size) for size in shape)
-    if kind == "replicated":
-        return shape, [(full, full)]
-    dim, halves = (1 if kind == "row" else 0), (2 if kind == "gated" else 1)
-    if shape[dim] % (halves * count):
-        raise ValueError(
-            f"'{parameter.name}' {list(shape)}: {shape[dim] // halves} rows or columns do not divide by {count} ranks"
-        )
-    half, own = shape[dim] // halves, shape[dim] // halves // count
-    boxes = []
-    for i in range(halves):
-        there, here = list(full), list(full)
-        there[dim] = (i * half + index * own, i * half + (index + 1) * own)
-        here[dim] = (i * own, (i + 1) * own)
-        boxes.append((tuple(there), tuple(here)))
-    return (*shape[:dim], halves * own, *shape[dim + 1 :]), boxes
-
 
 # How tensor parallelism cuts: not; dimension 0; dimension 1; both halves of dimension 0 ([gate | up]); the vocabulary.
 TensorParallelCut = Literal["replicated", "column", "row", "gated", "vocabulary"]
@@ -59,8 +23,11 @@ EXPERT = "mlp.experts.local_experts.{expert}."
 
 @dataclass(frozen=True, slots=True)
 class MegatronParameter:
-    """One parameter. ``layer``, ``expert``: None outside of layers and experts. ``moe``: its layer has experts.
-    ``dtype``: None, that of the weights it is made of."""
+    """One parameter of the model without parallelism; only its vocabulary is padded.
+
+    ``layer``, ``expert``: None outside of layers and experts. ``moe``: its layer has experts. ``dtype``: None for that
+    of the weights it is made of.
+    """
 
     template: str
     shape: Shape
@@ -70,9 +37,37 @@ class MegatronParameter:
     moe: bool = False
     dtype: torch.dtype | None = None
 
+    @property
+    def name(self) -> str:
+        """The name with the numbers of its layer and its expert in the whole model."""
+        return self.template.format(layer=self.layer, expert=self.expert)
 
-def holds(config: MegatronConfig, vocabulary: int) -> Iterator[MegatronParameter]:
-    """All parameters, in the order of the model; ``vocabulary``: its padded size."""
+    def cut(self, index: int, count: int) -> tuple[Shape, list[tuple[Box, Box]]]:
+        """Return the shape on rank ``index`` of ``count``, and pairs of boxes: of the full tensor, of that rank's.
+
+        Raises ValueError if the size does not divide.
+        """
+        shape = self.shape
+        full: Box = tuple((0, size) for size in shape)
+        if self.kind == "replicated":
+            return shape, [(full, full)]
+        dim, halves = (1 if self.kind == "row" else 0), (2 if self.kind == "gated" else 1)
+        half = shape[dim] // halves
+        if shape[dim] % (halves * count):
+            raise ValueError(f"'{self.name}' {list(shape)}: {half} rows or columns do not divide by {count} ranks")
+        own = half // count
+        boxes = []
+        for i in range(halves):
+            there: list[tuple[int, int]] = list(full)
+            here = list(there)
+            there[dim] = (i * half + index * own, i * half + (index + 1) * own)
+            here[dim] = (i * own, (i + 1) * own)
+            boxes.append((tuple(there), tuple(here)))
+        return (*shape[:dim], halves * own, *shape[dim + 1 :]), boxes
+
+
+def list_parameters(config: MegatronConfig, vocabulary: int) -> Iterator[MegatronParameter]:
+    """Yield all parameters in the order of the model. ``vocabulary``: its padded size."""
     hidden = config.hidden_size
     yield MegatronParameter("embedding.word_embeddings.weight", (vocabulary, hidden), "vocabulary")
     if config.position_embedding_type == "learned_absolute":
@@ -83,7 +78,8 @@ def holds(config: MegatronConfig, vocabulary: int) -> Iterator[MegatronParameter
         yield from _norm(config, "embedding.layernorm", hidden)
     for layer in range(config.num_layers):
         moe = bool(config.moe_layer_freq and config.moe_layer_freq[layer])
-        for part in (*_attention(config), *(_experts(config) if moe else _dense(config))):
+        mlp = _experts(config) if moe else _mlp(config, "mlp.", config.ffn_hidden_size)
+        for part in (*_attention(config), *mlp):
             yield MegatronParameter(LAYER + part.template, part.shape, part.kind, layer, part.expert, moe, part.dtype)
     yield from _norm(config, "decoder.final_layernorm", hidden)
     if not config.share_embeddings_and_output_weights:
@@ -124,10 +120,6 @@ def _latent(config: MegatronConfig) -> Iterator[MegatronParameter]:
     yield from _linear("self_attention.linear_kv_up_proj", rows, rank, "column")
 
 
-def _dense(config: MegatronConfig) -> Iterator[MegatronParameter]:
-    yield from _mlp(config, "mlp.", config.ffn_hidden_size)
-
-
 def _experts(config: MegatronConfig) -> Iterator[MegatronParameter]:
     assert config.num_moe_experts is not None
     experts, hidden = config.num_moe_experts, config.hidden_size
@@ -144,11 +136,8 @@ def _experts(config: MegatronConfig) -> Iterator[MegatronParameter]:
 
 
 def _mlp(config: MegatronConfig, prefix: str, ffn: int) -> Iterator[MegatronParameter]:
-    hidden, bias = config.hidden_size, config.add_bias_linear
-    if config.gated_linear_unit:
-        yield from _linear(prefix + "linear_fc1", 2 * ffn, hidden, "gated", bias)
-    else:
-        yield from _linear(prefix + "linear_fc1", ffn, hidden, "column", bias)
+    hidden, bias, gated = config.hidden_size, config.add_bias_linear, config.gated_linear_unit
+    yield from _linear(prefix + "linear_fc1", 2 * ffn if gated else ffn, hidden, "gated" if gated else "column", bias)
     yield from _linear(prefix + "linear_fc2", hidden, ffn, "row", bias)
 
 

@@ -1,6 +1,6 @@
-"""Other names of Megatron's parameters: in a model with Transformer Engine layers, in torch_dist files, before core.
+"""Other names of Megatron's parameters: with Transformer Engine's layers, in torch_dist files, before megatron-core.
 
-Each is a renaming of the canonical templates (coalign.weights.layouts.megatron_model), checked against megatron-core 0.16.1.
+Each renames the canonical templates of coalign.weights.layouts.megatron_model; checked against megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from coalign.weights.families.family import Parameter
 from coalign.weights.layouts.megatron_config import MegatronConfig
 from coalign.weights.layouts.megatron_model import EXPERT, LAYER
 
-Spec = Literal["local", "te", "legacy"]  # megatron-core's own layers, Transformer Engine's, Megatron-LM before core
+# Whose layers a model has: megatron-core's own, Transformer Engine's, those of Megatron-LM before megatron-core.
+LayerSpec = Literal["local", "te", "legacy"]
 
 QKV_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -34,48 +35,52 @@ LEGACY_OUTSIDE = {
     "output_layer.": "language_model.output_layer.",
 }
 TIED_HEAD = {"local": "output_layer.weight", "te": "output_layer.weight", "legacy": "word_embeddings_for_head.weight"}
-# Transformer Engine's model has these whole on every tensor-parallel rank.
+# Transformer Engine's model replicates these on every tensor-parallel rank.
 DUPLICATED = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
 
 
-def in_model(config: MegatronConfig, parameter: Parameter, spec: Spec = "local") -> str:
-    """A parameter's template in the model that a process holds. ValueError for one that had no name before core."""
+def name_in_model(config: MegatronConfig, parameter: Parameter, spec: LayerSpec = "local") -> str:
+    """Return a parameter's template in the model of a process.
+
+    Raises ValueError for `legacy` and a parameter that did not exist before megatron-core.
+    """
     if spec == "local":
         return parameter.template
     if spec == "legacy":
-        return _legacy(parameter)
+        if parameter.layer is not None and not parameter.template.removeprefix(LAYER).startswith(tuple(LEGACY)):
+            raise ValueError(f"'{parameter.name}' has no name in Megatron-LM before core")
+        return _replace_prefix(_rename_in_layer(parameter.template, LEGACY), LEGACY_OUTSIDE)
     if parameter.expert is not None:
         return parameter.template.replace(EXPERT, "mlp.experts.") + "{expert}"
-    return _within(parameter.template, _fused(config, parameter.moe))
+    return _rename_in_layer(parameter.template, _fused_norms(config, parameter.moe))
 
 
-def in_torch_dist(config: MegatronConfig, parameter: Parameter, spec: Literal["local", "te"] = "local") -> str:
-    """A parameter's template in a torch_dist checkpoint, written with that spec. Which layers and experts are stacked
-    there: coalign.weights.convert.torch_dist."""
+def name_in_torch_dist(config: MegatronConfig, parameter: Parameter, spec: Literal["local", "te"] = "local") -> str:
+    """Return a parameter's template in a torch_dist checkpoint that was written with that spec.
+
+    Which layers and experts are stacked there: coalign.weights.convert.torch_dist.
+    """
     norms = QKV_NORM | MLP_NORM if spec == "local" and not config.multi_latent_attention else {}
-    return _within(parameter.template, norms if spec == "local" else _fused(config, parameter.moe))
+    return _rename_in_layer(parameter.template, norms if spec == "local" else _fused_norms(config, parameter.moe))
 
 
-def _fused(config: MegatronConfig, moe: bool) -> dict[str, str]:
-    """Transformer Engine has a norm in the linear layer that it feeds, where it feeds one; a parallel residual has
-    layers of its own (`parallel_residual`), whose norms stand alone."""
+def _fused_norms(config: MegatronConfig, moe: bool) -> dict[str, str]:
+    """Return Transformer Engine's names of the norms that it fuses with the linear layer that they feed.
+
+    Layers with a parallel residual keep their norms separate.
+    """
     if config.parallel_residual != "none":
         return {}
     attention = LATENT_NORMS if config.multi_latent_attention else QKV_NORM
     return attention if moe else attention | MLP_NORM
 
 
-def _within(template: str, table: Mapping[str, str]) -> str:
-    """Renamed by how its name begins within a layer."""
+def _rename_in_layer(template: str, table: Mapping[str, str]) -> str:
+    """Apply ``table`` to the beginning of a name within a layer; other names stay."""
     if not template.startswith(LAYER):
         return template
-    rest = template.removeprefix(LAYER)
-    return LAYER + next((new + rest.removeprefix(old) for old, new in table.items() if rest.startswith(old)), rest)
+    return LAYER + _replace_prefix(template.removeprefix(LAYER), table)
 
 
-def _legacy(parameter: Parameter) -> str:
-    rest = parameter.template.removeprefix(LAYER)
-    if parameter.layer is not None and not rest.startswith(tuple(LEGACY)):
-        raise ValueError(f"'{parameter.name}' has no name in Megatron-LM before core")
-    found = _within(parameter.template, LEGACY)
-    return next((new + found.removeprefix(old) for old, new in LEGACY_OUTSIDE.items() if found.startswith(old)), found)
+def _replace_prefix(name: str, table: Mapping[str, str]) -> str:
+    return next((new + name.removeprefix(old) for old, new in table.items() if name.startswith(old)), name)

@@ -1,8 +1,8 @@
-"""Full tensors as they lie on the ranks of a parallel model, and how to get from one way to another.
+"""Shards of full tensors on the ranks of a parallel model: how to cut, join and reshard them.
 
 Everything is boxes: a rank's own tensor is made of pieces, each a box of a full (Hugging Face) tensor. Whatever a
-backend does to its weights (cut, fuse, interleave, stack, pad, repeat) is a list of such pieces, so cutting, joining
-and resharding are written once, and the way back is the way there. Which pieces: coalign.weights.layouts.parallel.
+backend does to its weights (cut, fuse, interleave, stack, pad, repeat) is a list of such pieces. So cutting, joining
+and resharding are written once, for both directions. coalign.weights.layouts.megatron makes such lists.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from torch import Tensor
 
 from coalign.weights.sync.transport import WeightError
 
-Box = tuple[tuple[int, int], ...]  # where it starts and stops, in each dimension
+Box = tuple[tuple[int, int], ...]  # start and stop in each dimension
 Shape = tuple[int, ...]
-Fetch = Callable[[int, str], Tensor]  # of a rank, its own tensor of that name
+Fetch = Callable[[int, str], Tensor]  # (rank, name) → that rank's own tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What a full tensor is like."""
-
+class TensorSpec:
     shape: Shape
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ShardBox:
-    """``full``, a box of the full tensor ``name``, lies at ``own``, a box of the same sizes in a rank's own tensor.
+    """The box ``full`` of the full tensor ``name`` lies at ``own``, a box of the same sizes in a rank's own tensor.
 
-    One of the two may have further dimensions, of size 1, in front.
+    One of the two may have more dimensions in front, of size 1.
     """
 
     name: str
@@ -43,7 +41,7 @@ class ShardBox:
     own: Box
 
     def within(self, box: Box) -> Box:
-        """Where a box of the full tensor, inside of this piece, lies in the rank's own."""
+        """Return where a box of the full tensor, inside of this piece, lies in the rank's own tensor."""
         lead, drop = max(0, len(self.own) - len(self.full)), max(0, len(self.full) - len(self.own))
         shifts = [own[0] - full[0] for own, full in zip(self.own[lead:], self.full[drop:], strict=True)]
         return self.own[:lead] + tuple((a + by, b + by) for (a, b), by in zip(box[drop:], shifts, strict=True))
@@ -51,7 +49,7 @@ class ShardBox:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's own tensor, of the dtype that the full tensor ``like`` has. What no piece covers is padding, 0."""
+    """A rank's own tensor; it has the dtype of the full tensor ``like``. What no piece covers is padding, 0."""
 
     name: str
     shape: Shape
@@ -60,8 +58,8 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Copy the box ``taken`` of ``source``, a tensor of ``rank``, to the box ``given`` of the own tensor ``target``."""
+class BoxCopy:
+    """A copy of box ``taken`` of tensor ``source`` on ``rank`` to box ``given`` of the own tensor ``target``."""
 
     rank: int
     source: str
@@ -71,32 +69,38 @@ class Move:
 
 
 def cut(full: Callable[[str], Tensor], shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
-    """A rank's own tensors, one at a time, from full ones by name."""
+    """Yield a rank's own tensors, made of full ones by name."""
     for shard in shards:
         tensors = {name: full(name) for name in dict.fromkeys(piece.name for piece in shard.pieces)}
-        own = (tensors.get(shard.like) if tensors else full(shard.like)).new_zeros(shard.shape)
+        own = (tensors[shard.like] if tensors else full(shard.like)).new_zeros(shard.shape)
         for piece in shard.pieces:
             _put(own, piece.own, tensors[piece.name][_slices(piece.full)])
         yield shard.name, own
 
 
-def join(specs: Mapping[str, Spec], ranks: Sequence[Sequence[Shard]], fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
-    """The full tensors, one at a time, from the ranks' own: the inverse of ``cut``. WeightError for what no rank
-    holds."""
+def join(
+    specs: Mapping[str, TensorSpec], ranks: Sequence[Sequence[Shard]], fetch: Fetch
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors, made of the ranks' own: the inverse of ``cut``.
+
+    Raises WeightError for what no rank has.
+    """
     boxes = {name: tuple((0, size) for size in spec.shape) for name, spec in specs.items()}
     whole = [Shard(name, specs[name].shape, name, (ShardBox(name, box, box),)) for name, box in boxes.items()]
     return reshard(specs, whole, dict(plan(whole, ranks)), fetch)
 
 
 def reshard(
-    specs: Mapping[str, Spec],
+    specs: Mapping[str, TensorSpec],
     target: Iterable[Shard],
-    moves: Mapping[str, Sequence[Move]],
+    moves: Mapping[str, Sequence[BoxCopy]],
     fetch: Fetch,
     new: Callable[..., Tensor] = torch.empty,
 ) -> Iterator[tuple[str, Tensor]]:
-    """A rank's own tensors, one at a time, as ``plan`` says, from those of the ranks of another layout; ``new``: where
-    they are made."""
+    """Yield a rank's own tensors, made by the ``moves`` of ``plan`` from those of another layout's ranks.
+
+    ``new``: makes an empty tensor.
+    """
     for shard in target:
         own = new(shard.shape, dtype=specs[shard.like].dtype)
         if sum(_size(move.given) for move in moves[shard.name]) < own.numel():
@@ -108,15 +112,19 @@ def reshard(
 
 def plan(
     target: Sequence[Shard], sources: Sequence[Sequence[Shard]], near: int = 0
-) -> Iterator[tuple[str, list[Move]]]:
-    """For each tensor of a target rank, what it needs of which source rank: every element once.
+) -> Iterator[tuple[str, list[BoxCopy]]]:
+    """Yield for each tensor of a target rank the copies that fill it, every element once.
 
-    ``near``: the source rank that is asked first for what several of them hold, then those after it: different target
-    ranks should not all ask the same one. Raises WeightError naming what no source rank holds.
+    ``near``: the source rank to prefer for what several have, then those after it; different target ranks should not
+    all ask the same one. Raises WeightError naming what no source rank has.
     """
-    held = _held(sources)
+    held: dict[str, list[tuple[int, str, ShardBox]]] = {}
+    for rank, shards in enumerate(sources):
+        for shard in shards:
+            for piece in shard.pieces:
+                held.setdefault(piece.name, []).append((rank, shard.name, piece))
     for shard in target:
-        moves: list[Move] = []
+        moves: list[BoxCopy] = []
         for piece in shard.pieces:
             missing = [piece.full]
             asked = held.get(piece.name, [])
@@ -127,8 +135,8 @@ def plan(
                     if (both := overlap(box, source.full)) is None:
                         rest.append(box)
                     else:
-                        moves.append(Move(rank, name, source.within(both), shard.name, piece.within(both)))
-                        rest += without(box, both) if both != box else []
+                        moves.append(BoxCopy(rank, name, source.within(both), shard.name, piece.within(both)))
+                        rest += subtract(box, both) if both != box else []
                 if not (missing := rest):
                     break
             if missing:
@@ -138,26 +146,17 @@ def plan(
         yield shard.name, moves
 
 
-def _held(sources: Sequence[Sequence[Shard]]) -> dict[str, list[tuple[int, str, ShardBox]]]:
-    held: dict[str, list[tuple[int, str, ShardBox]]] = {}
-    for rank, shards in enumerate(sources):
-        for shard in shards:
-            for piece in shard.pieces:
-                held.setdefault(piece.name, []).append((rank, shard.name, piece))
-    return held
-
-
 # ---- boxes
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes have in common; None: nothing."""
+    """Return what two boxes have in common, or None."""
     both = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
-def without(box: Box, hole: Box) -> list[Box]:
-    """``box`` but for ``hole``, which lies inside, as boxes that do not overlap."""
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """Return ``box`` without ``hole``, which lies inside, as boxes that do not overlap."""
     rest, core = [], list(box)
     for i, ((start, stop), (first, last)) in enumerate(zip(box, hole, strict=True)):
         for side in ((start, first), (last, stop)):

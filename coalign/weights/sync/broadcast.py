@@ -1,16 +1,15 @@
-"""Transport between hosts: each sender broadcasts buckets to all readers, in a group of its own (weights.groups).
+"""Transport between hosts: each sender broadcasts buckets to all readers, in a torch.distributed group of its own.
 
-Two buckets of a sender are under way, so the next one is filled (and, by a reader, the last one verified and installed)
-meanwhile, and all senders send at once. Readers hold a few buckets, never the model: they install as the weights come,
-each tensor once it is verified. So a stream that breaks off leaves replicas that refuse to serve until the next
-complete sync. Both models must be able to compute at once.
+All senders send at once, and each has two buckets under way: the next one is filled while the last one travels, and
+readers verify and install the last one while the next one comes. Readers hold a few buckets, never the whole model:
+they install each tensor once it is verified. So a stream that breaks off leaves replicas that refuse to serve until
+the next complete sync. Both models must be able to compute at once.
 
-A bucket is three messages: a header i64[2] (bytes of tensors, bytes of entries), the entries, pickled, and the tensors.
-The header (END, n) ends the stream; n bytes follow, a text: the error that ended it, or nothing.
+A bucket is three messages: a header i64[2] (bytes of tensors, bytes of entries), the pickled entries, the tensors.
+The header (END, n) ends the stream. It is followed by n bytes: a pickled text, empty or the error that ended it.
 
-torch.distributed groups between two models: one for each sender, with all readers in it.
-
-They stand beside whatever groups a model has itself (made without torch.distributed's registry, which knows one world).
+The groups exist beside those that the models have themselves: they are made without torch.distributed's registry,
+which knows one world.
 """
 
 from __future__ import annotations
@@ -20,116 +19,62 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, but not in __all__
+from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroup, Work
 
-from coalign.weights.sync.copying import checked, copied
-from coalign.weights.sync.segment import TensorEntry, aligned
+from coalign.cluster.future import Store
+from coalign.config.schema import SyncConfig
+from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
+from coalign.weights.sync.segment import TensorEntry, align
 from coalign.weights.sync.transport import (
     ExportRequest,
-    Sent,
-    SyncedModel,
+    ProcessId,
+    SentWeights,
+    SourceModule,
+    SyncModule,
+    TargetModule,
     Transport,
     WeightEndpoint,
     WeightError,
-    both,
     check_names,
-    damaged,
-    exported,
-    identity,
-    installing,
-    own_address,
+    check_sum,
+    find_own_address,
+    guard_installation,
+    identify_process,
+    open_export,
+    wait_for_both,
 )
 
-Meeting = tuple[str, int] | None
-
-
-@dataclass
-class Link:
-    """A rank's part: the group that it sends in, or those that it reads from, with ``device`` memory."""
-
-    device: torch.device
-    groups: list[Any] = field(default_factory=list)
-    server: dist.TCPStore | None = None
-    buffers: deque[Tensor] = field(default_factory=deque)
-
-    def buffer(self, size: int) -> Tensor:
-        """u8[size], one of two in turn: the other one is under way. Kept, since new memory costs as much as a copy."""
-        oldest = self.buffers.popleft() if len(self.buffers) == 2 else None
-        if oldest is None or len(oldest) < size:
-            oldest = torch.empty(size, dtype=torch.uint8, device=self.device)
-        self.buffers.append(oldest)
-        return oldest[:size]
-
-
-def open_rendezvous(module: Any, store: Any, link: str, kind: str) -> Meeting:
-    """Where readers meet this rank; None if it does not send. ``kind``: of memory, that all ranks have."""
-    own = module.links[link] = Link(torch.device(module.context.device if kind == "cuda" else kind))
-    if not module.exports:
-        return None
-    own.server = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    return own_address(), own.server.port
-
-
-def enter_group(module: Any, store: Any, link: str, readers: Sequence[Any], timeout: float) -> None:
-    """A sender's way into its group, in which it is rank 0. RuntimeError if not all come within ``timeout`` s."""
-    own: Link = module.links[link]
-    if own.server is not None:
-        own.groups = [_group(own.server, 0, 1 + len(readers), own.device, timeout)]
-
-
-def enter_groups(
-    module: Any, store: Any, link: str, kind: str, meetings: list[Meeting], readers: Sequence[Any], timeout: float
-) -> None:
-    """A reader's way into the group of every sender. RuntimeError if not all come within ``timeout`` s."""
-    own = module.links[link] = Link(torch.device(module.context.device if kind == "cuda" else kind))
-    rank = 1 + readers.index(identity())
-    for address, port in filter(None, meetings):
-        server = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-        own.groups.append(_group(server, rank, 1 + len(readers), own.device, timeout))
-
-
-def leave_groups(module: Any, store: Any, link: str) -> None:
-    """End the groups: after a failure their ranks would not agree on what comes next."""
-    for group in module.links.pop(link, Link(torch.device("cpu"))).groups:
-        group.shutdown()
-
-
-def broadcast(group: Any, tensor: Tensor) -> Any:
-    """Begin to send (as rank 0) or to receive ``tensor``: something to ``wait`` for."""
-    return group.broadcast([tensor], dist.BroadcastOptions())
-
-
-def _group(server: dist.TCPStore, rank: int, size: int, device: torch.device, timeout: float) -> Any:
-    limit = timedelta(seconds=timeout)
-    if device.type == "cpu":
-        return dist.ProcessGroupGloo(server, rank, size, limit)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    torch.cuda.set_device(device)
-    return dist.ProcessGroupNCCL(server, rank, size, options)
-
+if TYPE_CHECKING:
+    from coalign.cluster.dist import DistModel
 
 END = -1
+RendezvousAddress = tuple[str, int] | None  # host, port; None for a rank that does not send
+Entries = list[tuple[TensorEntry, int]]  # of a bucket: each tensor and its checksum
 
 
-class Broadcast(Transport):
-    """``senders`` and ``readers``: where the ranks of the two models are. ValueError for models that take turns."""
+class BroadcastTransport(Transport):
+    """``senders`` and ``readers``: where the ranks of the two models are.
+
+    Raises ValueError for models that take turns on their devices.
+    """
 
     def __init__(
         self,
-        source: SyncedModel,
-        target: SyncedModel,
-        config: Any,
-        senders: list[WeightEndpoint],
-        readers: list[WeightEndpoint],
+        source: DistModel,
+        target: DistModel,
+        config: SyncConfig,
+        senders: Sequence[WeightEndpoint],
+        readers: Sequence[WeightEndpoint],
     ) -> None:
         super().__init__(source, target, config)
         if self.in_turns:
@@ -137,89 +82,168 @@ class Broadcast(Transport):
                 f"sync.transport: `broadcast` needs {source.name} and {target.name} at once, and they take turns on "
                 "their devices; use shared_memory, object_store or disk"
             )
-        self.labels = [f"{source.name}, rank {rank}" for rank, place in enumerate(senders) if place.sends]
-        self.readers = [place.identity for place in readers]
-        self.kind = "cuda" if all(place.device.startswith("cuda") for place in [*senders, *readers]) else "cpu"
+        self.labels = [f"{source.name}, rank {rank}" for rank, endpoint in enumerate(senders) if endpoint.sends]
+        self.readers = [endpoint.identity for endpoint in readers]
+        self.kind = "cuda" if all(each.device.startswith("cuda") for each in [*senders, *readers]) else "cpu"
         self.link: str | None = None
 
-    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
+    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
         if self.link is None:
             self.link = self._connect(f"broadcast {uuid.uuid4().hex}")
-        size, timeout = self.config.bucket_mib * 2**20, self.config.timeout
-        sending = self.source.run(send, self.link, self.wanted(changing), size, fatal=False)
-        taking = self.target.run(take, self.link, self.labels, version, expected, timeout, fatal=False)
+        sending = self.source.run(send, self.link, self.request(changing), self.bucket_bytes, fatal=False)
+        arguments = self.labels, version, expected, self.config.timeout
+        receiving = self.target.run(receive_and_install, self.link, *arguments, fatal=False)
         try:
-            both(taking, sending)  # what a reader says of a failure holds what its sender said
+            wait_for_both(receiving, sending)  # a reader's error includes its sender's
             return sending.result()
         except BaseException:
             for leaving in [model.run(leave_groups, self.link, fatal=False) for model in (self.source, self.target)]:
-                with suppress(Exception):  # of a rank that is gone, say
+                with suppress(Exception):  # the rank may have died
                     leaving.result()
             self.link = None
             raise
 
     def _connect(self, link: str) -> str:
-        meetings = self.source.run(open_rendezvous, link, self.kind, fatal=False).result()
-        own = self.source.run(enter_group, link, self.readers, self.config.timeout, fatal=False)
-        arguments = link, self.kind, meetings, self.readers, self.config.timeout
-        both(own, self.target.run(enter_groups, *arguments, fatal=False))
+        addresses = self.source.run(open_rendezvous, link, self.kind, fatal=False).result()
+        own = self.source.run(join_own_group, link, len(self.readers), self.config.timeout, fatal=False)
+        arguments = link, self.kind, addresses, self.readers, self.config.timeout
+        wait_for_both(own, self.target.run(join_sender_groups, *arguments, fatal=False))
         return link
+
+
+# ---- groups
+
+
+@dataclass
+class BroadcastLink:
+    """A rank's groups: the one that it sends in, or those that it reads from, with ``device`` memory."""
+
+    device: torch.device
+    groups: list[ProcessGroup] = field(default_factory=list)
+    server: TCPStore | None = None
+    buffers: deque[Tensor] = field(default_factory=deque)
+
+    def next_buffer(self, size: int) -> Tensor:
+        """Return u8[size], one of two in turn: the other one is under way.
+
+        Both are kept, since new memory costs as much time as a copy.
+        """
+        oldest = self.buffers.popleft() if len(self.buffers) == 2 else None
+        if oldest is None or len(oldest) < size:
+            oldest = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.buffers.append(oldest)
+        return oldest[:size]
+
+    def join_group(self, server: TCPStore, rank: int, size: int, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        if self.device.type == "cpu":
+            group = dist.ProcessGroupGloo(server, rank, size, limit)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            torch.cuda.set_device(self.device)
+            group = dist.ProcessGroupNCCL(server, rank, size, options)
+        self.groups.append(cast("ProcessGroup", group))  # torch's stubs give only that class its `broadcast`
+
+
+def open_rendezvous(module: SyncModule, store: Store, link: str, kind: str) -> RendezvousAddress:
+    """Return where readers meet this rank, if it sends. ``kind``: of the memory that all ranks have."""
+    own = module.links[link] = BroadcastLink(torch.device(module.context.device if kind == "cuda" else kind))
+    if not module.exports:
+        return None
+    own.server = server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    return find_own_address(), server.port
+
+
+def join_own_group(module: SyncModule, store: Store, link: str, readers: int, timeout: float) -> None:
+    """Join a sender's group as rank 0. Raises RuntimeError if not all readers come within ``timeout`` s."""
+    own: BroadcastLink = module.links[link]
+    if own.server is not None:
+        own.join_group(own.server, 0, 1 + readers, timeout)
+
+
+def join_sender_groups(
+    module: SyncModule,
+    store: Store,
+    link: str,
+    kind: str,
+    addresses: list[RendezvousAddress],
+    readers: Sequence[ProcessId],
+    timeout: float,
+) -> None:
+    """Join the group of every sender. Raises RuntimeError if not all ranks come within ``timeout`` s."""
+    own = module.links[link] = BroadcastLink(torch.device(module.context.device if kind == "cuda" else kind))
+    rank = 1 + readers.index(identify_process())
+    for host, port in filter(None, addresses):
+        server = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+        own.join_group(server, rank, 1 + len(readers), timeout)
+
+
+def leave_groups(module: SyncModule, store: Store, link: str) -> None:
+    """End the groups: after a failure their ranks would not agree on what comes next."""
+    for group in module.links.pop(link, BroadcastLink(torch.device("cpu"))).groups:
+        group.shutdown()
+
+
+def broadcast(group: ProcessGroup, tensor: Tensor) -> Work:
+    """Start to send (as rank 0) or to receive ``tensor``; return what to ``wait`` for."""
+    return group.broadcast([tensor], BroadcastOptions())
 
 
 # ---- a sender
 
 
-def send(module: Any, store: Any, link: str, wanted: ExportRequest, size: int) -> Sent:
-    """Broadcast this rank's weights."""
-    own: Link = module.links[link]
+def send(module: SourceModule, store: Store, link: str, request: ExportRequest, size: int) -> SentWeights:
+    """Broadcast this rank's weights in buckets of up to ``size`` bytes."""
+    own: BroadcastLink = module.links[link]
     sizes: dict[str, int] = {}
-    with exported(module, wanted) as weights:
+    with open_export(module, request) as weights:
         if not own.groups:
             if (item := next(weights, None)) is not None:
                 raise WeightError(f"rank {module.context.rank} yields '{item[0]}', but its `exports` is False")
-            return Sent({})
-        outgoing = Outgoing(own, size, wanted.timeout)
+            return SentWeights({})
+        sender = BroadcastSender(own, size, request.timeout)
         try:
             for name, tensor in weights:
                 sizes[name] = tensor.nbytes
-                outgoing.add(name, tensor)
-            outgoing.end()
+                sender.add(name, tensor)
+            sender.end()
         except BaseException as problem:
             with suppress(WeightError):  # readers that cannot be told have a deadline of their own
-                outgoing.end(f"{type(problem).__name__}: {problem}")
+                sender.end(f"{type(problem).__name__}: {problem}")
             raise
-    return Sent(sizes)
+    return SentWeights(sizes)
 
 
-class Outgoing:
+class BroadcastSender:
     """The buckets of a sender: one is filled while another one is under way."""
 
-    def __init__(self, link: Link, size: int, timeout: float) -> None:
+    def __init__(self, link: BroadcastLink, size: int, timeout: float) -> None:
         self.link, self.size, self.timeout = link, size, timeout
         self._tensors: list[tuple[TensorEntry, Tensor]] = []
         self._filled = 0
-        self._under_way: deque[tuple[str, Any, Tensor]] = deque()
+        self._under_way: deque[tuple[str, Work, Tensor]] = deque()
 
     def add(self, name: str, tensor: Tensor) -> None:
         if self._tensors and self._filled + tensor.nbytes > self.size:
             self._flush()
         entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), self._filled)
         self._tensors.append((entry, tensor))
-        self._filled += aligned(tensor.nbytes)
+        self._filled += align(tensor.nbytes)
 
     def end(self, problem: str = "") -> None:
-        """Nothing follows; ``problem`` says why, if that is too early."""
+        """Send what is left and end the stream; ``problem`` is the error that ends it too early."""
         if self._tensors and not problem:
             self._flush()
-        text = as_bytes(problem)
+        text = _pickle(problem)
         self._post(torch.tensor([END, len(text)]), text)
         self._wait(0)
 
     def _flush(self) -> None:
         self._wait(3)  # the messages of one bucket
-        payload = self.link.buffer(self._filled)
+        payload = self.link.next_buffer(self._filled)
         jobs = ((entry, tensor, entry.bytes(payload)) for entry, tensor in self._tensors)
-        entries = as_bytes(list(copied(jobs)))
+        entries = _pickle(list(copy_tensors(jobs)))
         self._post(torch.tensor([self._filled, len(entries)]), entries, payload)
         self._tensors, self._filled = [], 0
 
@@ -230,6 +254,7 @@ class Outgoing:
             self._under_way.append((last, broadcast(self.link.groups[0], message), message))
 
     def _wait(self, left: int) -> None:
+        """Wait until no more than ``left`` messages are under way."""
         while len(self._under_way) > left:
             last, work, _ = self._under_way.popleft()
             try:
@@ -241,76 +266,80 @@ class Outgoing:
                 ) from problem
 
 
-def as_bytes(value: Any) -> Tensor:
-    """A value, pickled, as u8[n]."""
+def _pickle(value: Any) -> Tensor:
+    """Return the pickled value as u8[n]."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 # ---- a reader
 
 
-def take(
-    module: Any,
-    store: Any,
+def receive_and_install(
+    module: TargetModule,
+    store: Store,
     link: str,
     senders: list[str],
     version: int,
     expected: frozenset[str] | None,
     timeout: float,
 ) -> None:
-    """Install weights as they come. WeightError, and an unfit replica, unless all of them come whole."""
-    own: Link = module.links[link]
-    pairs, arrived = zip(own.groups, senders, strict=True), queue.SimpleQueue()
-    streams = [Incoming(group, own.device, sender, timeout, arrived) for group, sender in pairs]
-    with installing(module, version), closing(arriving(streams, arrived)) as weights:
+    """Install weights as they come. Unless all of them arrive, it raises WeightError and the replica is unfit."""
+    own: BroadcastLink = module.links[link]
+    ready: queue.SimpleQueue[BroadcastReceiver] = queue.SimpleQueue()
+    pairs = zip(own.groups, senders, strict=True)
+    streams = [BroadcastReceiver(group, own.device, sender, timeout, ready) for group, sender in pairs]
+    with guard_installation(module, version), closing(merge_streams(streams, ready)) as weights:
         module.load_weights(weights, version=version, adopt=False)
-        check_names([Sent(stream.sizes) for stream in streams], expected)
+        check_names([SentWeights(stream.sizes) for stream in streams], expected)
 
 
-def arriving(streams: list[Incoming], arrived: queue.SimpleQueue[Incoming]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of all senders, each verified. Closed early, it lets the senders end.
+def merge_streams(
+    streams: list[BroadcastReceiver], ready: queue.SimpleQueue[BroadcastReceiver]
+) -> Generator[tuple[str, Tensor]]:
+    """Yield the verified weights of all senders. If it is closed early, it drains the streams so that senders end.
 
-    Buckets are taken as they come, not in turn: senders make weights whole together, so one of them may have nothing to
-    send until another one's buckets are taken.
+    Buckets are taken as they come, not in turn. Senders may gather weights together, so that one of them has nothing
+    to send until another one's buckets are taken.
     """
     live = list(streams)
     try:
         while live:
-            stream = arrived.get()
-            if (bucket := stream.next()) is None:
+            stream = ready.get()
+            if (bucket := stream.next_bucket()) is None:
                 live.remove(stream)
-            else:
-                yield from verified(*bucket)
+                continue
+            sums, payload = dict(bucket[0]), bucket[1]
+            for entry, found in checksum_tensors((entry, entry.bytes(payload)) for entry in sums):
+                check_sum(entry.name, found, sums[entry])
+                yield entry.name, entry.tensor(payload)
     finally:
         for stream in live:
             stream.drain()
 
 
-def verified(entries: list[tuple[TensorEntry, int]], payload: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, views of it. WeightError for one that arrived damaged."""
-    sent = dict(entries)
-    for entry, found in checked((entry, entry.bytes(payload)) for entry in sent):
-        if found != sent[entry]:
-            raise damaged(entry.name, found, sent[entry])
-        yield entry.name, entry.tensor(payload)
+class BroadcastReceiver:
+    """The buckets of one sender.
 
-
-class Incoming:
-    """The buckets of one sender: a thread receives the next one while the last one is installed, and says in
-    ``arrived`` that there is one."""
+    A thread receives the next bucket while the last one is installed, and puts this object into ``ready`` for each.
+    """
 
     def __init__(
-        self, group: Any, device: torch.device, sender: str, timeout: float, arrived: queue.SimpleQueue[Incoming]
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        sender: str,
+        timeout: float,
+        ready: queue.SimpleQueue[BroadcastReceiver],
     ) -> None:
-        self.group, self.device, self.sender, self.timeout = group, device, sender, timeout
-        self.arrived = arrived
+        self.group, self.device, self.sender, self.timeout, self.ready = group, device, sender, timeout, ready
         self.sizes: dict[str, int] = {}
         self._last, self._ended = "", False
-        self._buckets: queue.Queue[Any] = queue.Queue(1)
+        # A bucket, an error while receiving, or the sender's last text.
+        self._buckets: queue.Queue[tuple[Entries, Tensor] | RuntimeError | str] = queue.Queue(1)
         threading.Thread(target=self._receive, name=f"weights from {sender}", daemon=True).start()
 
-    def next(self) -> tuple[list[tuple[TensorEntry, int]], Tensor] | None:
-        """The next bucket; None at the end. WeightError if the sender broke off or kept silent."""
+    def next_bucket(self) -> tuple[Entries, Tensor] | None:
+        """Return the next bucket; None at the end. Raises WeightError if the sender broke off or sent nothing."""
         bucket = self._get()
         after = f"after '{self._last}'" if self._last else "before its first tensor"
         if isinstance(bucket, RuntimeError):
@@ -333,7 +362,7 @@ class Incoming:
         while not self._ended:
             self._get()
 
-    def _get(self) -> Any:
+    def _get(self) -> tuple[Entries, Tensor] | RuntimeError | str:
         bucket = self._buckets.get()
         self._ended = isinstance(bucket, RuntimeError | str)
         return bucket
@@ -349,12 +378,12 @@ class Incoming:
         except RuntimeError as problem:
             self._put(problem)
 
-    def _put(self, bucket: Any) -> None:
+    def _put(self, bucket: tuple[Entries, Tensor] | RuntimeError | str) -> None:
         self._buckets.put(bucket)
-        self.arrived.put(self)
+        self.ready.put(self)
 
     def _wait(self, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        # New memory each time: whoever is handed the tensors may still hold those of the bucket before.
+        # New memory each time: the module may still hold tensors of the bucket before.
         message = torch.empty(size, dtype=dtype, device=self.device)
         broadcast(self.group, message).wait(timedelta(seconds=self.timeout))
         return message

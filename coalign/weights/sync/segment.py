@@ -1,16 +1,8 @@
-"""Memory that several processes of one host see.
+"""Memory that several processes of one host share: segments, the tensors in them, and the journal of a sync.
 
-It has no name (memfd_create): it is no file in /dev/shm, whose size containers limit to 64 MiB, and it is gone with the
-last process that maps it, however that process ended. Others open it through the creator's entry in /proc, so they must
-see that process: same user, same container.
-
-Where a tensor lies in a stretch of memory that others see, too.
-
-What a sender has written so far, in shared memory, so that readers can follow while it writes.
-
-``header`` i64[3]: the number of the sync, the bytes of records written, the state. A record is written before it is
-counted, and the data that it tells of before the record; between them the interpreter's lock changes hands, which
-orders them for other cores.
+A segment has no name (memfd_create). So it is no file in /dev/shm, whose size containers limit to 64 MiB, and it is
+freed with the last process that maps it, however that process ended. Others open it through the creator's entry in
+/proc, so they must see that process: the same user in the same container.
 """
 
 from __future__ import annotations
@@ -32,12 +24,14 @@ from torch import Tensor
 
 from coalign.weights.sync.transport import WeightError
 
-ALIGNED = 64  # bytes: a tensor begins at a multiple of it
+ALIGNMENT = 64  # bytes: every tensor starts at a multiple of it
+CGROUP = Path("/sys/fs/cgroup")
+Address = tuple[int, int, int]  # process, file descriptor there, bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in u8[n], from byte ``offset`` on."""
+    """A tensor in memory u8[n], from byte ``offset`` on."""
 
     name: str
     dtype: torch.dtype
@@ -50,30 +44,28 @@ class TensorEntry:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def bytes(self, memory: Tensor) -> Tensor:
-        """A view of its part of ``memory``."""
+        """Return the tensor's part of ``memory``, a view u8[size]."""
         return memory[self.offset : self.offset + self.size]
 
     def tensor(self, memory: Tensor) -> Tensor:
-        """The tensor itself, a view of ``memory``: not to be written to where another process created that."""
+        """Return the tensor, a view of ``memory``. Do not write to it where another process created the memory."""
         return self.bytes(memory).view(self.dtype).view(self.shape)
 
 
-def aligned(size: int) -> int:
-    """Bytes from the beginning of a tensor of ``size`` bytes to that of the next one."""
-    return -(-size // ALIGNED) * ALIGNED
+def align(size: int) -> int:
+    """Round a tensor's bytes up to where the next tensor may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-CGROUP = Path("/sys/fs/cgroup")
-Address = tuple[int, int, int]  # process, file descriptor there, bytes
-
-
-class NoRoom(MemoryError):
-    """The host has no memory left for weights on their way."""
+class HostMemoryFull(MemoryError):
+    """The host has no memory left for weights under way."""
 
 
 class SharedMemorySegment:
-    """Bytes u8[size] of shared memory: ``create`` them in one process, ``open`` their ``address`` in others, which may
-    only read: writing there ends a process (SIGSEGV)."""
+    """Bytes u8[size] of shared memory.
+
+    One process creates it; others open its ``address`` and may only read: writing ends them with SIGSEGV.
+    """
 
     def __init__(self, address: Address, mapped: mmap.mmap) -> None:
         self.address = address
@@ -83,23 +75,24 @@ class SharedMemorySegment:
 
     @staticmethod
     def create(size: int, device: str = "cpu") -> SharedMemorySegment:
-        """Raises NoRoom if the host's memory, or the container's limit, would not hold it."""
-        if size > (free := available()):
-            raise NoRoom(f"shared memory for weights: {size / 2**20:,.0f} MiB wanted, {free / 2**20:,.0f} MiB are free")
+        """Raises HostMemoryFull if the host's memory, or the container's limit, would not hold it."""
+        if size > (free := measure_free_memory()):
+            wanted = f"{size / 2**20:,.0f} MiB wanted, {free / 2**20:,.0f} MiB are free"
+            raise HostMemoryFull(f"shared memory for weights: {wanted}")
         handle = os.memfd_create("coalign-weights")
         os.ftruncate(handle, size)
         return SharedMemorySegment((os.getpid(), handle, size), mmap.mmap(handle, size))
 
     @staticmethod
     def open(address: Address) -> SharedMemorySegment:
-        """Raises OSError if the creator is gone or out of sight."""
+        """Raises OSError if the creator has ended or is out of sight."""
         file = os.open(_path(address), os.O_RDONLY)
         try:
             return SharedMemorySegment(address, mmap.mmap(file, address[2], prot=mmap.PROT_READ))
         finally:
             os.close(file)
 
-    def abandoned(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether the process that created it has ended."""
         return not os.path.exists(_path(self.address))
 
@@ -109,8 +102,8 @@ def _path(address: Address) -> str:
     return f"/proc/{process}/fd/{handle}"
 
 
-def available() -> int:
-    """Bytes of memory that this process may still take: the host's, or what its container leaves."""
+def measure_free_memory() -> int:
+    """Return the bytes that this process may still take: the host's, or what its container leaves."""
     free, limit = psutil.virtual_memory().available, CGROUP / "memory.max"
     if not limit.is_file() or (most := limit.read_text().strip()) == "max":
         return free
@@ -119,30 +112,37 @@ def available() -> int:
     return min(free, int(most) - int((CGROUP / "memory.current").read_text()) + files)
 
 
+# ---- the journal
+
 RECORDS = 256 * 2**20  # bytes of address space; memory is taken as records are written
-HEADER = 64
+HEADER = 64  # bytes before the records
 POLL = 0.0005  # seconds
 
 
-class State(IntEnum):
+class JournalState(IntEnum):
     OPEN = 0
     COMPLETE = 1
     BROKEN = 2
 
 
 class SyncJournal:
-    """Written by the process that made it with ``SyncJournal()``, read by those that open its ``address``."""
+    """A list of records in shared memory that others follow while its process writes it.
+
+    ``SyncJournal()`` makes one to write; others open its ``address`` to read. The header i64[3] has the number of the
+    sync, the bytes of records, and the state. A record is written before it is counted, and the data that it describes
+    before the record; in between the interpreter's lock changes hands, which orders the writes for other cores.
+    """
 
     def __init__(self, address: Address | None = None) -> None:
         self._memory = SharedMemorySegment.open(address) if address else SharedMemorySegment.create(RECORDS)
         self.address = self._memory.address
         self.header = self._memory.bytes[:24].view(torch.int64).numpy()
-        self._records = memoryview(self._memory.bytes.numpy())[HEADER:]
+        self._records = self._memory.bytes.numpy().data[HEADER:]
 
     def begin(self, sync: int) -> None:
-        """Forget all records; those that follow are of this sync, the next one."""
-        self.header[2], self.header[1] = State.OPEN, 0
-        self.header[0] = sync  # last: whoever sees it sees the others
+        """Forget all records; those that follow are of this sync."""
+        self.header[2], self.header[1] = JournalState.OPEN, 0
+        self.header[0] = sync  # last: a reader that sees it sees the others
 
     def append(self, record: Any) -> None:
         end, text = int(self.header[1]), pickle.dumps(record)
@@ -151,34 +151,33 @@ class SyncJournal:
         self._records[end + 8 : stop] = text
         self.header[1] = stop
 
-    def end(self, state: State) -> None:
-        """No record of this sync follows; readers of a BROKEN one raise."""
+    def end(self, state: JournalState) -> None:
+        """Let no more records follow; readers of a BROKEN sync raise."""
         self.header[2] = state
 
     def follow(self, sync: int, timeout: float, sender: str) -> Iterator[Any]:
-        """The records of a sync, from the first to the last, as they are written.
+        """Yield the records of a sync, from the first to the last, as they are written.
 
-        WeightError, naming ``sender``, if it breaks off, goes on with another sync, ends, or writes nothing for
+        Raises WeightError, naming ``sender``, if it breaks off, goes on with another sync, ends, or writes nothing for
         ``timeout`` seconds.
         """
         read, last, heard = 0, None, time.monotonic()
         while True:
-            begun = int(self.header[0])
-            state = State(
-                self.header[2]
-            )  # after the number, whose state it is, and before the count, final if it ended
-            if begun == sync:
+            # The state after the number, to which it belongs, and before the count, which is final once it ended.
+            current = int(self.header[0])
+            state = JournalState(self.header[2])
+            if current == sync:
                 while read < int(self.header[1]):
                     size = int.from_bytes(self._records[read : read + 8], "little")
                     last = pickle.loads(self._records[read + 8 : read + 8 + size])
                     read, heard = read + 8 + size, time.monotonic()
                     yield last
-                if state == State.COMPLETE:
+                if state == JournalState.COMPLETE:
                     return
             after = f"after '{last.name}'" if last else "before its first tensor"
-            if begun > sync or (begun == sync and state == State.BROKEN):
+            if current > sync or (current == sync and state == JournalState.BROKEN):
                 raise WeightError(f"{sender} broke off {after}")
-            if self._memory.abandoned():
+            if self._memory.is_abandoned():
                 raise WeightError(f"{sender} has ended {after}")
             if time.monotonic() - heard > timeout:
                 raise WeightError(f"{sender} sent nothing for {timeout:g} s (sync.timeout) {after}")

@@ -1,7 +1,4 @@
-"""After a training step: give the source's weights to the models that compute with them.
-
-This file picks a transport by where the models live; each transport has a file of its own.
-"""
+"""Weight sync between two models, by the transport that fits where their ranks are."""
 
 from __future__ import annotations
 
@@ -9,57 +6,61 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import SyncConfig
 from coalign.types import Stats, Total
-from coalign.weights.sync.broadcast import Broadcast
-from coalign.weights.sync.cuda_ipc import CudaIpc
-from coalign.weights.sync.disk import Disk
-from coalign.weights.sync.in_process import Adopt, Copy
-from coalign.weights.sync.object_store import ObjectStore
-from coalign.weights.sync.segment import NoRoom
-from coalign.weights.sync.shared_memory import SharedMemory
-from coalign.weights.sync.transport import SyncedModel, Transport, WeightEndpoint, WeightError, place
+from coalign.weights.sync.broadcast import BroadcastTransport
+from coalign.weights.sync.cuda_ipc import CudaIpcTransport
+from coalign.weights.sync.disk import DiskTransport
+from coalign.weights.sync.in_process import LiveTensorTransport, TensorCopyTransport
+from coalign.weights.sync.object_store import ObjectStoreTransport
+from coalign.weights.sync.segment import HostMemoryFull
+from coalign.weights.sync.shared_memory import SharedMemoryTransport
+from coalign.weights.sync.transport import Transport, WeightEndpoint, WeightError, describe_endpoint
+
+if TYPE_CHECKING:
+    from coalign.cluster.dist import DistModel
 
 log = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Weights of ``source`` to ``target``, with a version that the target reports for every token it samples.
+    """Gives the weights of ``source`` to ``target``, with a version that the target reports for every token it samples.
 
-    ``overlap``: the target computes while the source trains, so it needs weights that stand still.
+    ``overlap``: the target computes while the source trains, so it needs a copy of its own.
     """
 
     def __init__(
-        self, source: SyncedModel, target: SyncedModel, config: SyncConfig | None = None, *, overlap: bool = False
+        self, source: DistModel, target: DistModel, config: SyncConfig | None = None, *, overlap: bool = False
     ) -> None:
         self.source = source
         self.target = target
         self.config = config or SyncConfig()
         self.overlap = overlap
         self.transport: Transport | None = None
-        self._names: dict[bool, frozenset[str]] = {}  # that arrived: of all weights, of those that training changes
+        self._names: dict[bool, frozenset[str]] = {}  # that arrived, by `changing`
 
     @property
     def complete(self) -> bool:
-        """The target has all weights: from then on frozen ones need not move."""
+        """Whether the target has all weights: from then on frozen ones need not move."""
         return False in self._names
 
     def __call__(self, version: int) -> Stats:
-        """Move the weights and wait until every replica serves them. Another sync of either model is waited for.
+        """Move the weights; return once every replica serves them. It waits for another sync of either model.
 
-        `sync/bytes` (moved to each target) and `sync/seconds`. Raises WorkerError or WeightError naming the tensor that
-        arrived damaged, twice or not at all; the target then serves its old version, or, if it had begun to take the
-        new weights, nothing.
+        The statistics are `sync/bytes` (moved to each target) and `sync/seconds`. Raises WorkerError or WeightError
+        naming the tensor that arrived damaged, twice or not at all. Then the target serves its old version or, if it
+        had begun to install the new one, nothing.
         """
-        with self._turn(version):
-            begun = time.perf_counter()
+        with self._lock_models(version):
+            start = time.perf_counter()
             moved = self._move(version)
-            return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - begun)}
+            return {"sync/bytes": Total(moved), "sync/seconds": Total(time.perf_counter() - start)}
 
     @contextmanager
-    def _turn(self, version: int) -> Iterator[None]:
+    def _lock_models(self, version: int) -> Iterator[None]:
         with ExitStack() as stack:
             for model in sorted((self.source, self.target), key=lambda model: model.name):
                 if not model.syncing.acquire(timeout=self.config.timeout):
@@ -71,62 +72,49 @@ class WeightSync:
             yield
 
     def _move(self, version: int) -> int:
+        """Return the bytes that were moved."""
         if self.transport is None:
-            self.transport = transport_between(self.source, self.target, self.config, self.overlap)
+            self.transport = choose_transport(self.source, self.target, self.config, self.overlap)
         changing = self.complete
         try:
             sent = self.transport.move(version, changing, self._names.get(changing))
         except WorkerError as problem:
-            if self.config.transport != "auto" or not isinstance(problem.cause, NoRoom | OSError):
+            if self.config.transport != "auto" or not isinstance(problem.cause, HostMemoryFull | OSError):
                 raise
             log.warning("weights of %s: %s; they go through the object store instead", self.source.name, problem.cause)
             dtype = self.transport.dtype
-            self.transport = ObjectStore(self.source, self.target, self.config)
+            self.transport = ObjectStoreTransport(self.source, self.target, self.config)
             self.transport.dtype = dtype
             sent = self.transport.move(version, changing, self._names.get(changing))
         self._names[changing] = frozenset(name for part in sent for name in part.sizes)
         return sum(size for part in sent for size in part.sizes.values())
 
 
-def transport_between(source: SyncedModel, target: SyncedModel, config: SyncConfig, overlap: bool) -> Transport:
-    """The one that ``config`` names, or the one that fits where the ranks are."""
+def choose_transport(source: DistModel, target: DistModel, config: SyncConfig, overlap: bool) -> Transport:
+    """Return the transport that ``config`` names or, for `auto`, the one that fits where the ranks are."""
     if config.transport == "auto" and source.store.in_process and target.store.in_process:
-        return (Copy if overlap else Adopt)(source, target, config)
-    senders, readers = (model.run(place).result() for model in (source, target))
-    transport = _named(source, target, config, senders, readers)
-    dtypes = {place.dtype for place in readers}
+        return (TensorCopyTransport if overlap else LiveTensorTransport)(source, target, config)
+    senders, readers = (model.run(describe_endpoint).result() for model in (source, target))
+    name = config.transport
+    if name == "auto":
+        name = choose_transport_name([*senders, *readers], source.takes_turns_with(target))
+    if name == "object_store":
+        transport = ObjectStoreTransport(source, target, config)
+    elif name == "disk":
+        transport = DiskTransport(source, target, config)
+    else:
+        cls = {"broadcast": BroadcastTransport, "cuda_ipc": CudaIpcTransport, "shared_memory": SharedMemoryTransport}
+        transport = cls[name](source, target, config, senders, readers)
+    dtypes = {endpoint.dtype for endpoint in readers}
     transport.dtype = dtypes.pop() if len(dtypes) == 1 else None
     return transport
 
 
-def _named(
-    source: SyncedModel,
-    target: SyncedModel,
-    config: SyncConfig,
-    senders: Sequence[WeightEndpoint],
-    readers: Sequence[WeightEndpoint],
-) -> Transport:
-    name = config.transport
-    if name == "auto":
-        name = fitting([*senders, *readers], source.takes_turns_with(target))
-    match name:
-        case "object_store":
-            return ObjectStore(source, target, config)
-        case "disk":
-            return Disk(source, target, config)
-        case "broadcast":
-            return Broadcast(source, target, config, senders, readers)
-        case "cuda_ipc":
-            return CudaIpc(source, target, config, senders, readers)
-        case "shared_memory":
-            return SharedMemory(source, target, config, senders, readers)
-
-
-def fitting(places: Sequence[WeightEndpoint], in_turns: bool) -> str:
-    """The transport for ranks at these places, whose models take turns on their devices or do not."""
-    hosts, gpus = ({getattr(place, what) for place in places} for what in ("host", "gpu"))
+def choose_transport_name(endpoints: Sequence[WeightEndpoint], in_turns: bool) -> str:
+    """Return the transport for ranks at these places. ``in_turns``: their models take turns on their devices."""
+    hosts, gpus = ({getattr(endpoint, what) for endpoint in endpoints} for what in ("host", "gpu"))
     if len(hosts) > 1:
         return "object_store" if in_turns else "broadcast"
-    if in_turns:  # on the GPU the weights under way would lie beside whoever's turn it is
+    if in_turns:  # on the GPU the weights under way would take memory from the model whose turn it is
         return "shared_memory"
     return "cuda_ipc" if len(gpus) == 1 and None not in gpus else "shared_memory"

@@ -1,9 +1,7 @@
-"""What a transport of weights is, what it may ask of a model, and what all of them check.
+"""The base classes of weight transports, what they use of a model, and the checks that all of them make.
 
-Two phases: every rank of every target verifies what has arrived, then all install it. So whatever goes wrong on the way
-leaves every replica serving the version it had. One that fails while it installs refuses to serve (``installing``).
-
-Where the ranks of a model are, as far as it decides how weights reach them.
+Most transports work in two phases: every target rank verifies what arrived, then all ranks install it. An error in the
+first phase leaves every replica serving its old version. A replica that fails in the second refuses to serve.
 """
 
 from __future__ import annotations
@@ -11,27 +9,69 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from coalign.cluster.future import Future, Store
 from coalign.config.schema import SyncConfig
 
-Identity = tuple[str, int]  # host, process
+if TYPE_CHECKING:
+    from coalign.cluster.dist import DistModel
+    from coalign.roles import Context
+
+ProcessId = tuple[str, int]  # host, process number
+Weights = Iterable[tuple[str, Tensor]]  # Hugging Face names and full tensors
+
+
+class WeightError(RuntimeError):
+    """Weights did not arrive as they were sent; the message names the tensor."""
+
+
+class SyncModule(Protocol):
+    """What every transport uses of a worker's module (coalign.backends.base.Module)."""
+
+    adopts: ClassVar[bool]
+    links: dict[str, Any]  # what transports keep from one sync to the next
+    unfit: str | None  # why this replica must not serve
+
+    @property
+    def context(self) -> Context: ...
+    @property
+    def exports(self) -> bool: ...
+    @property
+    def weights_dtype(self) -> torch.dtype | None: ...
+
+
+class SourceModule(SyncModule, Protocol):
+    """A module that sends its weights."""
+
+    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class TargetModule(SyncModule, Protocol):
+    """A module that takes weights."""
+
+    def load_weights(self, weights: Weights, *, version: int, adopt: bool = False) -> None: ...
+
+
+# ---- where ranks are
 
 
 @dataclass(frozen=True, slots=True)
 class WeightEndpoint:
-    """One rank. ``host`` is equal for processes that can see each other (in /proc). ``sends``: whether it yields
-    weights; ``adopts``: whether it computes with the tensors that it is given. ``gpu``: which one its device is.
-    ``dtype``: of all its weights, to which it casts what it is given; None: not one."""
+    """One rank of a model.
+
+    ``host`` is equal for processes that see each other in /proc. ``gpu``: the id of its device; None on a CPU.
+    ``sends``: it exports weights. ``adopts``: it can compute with the tensors that it is given.
+    ``dtype``: the one that all its weights are cast to; None if they have several.
+    """
 
     host: str
     process: int
@@ -42,25 +82,27 @@ class WeightEndpoint:
     dtype: torch.dtype | None = None
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> ProcessId:
         return self.host, self.process
 
 
-def place(module: Any, store: Any) -> WeightEndpoint:
-    """Of this worker."""
+def describe_endpoint(module: SyncModule, store: Store) -> WeightEndpoint:
     device = module.context.device
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.startswith("cuda") else None
-    return WeightEndpoint(*identity(), device, gpu, module.exports, module.adopts, module.weights_dtype)
+    return WeightEndpoint(*identify_process(), device, gpu, module.exports, module.adopts, module.weights_dtype)
 
 
-def identity() -> Identity:
-    """Of this process."""
+def identify_process() -> ProcessId:
+    """Return an id of this process: its host, PID namespace and user, and its number there."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.geteuid()}", os.getpid()
 
 
-def own_address() -> str:
-    """The address of the interface with the default route; without a network that of the loopback. Sends nothing."""
+def find_own_address() -> str:
+    """Return the address of the interface with the default route, or of the loopback without a network.
+
+    Nothing is sent.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 1))
@@ -69,38 +111,16 @@ def own_address() -> str:
         return probe.getsockname()[0]
 
 
-Weights = Iterable[tuple[str, Tensor]]
-
-
-class WeightError(RuntimeError):
-    """Weights that did not arrive as they were sent; names the tensor."""
-
-
-class ResultFuture(Protocol):
-    def result(self) -> Any: ...
-
-
-class SyncedModel(Protocol):
-    """What a transport needs of a coalign.cluster.DistModel."""
-
-    name: str
-    store: Any
-    syncing: Lock  # held by the one sync under way
-
-    def run(
-        self, function: Callable[..., Any], *arguments: Any, fatal: bool = True, beside: Sequence[Any] = ()
-    ) -> ResultFuture:
-        """``function(module, store, *arguments)`` on every rank: a future of the list of results. It also works on the
-        weights of the models ``beside`` it."""
-
-    def takes_turns_with(self, other: Any) -> bool:
-        """Whether a call of one of the two models may have to wait until a call of the other one has ended."""
+# ---- transports
 
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What a sender is to yield. ``changing``: only what training changes. ``dtype``: to it floating-point weights of a
-    wider one are cast. ``timeout``: seconds that the next weight may take."""
+    """What a source rank has to send.
+
+    ``changing``: only the weights that training changes. ``dtype``: floating-point weights of a wider type are cast to
+    it. ``timeout``: seconds that the next weight may take.
+    """
 
     changing: bool
     dtype: torch.dtype | None
@@ -108,57 +128,67 @@ class ExportRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What one rank sent: the bytes of each tensor, and whatever the transport needs to find them."""
+class SentWeights:
+    """What one rank sent: the bytes of each tensor by name, and ``where`` the transport finds them."""
 
     sizes: dict[str, int]
     where: Any = None
 
 
 class Transport(ABC):
-    """Moves the weights of one model to all replicas of another. ``dtype``: what all replicas compute with, if it is
-    one; what is wider is cast before it travels."""
+    """Moves the weights of one model to all replicas of another.
+
+    ``dtype``: what all replicas compute in, if it is one type; wider weights are cast to it before they travel.
+    ``in_turns``: the two models cannot compute at once.
+    """
 
     dtype: torch.dtype | None = None
 
-    def __init__(self, source: SyncedModel, target: SyncedModel, config: SyncConfig) -> None:
+    def __init__(self, source: DistModel, target: DistModel, config: SyncConfig) -> None:
         self.source = source
         self.target = target
         self.config = config
         self.in_turns = source.store.in_process or source.takes_turns_with(target)
 
-    def wanted(self, changing: bool) -> ExportRequest:
+    def request(self, changing: bool) -> ExportRequest:
         return ExportRequest(changing, self.dtype, self.config.timeout)
 
-    @abstractmethod
-    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
-        """Returns what each rank sent, when every replica serves ``version``.
+    @property
+    def bucket_bytes(self) -> int:
+        return self.config.bucket_mib * 2**20
 
-        ``changing``: only the weights that training changes; the target has the others. ``expected``: the names that
-        have to arrive, if known. Raises WorkerError, or WeightError for a name that came twice or not at all.
+    @abstractmethod
+    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
+        """Return what each rank sent, once every replica serves ``version``.
+
+        ``changing``: send only the weights that training changes; the target has the others. ``expected``: the names
+        that have to arrive, if known. Raises WorkerError, or WeightError for a name that came twice or not at all.
         """
 
 
-class Staged(Transport):
-    """A transport that keeps everything that has arrived beside the weights in use, until all of it is verified."""
+class StagedTransport(Transport):
+    """A transport that keeps all new weights beside those in use until every one of them is verified."""
 
-    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[Sent]:
+    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
         sent = self.stage(version, changing)
         check_names(sent, expected)
         self.install(version, sent)
         return sent
 
     @abstractmethod
-    def stage(self, version: int, changing: bool) -> list[Sent]:
-        """Returns when every target rank can reach the weights and has found them whole; all still serve the old."""
+    def stage(self, version: int, changing: bool) -> list[SentWeights]:
+        """Send the weights; return once every target rank has verified them. All still serve their old version."""
 
     @abstractmethod
-    def install(self, version: int, sent: list[Sent]) -> None:
-        """Every target serves what is staged."""
+    def install(self, version: int, sent: list[SentWeights]) -> None:
+        """Let every target rank serve the staged weights."""
 
 
-def check_names(sent: Sequence[Sent], expected: frozenset[str] | None) -> None:
-    """Raises WeightError for a name that two ranks sent, or that is missing or new among those ``expected``."""
+# ---- checks
+
+
+def check_names(sent: Sequence[SentWeights], expected: frozenset[str] | None) -> None:
+    """Raise WeightError for a name that two ranks sent, or that is missing or new compared with ``expected``."""
     owner: dict[str, int] = {}
     for rank, part in enumerate(sent):
         for name in part.sizes:
@@ -173,13 +203,24 @@ def check_names(sent: Sequence[Sent], expected: frozenset[str] | None) -> None:
             raise WeightError(f"weight '{min(names)}' {what}{others}")
 
 
-def damaged(name: str, found: int, sent: int) -> WeightError:
-    """What to raise for a tensor whose checksum differs."""
-    return WeightError(f"weight '{name}' arrived damaged: checksum {found:016x}, sent with {sent:016x}")
+def check_sum(name: str, found: int, sent: int) -> None:
+    """Raise WeightError if a tensor's checksum is not the one that it was sent with."""
+    if found != sent:
+        raise WeightError(f"weight '{name}' arrived damaged: checksum {found:016x}, sent with {sent:016x}")
 
 
-def both(first: ResultFuture, second: ResultFuture) -> Any:
-    """The first one's result once both are done; if both fail, the first one's error."""
+def check_unique(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights; raise WeightError for a name that comes again."""
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise WeightError(f"weight '{name}' was sent twice by one rank")
+        seen.add(name)
+        yield name, tensor
+
+
+def wait_for_both(first: Future, second: Future) -> Any:
+    """Return the first result once both calls are done; if both fail, raise the first one's error."""
     try:
         result = first.result()
     except BaseException:
@@ -190,49 +231,38 @@ def both(first: ResultFuture, second: ResultFuture) -> Any:
     return result
 
 
-def once(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they come. Raises WeightError for a name that comes again."""
-    seen: set[str] = set()
-    for name, tensor in weights:
-        if name in seen:
-            raise WeightError(f"weight '{name}' was sent twice by one rank")
-        seen.add(name)
-        yield name, tensor
-
-
-def in_time(weights: Weights, timeout: float, sender: str) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they come. WeightError, once there is one that took longer than ``timeout`` seconds; one that
-    never comes is up to whoever waits for this rank."""
-    last, asked = "", monotonic()
-    for name, tensor in weights:
-        if monotonic() - asked > timeout:
-            after = f"after '{last}'" if last else "before its first tensor"
-            raise WeightError(f"{sender} sent nothing for {timeout:g} s (sync.timeout) {after}; then came '{name}'")
-        yield name, tensor
-        last, asked = name, monotonic()
-
-
 @contextmanager
-def exported(module: Any, wanted: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """The weights of this rank. Whatever fails in the context, the rank takes part in the others' collectives to the
-    end: else they would wait for it."""
-    weights = module.export_weights(changing=wanted.changing)
-    sender = f"{module.context.model}, rank {module.context.rank}"
+def open_export(module: SourceModule, request: ExportRequest) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Yield an iterator over this rank's weights, cast as ``request`` says.
+
+    It raises WeightError for a repeated name, and when a weight has come that took longer than the timeout. (Callers
+    have deadlines of their own for one that never comes.) On exit the export is run to its end even after an error,
+    because other ranks wait for this one in its collectives.
+    """
+    weights = module.export_weights(changing=request.changing)
+
+    def check_and_cast() -> Iterator[tuple[str, Tensor]]:
+        after, asked = "before its first tensor", monotonic()
+        for name, tensor in weights:
+            if monotonic() - asked > request.timeout:
+                sender = f"{module.context.model}, rank {module.context.rank}"
+                limit = f"{request.timeout:g} s (sync.timeout)"
+                raise WeightError(f"{sender} sent nothing for {limit} {after}; then came '{name}'")
+            dtype = request.dtype
+            wider = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
+            yield name, tensor.to(dtype) if wider else tensor
+            after, asked = f"after '{name}'", monotonic()
+
     try:
-        yield ((name, _cast(tensor, wanted.dtype)) for name, tensor in once(in_time(weights, wanted.timeout, sender)))
+        yield check_unique(check_and_cast())
     finally:
         for _ in weights:
             pass
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    narrower = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
-    return tensor.to(dtype) if narrower else tensor
-
-
 @contextmanager
-def installing(module: Any, version: int) -> Iterator[None]:
-    """Until its end is reached the module refuses to serve: it would compute with weights of two versions."""
+def guard_installation(module: SyncModule, version: int) -> Iterator[None]:
+    """Let the module refuse to serve unless the block succeeds: its weights would be of two versions."""
     module.unfit = f"the weights of version {version} were installed in part only; it needs a complete sync"
     yield
     module.unfit = None

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coalign.weights import families
-from coalign.weights.layouts.megatron import MegatronLayout, stages
-from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
+from coalign.weights.layouts.mesh import Mesh
 from coalign.weights.layouts.shards import cut
 
 SIZES = {
@@ -58,7 +58,7 @@ OPT = {  # rows in front that nobody reads
 
 def tensors(hf: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """Random tensors of all names that a model of this config.json has."""
-    family = families.of(hf)
+    family = families.find_family(hf)
     generator = torch.Generator().manual_seed(seed)
     return {
         name: source.write(source.read(torch.randn(source.stored, generator=generator).to(dtype))).contiguous()
@@ -77,10 +77,10 @@ def model(path: Path, hf: dict[str, Any], weights: dict[str, Tensor] | None = No
 
 def legacy(path: Path, hf: dict[str, Any], *, mesh: Mesh, virtual: int = 1, spec: Any = "local", nested=False) -> Path:
     """A checkpoint of one pickle a rank, as Megatron's `torch` format has them; with ``nested``, as before core."""
-    family = families.of(hf)
+    family = families.find_family(hf)
     config = family.config(hf)
     parameters = family.parameters(config, vocab_divisor=128 * mesh.tensor)
-    layout = MegatronLayout(config, mesh, stages(config.num_layers, mesh.pipeline, virtual), spec)
+    layout = MegatronLayout(config, mesh, split_layers(config.num_layers, mesh.pipeline, virtual), spec)
     sources, weights = family.sources(config), tensors(hf)
     for rank in range(mesh.size):
         at = mesh.at(rank)

@@ -16,8 +16,8 @@ import torch
 
 from coalign.weights import families
 from coalign.weights.convert.huggingface import DirectoryReader, read_config
-from coalign.weights.layouts.megatron import MegatronLayout, stages
-from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
+from coalign.weights.layouts.mesh import Mesh
 from coalign.weights.layouts.shards import cut
 
 RANKS = 4
@@ -56,7 +56,7 @@ def load_and_save(job: dict[str, Any], mesh: Mesh, rank: int) -> None:
 
     hf = Path(job["hf"])
     wanted = held(hf, mesh, rank)
-    model = built(families.of(read_config(hf)).config(read_config(hf)), mesh, rank)
+    model = built(families.find_family(read_config(hf)).config(read_config(hf)), mesh, rank)
     for tensor in model.state_dict().values():
         if isinstance(tensor, torch.Tensor):
             tensor.fill_(torch.nan)  # what is not loaded is found
@@ -70,11 +70,11 @@ def load_and_save(job: dict[str, Any], mesh: Mesh, rank: int) -> None:
 
 def held(hf: Path, mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
     """What the rank's model has, from the Hugging Face tensors."""
-    family = families.of(read_config(hf))
+    family = families.find_family(read_config(hf))
     config = family.config(read_config(hf))
     reader, sources = DirectoryReader(hf, pickled=False), family.sources(config)
     parameters = family.parameters(config, vocab_divisor=128 * mesh.tensor)
-    layout = MegatronLayout(config, mesh, stages(config.num_layers, mesh.pipeline))
+    layout = MegatronLayout(config, mesh, split_layers(config.num_layers, mesh.pipeline))
     return dict(cut(lambda name: sources[name].read(reader.tensor(name)), layout.shards(parameters, mesh.at(rank))))
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from coalign.weights import families
 from coalign.weights.convert import ConversionRequest, convert
-from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.mesh import Mesh
 from tests.weights.convert import made
 from tests.weights.families import checkpoints
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.backends
 def same_model(folder, wanted, hf):
     """What the model reads of a file is as it was: all but rows and copies that nobody reads."""
     found = load_file(folder / "model.safetensors")
-    family = families.of(hf)
+    family = families.find_family(hf)
     config = family.config(hf)
     stored = family.stored_names(config, wanted)
     assert found.keys() == stored.keys()

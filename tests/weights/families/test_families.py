@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from coalign.weights import families
-from coalign.weights.layouts.megatron import MegatronLayout, stages
-from coalign.weights.layouts.parallel import Mesh
-from coalign.weights.layouts.shards import Spec, cut, join
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
+from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.shards import TensorSpec, cut, join
 from tests.weights.families.checkpoints import CASES, FAMILY, MOE, NATIVE, checkpoint, native
 
 PADDING = 8 * 4  # divides by every tensor-parallel size here, and not by the 131 tokens
@@ -16,7 +16,7 @@ PADDING = 8 * 4  # divides by every tensor-parallel size here, and not by the 13
 
 def setup(case):
     hf, tensors = checkpoint(case)
-    family = families.of(hf)
+    family = families.find_family(hf)
     config = family.config(hf)
     return family, config, tensors, family.parameters(config, vocab_divisor=PADDING)
 
@@ -42,8 +42,8 @@ def same(family, config, back, tensors):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_family_is_found(case):
-    assert families.of(checkpoint(case)[0]).name == FAMILY[case]
-    assert families.named(FAMILY[case]).name == FAMILY[case]
+    assert families.find_family(checkpoint(case)[0]).name == FAMILY[case]
+    assert families.get_family(FAMILY[case]).name == FAMILY[case]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,7 +77,7 @@ def test_parameters_and_back(case):
 def test_configuration_there_and_back(case):
     family, config, _, _ = setup(case)
     back = family.to_hf(config)
-    assert families.of(back) is family
+    assert families.find_family(back) is family
     assert family.config(back) == config
 
 
@@ -99,11 +99,11 @@ def test_the_configuration_that_is_written_makes_the_same_model(case):
 def round_trip(case, tensor, pipeline, expert, spec="local", expert_tensor=1):
     family, config, tensors, parameters = setup(case)
     mesh = Mesh(tensor, pipeline, expert * expert_tensor, expert, expert_tensor)
-    layout = MegatronLayout(config, mesh, stages(config.num_layers, pipeline), spec)
+    layout = MegatronLayout(config, mesh, split_layers(config.num_layers, pipeline), spec)
     ranks = [layout.shards(parameters, mesh.at(rank)) for rank in range(mesh.size)]
     full = views(family, config, tensors)
     held = [dict(cut(full.__getitem__, shards)) for shards in ranks]
-    specs = {name: Spec(tuple(view.shape), view.dtype) for name, view in full.items()}
+    specs = {name: TensorSpec(tuple(view.shape), view.dtype) for name, view in full.items()}
     back = dict(join(specs, ranks, lambda rank, name: held[rank][name]))
     same(family, config, files(family, config, back), tensors)
 
@@ -143,10 +143,10 @@ def test_experts_that_a_model_has_stacked_in_memory(case):
     for name, parameter in live.items():
         assert torch.equal(parameter.from_hf(memory), parameters[name].from_hf(tensors)), name
     mesh = Mesh(data=2, expert=2)
-    layout = MegatronLayout(config, mesh, stages(2))
+    layout = MegatronLayout(config, mesh, split_layers(2))
     ranks = [layout.shards(live, mesh.at(rank)) for rank in range(2)]
     held = [dict(cut(memory.__getitem__, shards)) for shards in ranks]
-    specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in memory.items()}
+    specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in memory.items()}
     back = dict(join(specs, ranks, lambda rank, name: held[rank][name]))
     assert all(torch.equal(back[name], memory[name]) for name in memory)
     with pytest.raises(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from coalign.weights import families
-from coalign.weights.layouts.megatron import MegatronLayout, stages
-from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
+from coalign.weights.layouts.mesh import Mesh
 from tests.weights.families.checkpoints import CASES, MOE, checkpoint
 
 pytestmark = pytest.mark.backends
@@ -129,10 +129,10 @@ def places(cases):
 def check(build, case, place):
     mesh, rank = place
     hf, _ = checkpoint(case)
-    family = families.of(hf)
+    family = families.find_family(hf)
     config = family.config(hf)
     parameters = family.parameters(config, vocab_divisor=32)
-    layout = MegatronLayout(config, mesh, stages(config.num_layers, mesh.pipeline))
+    layout = MegatronLayout(config, mesh, split_layers(config.num_layers, mesh.pipeline))
     held = {shard.name: shard.shape for shard in layout.shards(parameters, mesh.at(rank))}
     model = build(config, mesh, rank, 160)
     beside = ("_extra_state", "local_tokens_per_expert", "inv_freq")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from coalign.weights import families
-from coalign.weights.layouts.megatron import MegatronLayout, stages
-from coalign.weights.layouts.parallel import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, split_layers
+from coalign.weights.layouts.mesh import Mesh
 from coalign.weights.layouts.shards import cut
 
 LLAMA = {
@@ -26,7 +26,7 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def made(hf, **settings):
-    family = families.of(hf | settings)
+    family = families.find_family(hf | settings)
     config = family.config(hf | settings)
     return family, config, family.parameters(config)
 
@@ -44,7 +44,7 @@ def held(hf, rank, *, chunk=0, split=None, spec="local", divisor=4, **mesh):
     """By local names, what a rank holds."""
     family, config, _ = made(hf)
     parameters, mesh = family.parameters(config, vocab_divisor=divisor), Mesh(**mesh)
-    layout = MegatronLayout(config, mesh, split or stages(config.num_layers, mesh.pipeline), spec)
+    layout = MegatronLayout(config, mesh, split or split_layers(config.num_layers, mesh.pipeline), spec)
     return {shard.name: shard for shard in layout.shards(parameters, mesh.at(rank), chunk)}
 
 
@@ -94,7 +94,7 @@ def test_one_key_and_value_over_more_ranks_than_groups_is_a_flat_cut():
     parameter = made(hf, n_embd=8)[2][QKV]
     full = parameter.from_hf({"transformer.h.0.attn.c_attn.weight": numbers(12, columns=8)})
     assert [rows(parameter.shard(full, rank, 4)) for rank in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    MegatronLayout(made(hf, n_embd=8)[1], Mesh(tensor=4), stages(1))
+    MegatronLayout(made(hf, n_embd=8)[1], Mesh(tensor=4), split_layers(1))
 
 
 def test_a_rank_of_more_than_there_are_groups_may_have_no_queries():
@@ -172,10 +172,10 @@ def test_layers_of_a_stage_count_from_zero():
 
 
 def test_stages_of_several_chunks_and_of_other_sizes():
-    assert stages(8, 2, 2) == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
-    assert stages(7, 3, first=2, last=1) == (((0, 1),), ((2, 3, 4, 5),), ((6,),))
-    assert stages(5, 2, last=2) == (((0, 1, 2),), ((3, 4),))
-    names = held(LLAMA | {"num_hidden_layers": 4}, 1, chunk=1, pipeline=2, split=stages(4, 2, 2))
+    assert split_layers(8, 2, 2) == (((0, 1), (4, 5)), ((2, 3), (6, 7)))
+    assert split_layers(7, 3, first=2, last=1) == (((0, 1),), ((2, 3, 4, 5),), ((6,),))
+    assert split_layers(5, 2, last=2) == (((0, 1, 2),), ((3, 4),))
+    names = held(LLAMA | {"num_hidden_layers": 4}, 1, chunk=1, pipeline=2, split=split_layers(4, 2, 2))
     assert names["decoder.layers.0.mlp.linear_fc2.weight"].pieces[0].name == "model.layers.3.mlp.down_proj.weight"
 
 
@@ -287,9 +287,9 @@ def test_old_and_new_words_for_rotary_embeddings():
 
 def test_an_unknown_architecture_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match=r"for 'LlamaForCausaLM'; known are LlamaForCausalLM, "):
-        families.of({"architectures": ["LlamaForCausaLM"]})
+        families.find_family({"architectures": ["LlamaForCausaLM"]})
     with pytest.raises(ValueError, match=r"for 'qwen4'; known are qwen"):
-        families.of({"model_type": "qwen4"})
+        families.find_family({"model_type": "qwen4"})
 
 
 @pytest.mark.parametrize(
@@ -340,16 +340,16 @@ def test_a_shape_that_the_configuration_does_not_say():
 )
 def test_a_layout_that_does_not_divide(hf, mesh, message):
     with pytest.raises(ValueError, match=message):
-        MegatronLayout(made(hf)[1], Mesh(**mesh), stages(2))
+        MegatronLayout(made(hf)[1], Mesh(**mesh), split_layers(2))
 
 
 def test_stages_that_do_not_fit():
     with pytest.raises(ValueError, match=r"7 layers do not divide by 2 stages × 1 chunks"):
-        stages(7, 2)
+        split_layers(7, 2)
     with pytest.raises(ValueError, match=r"stages have the layers \[1, 0\] in this order; the model has 2"):
         MegatronLayout(made(LLAMA)[1], Mesh(pipeline=2), (((1,),), ((0,),)))
     with pytest.raises(ValueError, match=r"2 stages of as many chunks each"):
-        MegatronLayout(made(LLAMA)[1], Mesh(pipeline=2), stages(2))
+        MegatronLayout(made(LLAMA)[1], Mesh(pipeline=2), split_layers(2))
 
 
 def test_a_vocabulary_that_does_not_divide():

@@ -110,8 +110,8 @@ def test_the_forward_pass_is_that_of_a_twin_in_transformers(case):
 def test_in_megatron_they_are_their_twins_to_the_bit(case):
     hf, tensors = checkpoint(case)
     kind, settings, twin = TWINS[case][0](hf, tensors)
-    other = families.of(hf_twin := {"model_type": kind, **SIZES, **settings})
-    family = families.of(hf)
+    other = families.find_family(hf_twin := {"model_type": kind, **SIZES, **settings})
+    family = families.find_family(hf)
     mine, theirs = family.parameters(family.config(hf)), other.parameters(other.config(hf_twin))
     assert mine.keys() == theirs.keys()
     for name, parameter in mine.items():
@@ -120,7 +120,7 @@ def test_in_megatron_they_are_their_twins_to_the_bit(case):
 
 def test_what_of_baichuan_is_alibi_and_what_has_a_normalised_head():
     configs = {
-        case: families.of(checkpoint(case)[0]).config(checkpoint(case)[0])
+        case: families.find_family(checkpoint(case)[0]).config(checkpoint(case)[0])
         for case in ("baichuan_7b", "baichuan_13b", "baichuan2_7b")
     }
     assert {case: (c.position_embedding_type, c.normalised_head) for case, c in configs.items()} == {

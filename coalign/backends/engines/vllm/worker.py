@@ -18,7 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from coalign.backends.engines.vllm import adapters
-from coalign.weights.sync.segment import Address, SharedMemorySegment, TensorEntry, aligned
+from coalign.weights.sync.segment import Address, SharedMemorySegment, TensorEntry, align
 
 SIZE = 64 * 2**20  # bytes of a parcel; a larger tensor has one to itself
 
@@ -58,7 +58,7 @@ class WeightOutlet:
             entry = TensorEntry(name, tensor.dtype, tuple(tensor.shape), filled)
             entry.tensor(self.segment.bytes).copy_(tensor)
             entries.append(entry)
-            filled += aligned(tensor.nbytes)
+            filled += align(tensor.nbytes)
         if entries:
             yield WeightParcel(self.segment.address, entries)
 

@@ -1,4 +1,4 @@
-"""Parallel layouts of a model, as rules: which pieces of which full tensors each rank holds (coalign.weights.layouts.shards).
+"""Parallel layouts as rules, to try coalign.weights.layouts.shards on: which boxes of which full tensors a rank holds.
 
 A rule says what one kind of own tensor is made of. Names are templates: `{layer}` and `{expert}` are numbers in the
 full model, `{own_layer}` and `{own_expert}` count a rank's own. Sizes need not divide: rank i of t holds the units
@@ -11,52 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coalign.weights.layouts.shards import Shape, Shard, ShardBox, Spec
+from coalign.weights.layouts.mesh import Coordinates, Mesh
+from coalign.weights.layouts.shards import Shape, Shard, ShardBox, TensorSpec
 
 TensorRange = tuple[str, int, int]  # a full tensor's name, then the start and stop in the dimension that is cut
 Where = Literal["layer", "first", "last", "every"]
-
-
-@dataclass(frozen=True, slots=True)
-class Coordinates:
-    """A rank's place: (index, size) in each kind of parallelism."""
-
-    tensor: tuple[int, int]
-    pipeline: tuple[int, int]
-    expert: tuple[int, int]
-    expert_tensor: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Sizes. Ranks count tensor-parallel places first, then data-parallel, then stages; the experts of a stage are
-    spread over all of its ranks, tensor-parallel (within an expert) first. ValueError if they do not fit."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-
-    def __post_init__(self) -> None:
-        if self.tensor * self.data % (self.expert * self.expert_tensor):
-            raise ValueError(
-                f"expert {self.expert} × expert_tensor {self.expert_tensor} does not divide the {self.tensor} × "
-                f"{self.data} ranks (tensor × data) of a stage"
-            )
-
-    @property
-    def size(self) -> int:
-        return self.tensor * self.data * self.pipeline
-
-    def at(self, rank: int) -> Coordinates:
-        stage, within = divmod(rank, self.tensor * self.data)
-        return Coordinates(
-            (within % self.tensor, self.tensor),
-            (stage, self.pipeline),
-            (within // self.expert_tensor % self.expert, self.expert),
-            (within % self.expert_tensor, self.expert_tensor),
-        )
 
 
 class Cut(Protocol):
@@ -158,7 +117,7 @@ class ParallelLayout:
 
     mesh: Mesh
     rules: Sequence[Rule]
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, TensorSpec]
     stages: Sequence[Sequence[int]] = ()
     experts: Sequence[Sequence[int]] = ((),)
 
@@ -201,7 +160,7 @@ class ParallelLayout:
 class Named(Mapping[str, Shape]):
     """Shapes by the templates of names."""
 
-    def __init__(self, specs: Mapping[str, Spec], numbers: Mapping[str, int]) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], numbers: Mapping[str, int]) -> None:
         self.specs, self.numbers = specs, numbers
 
     def full(self, template: str) -> str:
