@@ -27,7 +27,7 @@ class OutOfDeviceMemory(MemoryError):
 
 @dataclass(slots=True)
 class ManagedStorage:
-    """A storage of ``size`` bytes, its users in order of registration, and its host buffer (u8[size]) once it has one."""
+    """A storage of ``size`` bytes, its users in order of registration, and its host buffer (u8[size]), if any."""
 
     storage: UntypedStorage
     size: int
@@ -211,8 +211,8 @@ class Arena:
     def _check(self, more: int, what: str) -> None:
         if self.limit is not None and self.used + more > self.limit:
             raise OutOfDeviceMemory(
-                f"not enough device memory {what}: {_mib(more)} more than the {_mib(self.used)} in use, of {_mib(self.limit)} "
-                f"(runtime.device_memory). In use are\n{self.table()}"
+                f"not enough device memory {what}: {_mib(more)} more than the {_mib(self.used)} in use exceed "
+                f"{_mib(self.limit)} (runtime.device_memory). In use are\n{self.table()}"
             )
 
 
