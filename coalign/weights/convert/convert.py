@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from coalign.weights.convert import verify
-from coalign.weights.convert.files import digest, hashing
-from coalign.weights.convert.plan import Advance, Output, Record, ToHuggingFace, ToMegatron
+from coalign.weights.convert.files import hash_file, hash_in_background
+from coalign.weights.convert.plan import Advance, ConversionOutput, HuggingFaceOutput, Record, TorchDistOutput
 from coalign.weights.convert.request import ConversionRequest
-from coalign.weights.convert.sources import Opened, open_source
+from coalign.weights.convert.sources import OpenedCheckpoint, open_source
 from coalign.weights.convert.workers import run, single_threaded
 
 JOURNAL = ".journal.jsonl"
@@ -59,7 +59,7 @@ class ConversionJournal:
         for entry in entries[1:]:
             number, record = entry.pop("number"), entry
             file = self.path.parent / record["name"]
-            if file.is_file() and digest(file) == {key: record[key] for key in ("size", "xxh3_128")}:
+            if file.is_file() and hash_file(file) == {key: record[key] for key in ("size", "xxh3_128")}:
                 found[number] = record
         return found
 
@@ -73,7 +73,9 @@ def _read(line: str) -> dict[str, Any] | None:
 
 MANIFEST = "coalign_convert.json"
 Progress = Callable[[str, int], AbstractContextManager[Advance]]  # a title and a total → the function that advances
-Models = Callable[[ConversionRequest, Opened, Path], str]  # of a source and what was written: what was found, in words
+Models = Callable[
+    [ConversionRequest, OpenedCheckpoint, Path], str
+]  # of a source and what was written: what was found, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,12 @@ def convert(
     output = request.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"--output: {output} exists and is not empty")
-    opened, plan = prepared(request)
+    opened, plan = plan_conversion(request)
     aside = output.with_name(output.name + ".writing")
     output.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(output, plan.total - used(aside))
+    _check_room(output, plan.total - folder_size(aside))
     journal = ConversionJournal(aside, _what(request, opened))
-    with single_threaded(), hashing(opened.files) as hashes:
+    with single_threaded(), hash_in_background(opened.files) as hashes:
         records, reused = _written(request, plan, journal, progress)
         plan.finish(aside, records)
         compared = said = None
@@ -134,7 +136,7 @@ def convert(
 
 
 def _written(
-    request: ConversionRequest, plan: Output, journal: ConversionJournal, progress: Progress
+    request: ConversionRequest, plan: ConversionOutput, journal: ConversionJournal, progress: Progress
 ) -> tuple[list[Record], int]:
     """Records of all files, in their order, and how many of them were there already."""
     records = _begun(request, journal)
@@ -161,16 +163,16 @@ def _written(
     return [records[number] for number in range(len(plan.names))], reused
 
 
-def prepared(request: ConversionRequest) -> tuple[Opened, Output]:
+def plan_conversion(request: ConversionRequest) -> tuple[OpenedCheckpoint, ConversionOutput]:
     """The source, and what will be written. Everything that can be refused is refused here."""
     opened = open_source(request)
     if request.to == "hf" and opened.format == "hf" and request.dtype is None:
         raise ValueError(f"{request.source} is a Hugging Face directory already: --to megatron, or --dtype")
-    return opened, (ToHuggingFace if request.to == "hf" else ToMegatron)(request, opened)
+    return opened, (HuggingFaceOutput if request.to == "hf" else TorchDistOutput)(request, opened)
 
 
 def _writer(request: ConversionRequest, folder: Path) -> Callable[..., Record]:
-    return partial(prepared(request)[1].write, folder=folder)
+    return partial(plan_conversion(request)[1].write, folder=folder)
 
 
 def _check_source(source: Path, files: list[Path], found: list[Record]) -> None:
@@ -202,12 +204,12 @@ def _check_room(output: Path, needed: int) -> None:
         )
 
 
-def used(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Bytes of a folder's files."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _what(request: ConversionRequest, opened: Opened) -> dict[str, Any]:
+def _what(request: ConversionRequest, opened: OpenedCheckpoint) -> dict[str, Any]:
     """What a conversion is: the same words mean the same files."""
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(request).items()}
     for key in ("processes", "resume", "verify"):
@@ -228,8 +230,8 @@ def _tool() -> str:
 def _manifest(
     folder: Path,
     request: ConversionRequest,
-    opened: Opened,
-    plan: Output,
+    opened: OpenedCheckpoint,
+    plan: ConversionOutput,
     records: list[Record],
     hashes: list[Record],
     compared: int | None,
@@ -250,5 +252,5 @@ def _manifest(
         "tensors": len(plan.sources),
         **plan.details,
         "verified": None if compared is None else f"{compared} tensors, bit for bit; {models}",
-        "files": known | {name: digest(folder / name) for name in sorted(_names(folder) - known.keys() - {JOURNAL})},
+        "files": known | {name: hash_file(folder / name) for name in sorted(_names(folder) - known.keys() - {JOURNAL})},
     }

@@ -16,7 +16,7 @@ CHUNK = 2**20  # bytes read at a time: they stay in the cache until they are has
 SYNC = 32 * 2**20  # bytes written before the disk is told
 
 
-class Hashed:
+class HashedFile:
     """A file that is written from its beginning to its end, and its XXH3-128 (against damage, not against forgery).
 
     ``pool`` brings what is written to the disk while the next is made: else all of it is waited for at the end.
@@ -40,18 +40,18 @@ class Hashed:
         self.file.flush()
 
     @property
-    def digest(self) -> str:
+    def hash_file(self) -> str:
         return self._hash.hexdigest()
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Hashed]:
+def write_atomically(path: Path) -> Iterator[HashedFile]:
     """A file that appears when it is whole and on the disk; after an error nothing of it is left."""
     aside = path.with_name(path.name + ".partial")
     try:
         with open(aside, "wb") as file:
             with ThreadPoolExecutor(1) as pool:
-                yield (hashed := Hashed(file, pool))
+                yield (hashed := HashedFile(file, pool))
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -61,7 +61,7 @@ def writing(path: Path) -> Iterator[Hashed]:
     assert path.stat().st_size == hashed.size
 
 
-def digest(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+def hash_file(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, Any]:
     """Size and hash of a file; of a part of it, if ``ended`` says so."""
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
@@ -71,11 +71,11 @@ def digest(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, A
 
 
 @contextmanager
-def hashing(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+def hash_in_background(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """Sizes and hashes of files, found by a thread while others do something else: asked for, they are waited for."""
     ended = Event()
     with ThreadPoolExecutor(1) as pool:
-        found = [pool.submit(digest, path, ended.is_set) for path in paths]
+        found = [pool.submit(hash_file, path, ended.is_set) for path in paths]
         try:
             yield lambda: [each.result() for each in found]
         finally:

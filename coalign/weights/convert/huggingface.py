@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coalign.weights.convert import legacy
-from coalign.weights.convert.files import Hashed
+from coalign.weights.convert.files import HashedFile
 from coalign.weights.families.sources import HuggingFaceTensor
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox
 from coalign.weights.sync.buckets import tensor_bytes
@@ -83,7 +83,7 @@ def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-class DirectoryReader:
+class HuggingFaceReader:
     """The tensors of a directory, mapped into memory. ValueError naming a file that is missing, cut off, or a pickle
     without ``pickled`` (allowed).
 
@@ -153,10 +153,10 @@ class HuggingFaceWeights:
     """The weights as a side. ``sources``: all tensors that the model has. ``stored``: their names in the files."""
 
     def __init__(
-        self, reader: DirectoryReader, sources: Mapping[str, HuggingFaceTensor], stored: Mapping[str, str]
+        self, reader: HuggingFaceReader, sources: Mapping[str, HuggingFaceTensor], stored: Mapping[str, str]
     ) -> None:
         self.reader, self.sources, self.stored = reader, sources, stored
-        self.ranks = [[whole(source) for source in sources.values()]]
+        self.ranks = [[whole_shard(source) for source in sources.values()]]
         self.dtypes = {}
         wrong = []
         for name, source in sources.items():
@@ -170,7 +170,7 @@ class HuggingFaceWeights:
         return self.sources[name].read(self.reader.tensor(self.stored[name]))
 
 
-def whole(source: HuggingFaceTensor) -> Shard:
+def whole_shard(source: HuggingFaceTensor) -> Shard:
     """A view, as it is."""
     box = tuple((0, size) for size in source.shape)
     return Shard(source.name, source.shape, source.name, (ShardBox(source.name, box, box),))
@@ -189,7 +189,7 @@ class FileTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def split(entries: Iterable[FileTensor], size: int) -> list[list[FileTensor]]:
+def group_by_file(entries: Iterable[FileTensor], size: int) -> list[list[FileTensor]]:
     """Entries of each file, of up to ``size`` bytes (or one tensor)."""
     files: list[list[FileTensor]] = []
     room = 0
@@ -210,7 +210,7 @@ def file_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write(file: Hashed, entries: list[FileTensor], tensors: Iterator[Tensor]) -> None:
+def write_safetensors(file: HashedFile, entries: list[FileTensor], tensors: Iterator[Tensor]) -> None:
     """One safetensors file; ``tensors``: parts of the entries, one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

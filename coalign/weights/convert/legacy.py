@@ -32,10 +32,10 @@ KNOWN = {  # beside the records of torch.distributed.checkpoint.metadata
 }
 
 
-class Unread:
+class SkippedObject:
     """An object of a class that is not loaded."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Unread:
+    def __new__(cls, *args: Any, **kwargs: Any) -> SkippedObject:
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,10 +59,10 @@ def load_pickle(path: Path, *, mmap: bool = False) -> Any:
 
 def _stand_in(name: str) -> type:
     module, _, own = name.rpartition(".")
-    return type(own, (Unread,), {"__module__": module})
+    return type(own, (SkippedObject,), {"__module__": module})
 
 
-class Restricted(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
     """Of `.metadata`: knows the records of torch.distributed.checkpoint, and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -76,7 +76,7 @@ class Restricted(pickle.Unpickler):
 def pickle_metadata(file: IO[bytes], path: Path) -> Any:
     """The Metadata record of a torch.distributed.checkpoint directory. ValueError for what is none."""
     try:
-        return Restricted(file).load()
+        return MetadataUnpickler(file).load()
     except Exception as problem:  # a damaged pickle raises almost anything
         raise ValueError(f"{path} cannot be read, is it cut off? ({problem})") from problem
 
@@ -97,7 +97,7 @@ RENAMED = [
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class LegacyRank:
     """Of a file: its place, and the tensors of each chunk (virtual stage) by name."""
 
     path: Path
@@ -107,10 +107,10 @@ class Rank:
     chunks: list[dict[str, Tensor]]
 
 
-class Checkpoint:
+class LegacyWeights:
     """The weights as a side. ValueError for ranks, names or shapes that do not fit together."""
 
-    def __init__(self, ranks: list[Rank], parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
+    def __init__(self, ranks: list[LegacyRank], parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
         self.files = ranks
         sizes = [1 + max(place) for place in zip(*((r.tensor, r.stage, r.expert) for r in ranks), strict=True)]
         places = {(r.tensor, r.stage, r.expert) for r in ranks}
@@ -131,7 +131,7 @@ class Checkpoint:
 
     @staticmethod
     def _held(
-        layout: MegatronLayout, ranks: list[Rank], parameters: Mapping[str, Parameter]
+        layout: MegatronLayout, ranks: list[LegacyRank], parameters: Mapping[str, Parameter]
     ) -> list[list[dict[str, Shard]]] | None:
         """What each chunk of each rank should hold; None for a model that has no names in this spec."""
         sizes = layout.mesh.tensor, layout.mesh.pipeline, layout.mesh.expert
@@ -148,7 +148,7 @@ class Checkpoint:
             held.append([{shard.name: shard for shard in shards} for shards in chunks])
         return held
 
-    def _take(self, rank: Rank, chunks: list[dict[str, Shard]], config: MegatronConfig) -> None:
+    def _take(self, rank: LegacyRank, chunks: list[dict[str, Shard]], config: MegatronConfig) -> None:
         held: list[Shard] = []
         found: dict[str, Tensor] = {}
         for chunk, (shards, tensors) in enumerate(zip(chunks, rank.chunks, strict=True)):
@@ -173,7 +173,7 @@ class Checkpoint:
         return self._tensors[rank][name]
 
 
-def _missing(ranks: list[Rank], held: list[list[dict[str, Shard]]]) -> int:
+def _missing(ranks: list[LegacyRank], held: list[list[dict[str, Shard]]]) -> int:
     pairs = (
         (shards, tensors)
         for rank, chunks in zip(ranks, held, strict=True)
@@ -191,7 +191,7 @@ def _folders(folder: Path) -> Iterator[Path]:
     return (each for each in sorted(folder.glob("mp_rank_*")) if RANK.match(each.name))
 
 
-def read(folder: Path) -> list[Rank]:
+def read_ranks(folder: Path) -> list[LegacyRank]:
     """All ranks of an iteration's folder, mapped into memory. ValueError for a file that is missing, cut off, or from
     before checkpoint version 2 (whose queries, keys and values are in another order)."""
     found = []
@@ -214,7 +214,7 @@ def read(folder: Path) -> list[Rank]:
     ranks = []
     for path, at, chunks in found:
         tensor, stage, expert = (at[0], 0, at[1]) if len(at) == 2 and experts else (*at, 0, 0)[:3]
-        ranks.append(Rank(path, tensor, stage, expert, chunks))
+        ranks.append(LegacyRank(path, tensor, stage, expert, chunks))
     return ranks
 
 
@@ -237,7 +237,7 @@ def _flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def _stages(ranks: list[Rank], config: MegatronConfig) -> Stages:
+def _stages(ranks: list[LegacyRank], config: MegatronConfig) -> Stages:
     """The layers of each stage and chunk, as the files have them: chunk 0 of all stages, then chunk 1 …"""
     first = {rank.stage: rank for rank in ranks}
     chunks = {len(rank.chunks) for rank in ranks}
@@ -256,7 +256,7 @@ def _stages(ranks: list[Rank], config: MegatronConfig) -> Stages:
     return tuple(map(tuple, stages))
 
 
-def vocabulary(ranks: list[Rank]) -> int:
+def count_vocabulary_rows(ranks: list[LegacyRank]) -> int:
     """Rows of the word embedding over all ranks, padding included."""
     tensors = 1 + max(rank.tensor for rank in ranks)
     for rank in ranks:

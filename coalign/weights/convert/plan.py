@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from coalign.weights.convert import huggingface, torch_dist
-from coalign.weights.convert.files import writing
+from coalign.weights.convert.files import write_atomically
 from coalign.weights.convert.huggingface import FileTensor
 from coalign.weights.convert.request import ConversionRequest
-from coalign.weights.convert.sources import HF, ITERATION, Opened, Scratch, bare, blocks, dtype_keys, made, rows
-from coalign.weights.convert.torch_dist import Chunk
+from coalign.weights.convert.sources import (
+    HF,
+    ITERATION,
+    OpenedCheckpoint,
+    Scratch,
+    build_shard,
+    copy_bare,
+    dtype_keys,
+    row_box,
+    split_rows,
+)
+from coalign.weights.convert.torch_dist import PlannedChunk
 from coalign.weights.layouts.megatron import MegatronLayout, stages
 from coalign.weights.layouts.parallel import Mesh
 from coalign.weights.layouts.shards import Shard, ShardBox, Spec, plan
@@ -27,12 +37,12 @@ Advance = Callable[[int], None]
 Record = dict[str, Any]  # of a file that is written: name, size, xxh3_128, and for chunks their places
 
 
-class Output:
+class ConversionOutput:
     """Files, by number. ``total``: bytes of all. ``write`` makes one of them and may be called in any process."""
 
-    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
+    def __init__(self, request: ConversionRequest, opened: OpenedCheckpoint) -> None:
         self.request, self.opened = request, opened
-        self.dtypes = dtypes(request, opened)
+        self.dtypes = choose_dtypes(request, opened)
         self.sources = opened.family.sources(opened.config)
         self.specs = {name: Spec(source.shape, self.dtypes[name]) for name, source in self.sources.items()}
         self.changes = dict(opened.changes)
@@ -51,21 +61,21 @@ class Output:
         """What stands beside the files."""
         raise NotImplementedError
 
-    def made(self, shards: list[Shard], advance: Advance) -> Iterator[Tensor]:
+    def build_shard(self, shards: list[Shard], advance: Advance) -> Iterator[Tensor]:
         """Tensors from the source, each until the next one is asked for."""
         side = self.opened.side
         fetch, scratch = lru_cache(OPEN)(side.fetch), Scratch()
         for shard, (_, moves) in zip(shards, plan(shards, side.ranks), strict=True):
-            tensor = made(self.specs, shard, moves, fetch, scratch)
+            tensor = build_shard(self.specs, shard, moves, fetch, scratch)
             yield tensor
             advance(tensor.nbytes)
 
 
-class ToHuggingFace(Output):
-    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
+class HuggingFaceOutput(ConversionOutput):
+    def __init__(self, request: ConversionRequest, opened: OpenedCheckpoint) -> None:
         super().__init__(request, opened)
         entries = [FileTensor(name, source.stored, self.dtypes[name]) for name, source in self.sources.items()]
-        self.files = huggingface.split(entries, request.file_size)
+        self.files = huggingface.group_by_file(entries, request.file_size)
         self.names = huggingface.file_names(len(self.files))
         self.total = sum(entry.size for entry in entries)
         self.details = {"format": "hf", "dtype": request.dtype}
@@ -75,18 +85,18 @@ class ToHuggingFace(Output):
         shards = [shard for entry in entries for shard in self._blocks(entry)]
         views = zip(shards, self.made(shards, advance), strict=True)
         tensors = (self.sources[shard.like].write(view) for shard, view in views if view.numel())
-        with writing(folder / name) as file:
-            huggingface.write(file, entries, tensors)
+        with write_atomically(folder / name) as file:
+            huggingface.write_safetensors(file, entries, tensors)
         return {"name": name, "size": file.size, "xxh3_128": file.digest}
 
     def _blocks(self, entry: FileTensor) -> Iterator[Shard]:
         source = self.sources[entry.name]
         if source.shape != entry.shape or source.transposed:  # made whole: its parts are no runs of bytes
-            yield huggingface.whole(source)
+            yield huggingface.whole_shard(source)
             return
-        for start, stop in blocks(source.shape, entry.dtype.itemsize):
-            box = rows(source.shape, start, stop)
-            own = rows(source.shape, 0, stop - start)
+        for start, stop in split_rows(source.shape, entry.dtype.itemsize):
+            box = row_box(source.shape, start, stop)
+            own = row_box(source.shape, 0, stop - start)
             shape = (stop - start, *source.shape[1:])
             yield Shard(f"{entry.name}[{start}:{stop}]", shape, entry.name, (ShardBox(entry.name, box, own),))
 
@@ -95,10 +105,10 @@ class ToHuggingFace(Output):
         huggingface.copy_others(self.opened.hf, folder, self.changes)
 
 
-class ToMegatron(Output):
+class TorchDistOutput(ConversionOutput):
     """A `torch_dist` directory."""
 
-    def __init__(self, request: ConversionRequest, opened: Opened) -> None:
+    def __init__(self, request: ConversionRequest, opened: OpenedCheckpoint) -> None:
         super().__init__(request, opened)
         config, family = opened.config, opened.family
         divisor = request.vocab_divisor * request.tensor
@@ -111,7 +121,7 @@ class ToMegatron(Output):
         sizes = [torch.Size(chunk.sizes).numel() * chunk.dtype.itemsize for chunk in chunks]
         self.total = sum(sizes)
         limit = min(request.file_size, max(self.total // FILES, SMALL))
-        self.files: list[list[Chunk]] = []
+        self.files: list[list[PlannedChunk]] = []
         room = 0
         for chunk, size in zip(chunks, sizes, strict=True):
             if not self.files or size > room:
@@ -122,8 +132,8 @@ class ToMegatron(Output):
         self.names = [f"{RELEASE}/__{i}_0.distcp" for i in range(len(self.files))]
         places = [place for each in self.parameters.values() for place in naming.objects(each, config)]
         self.objects = [place.object for place in places]
-        rows = self.parameters["embedding.word_embeddings.weight"].shape[0]
-        known = {"dtype": request.dtype, "flavour": request.flavour, "padded_vocab_size": rows}
+        row_box = self.parameters["embedding.word_embeddings.weight"].shape[0]
+        known = {"dtype": request.dtype, "flavour": request.flavour, "padded_vocab_size": row_box}
         self.details = {"format": "torch_dist", **known}
 
     def _check_layout(self) -> None:
@@ -141,25 +151,25 @@ class ToMegatron(Output):
             sizes = f"--tp {asked.tensor} --pp {asked.pipeline} --ep {asked.expert} --etp {asked.expert_tensor}"
             raise ValueError(f"{sizes}: {problem}") from problem
 
-    def _chunks(self, place: torch_dist.TorchDistKey, parameter: Any) -> Iterator[Chunk]:
+    def _chunks(self, place: torch_dist.TorchDistKey, parameter: Any) -> Iterator[PlannedChunk]:
         dtype = self.dtypes[next(iter(parameter.sources))]
-        for start, stop in blocks(parameter.shape, dtype.itemsize):
-            box = rows(parameter.shape, start, stop)
-            own = rows(parameter.shape, 0, stop - start)
+        for start, stop in split_rows(parameter.shape, dtype.itemsize):
+            box = row_box(parameter.shape, start, stop)
+            own = row_box(parameter.shape, 0, stop - start)
             offsets = (*place.index, start, *(0 for _ in parameter.shape[1:]))
             shape = (stop - start, *parameter.shape[1:])
             like = parameter.pieces[0].name
             shard = Shard(f"{parameter.name}[{start}:{stop}]", shape, like, tuple(parameter.placed(box, own)))
-            yield Chunk(place, offsets, shard, (*place.stacked, *parameter.shape), dtype)
+            yield PlannedChunk(place, offsets, shard, (*place.stacked, *parameter.shape), dtype)
 
     def write(self, number: int, folder: Path, advance: Advance) -> Record:
         chunks = self.files[number]
         tensors = self.made([chunk.shard for chunk in chunks], advance)
         path = folder / self.names[number]
         path.parent.mkdir(exist_ok=True)
-        with writing(path) as file:
+        with write_atomically(path) as file:
             places = [
-                torch_dist.save(file, bare(tensor).view(chunk.sizes))
+                torch_dist.save(file, copy_bare(tensor).view(chunk.sizes))
                 for chunk, tensor in zip(chunks, tensors, strict=True)
             ]
         return {"name": self.names[number], "size": file.size, "xxh3_128": file.digest, "places": places}
@@ -170,7 +180,7 @@ class ToMegatron(Output):
         (folder / ITERATION).write_text(f"{RELEASE}\n")
 
 
-def dtypes(request: ConversionRequest, opened: Opened) -> dict[str, torch.dtype]:
+def choose_dtypes(request: ConversionRequest, opened: OpenedCheckpoint) -> dict[str, torch.dtype]:
     """What each Hugging Face tensor, and what is made of it, is in the output."""
     found = dict(opened.side.dtypes)
     if request.dtype is not None:

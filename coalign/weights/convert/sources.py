@@ -49,7 +49,9 @@ class Scratch:
         return self._bytes[:size].view(dtype).view(shape)
 
 
-def made(specs: Mapping[str, Spec], shard: Shard, moves: Sequence[Move], fetch: Fetch, scratch: Scratch) -> Tensor:
+def build_shard(
+    specs: Mapping[str, Spec], shard: Shard, moves: Sequence[Move], fetch: Fetch, scratch: Scratch
+) -> Tensor:
     """A shard's tensor, until the next one is made; where it is one box of one tensor of a file and of its type, a view
     of that."""
     dtype = specs[shard.like].dtype
@@ -59,22 +61,22 @@ def made(specs: Mapping[str, Spec], shard: Shard, moves: Sequence[Move], fetch: 
     return next(tensor for _, tensor in reshard(specs, [shard], {shard.name: moves}, fetch, scratch))
 
 
-def bare(tensor: Tensor) -> Tensor:
+def copy_bare(tensor: Tensor) -> Tensor:
     """The same bytes as a storage of their own: of a view, torch.save writes all that it is a view of."""
     return torch.from_numpy(tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
 
 
-def blocks(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple[int, int]]:
+def split_rows(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple[int, int]]:
     """Rows from … to …, as many at a time as fit into ``limit`` bytes, at least one."""
-    rows, row = shape[0], itemsize
+    row_box, row = shape[0], itemsize
     for size in shape[1:]:
         row *= size
     step = max(1, limit // max(row, 1))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
+    for start in range(0, row_box, step):
+        yield start, min(start + step, row_box)
 
 
-def rows(shape: Shape, start: int, stop: int) -> Box:
+def row_box(shape: Shape, start: int, stop: int) -> Box:
     """The box of some rows."""
     return ((start, stop), *((0, size) for size in shape[1:]))
 
@@ -84,7 +86,7 @@ HF = "hf"  # in a Megatron directory: what else the Hugging Face directory had
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedCheckpoint:
     """``format``: `hf`, `torch_dist` or `legacy`. ``hf``: where config.json and the tokenizer are. ``files``: with the
     weights. ``details``: for the manifest. ``changes``: what config.json says otherwise of what is written."""
 
@@ -98,17 +100,17 @@ class Opened:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_source(request: ConversionRequest) -> Opened:
+def open_source(request: ConversionRequest) -> OpenedCheckpoint:
     """ValueError for what is no model that can be read, and for whatever does not fit its config.json."""
     if not request.source.is_dir():
         raise FileNotFoundError(f"{request.source} is no directory")
-    folder = iteration(request.source)
+    folder = find_iteration(request.source)
     if folder is None:
         return _huggingface(request)
     return _megatron(request, folder)
 
 
-def iteration(source: Path) -> Path | None:
+def find_iteration(source: Path) -> Path | None:
     """The folder of a Megatron checkpoint's newest iteration, or the one given; None: it is no such checkpoint."""
     if (source / torch_dist.METADATA).is_file() or legacy.is_legacy(source):
         return source
@@ -122,12 +124,12 @@ def iteration(source: Path) -> Path | None:
     return folder
 
 
-def _huggingface(request: ConversionRequest) -> Opened:
+def _huggingface(request: ConversionRequest) -> OpenedCheckpoint:
     hf = huggingface.read_config(request.source)
     family = families.of(hf)
     config = family.config(hf)
     changes = _unquantised(hf)
-    reader = huggingface.DirectoryReader(request.source, pickled=request.pickles)
+    reader = huggingface.HuggingFaceReader(request.source, pickled=request.pickles)
     beyond = [name for name in reader.names if (family.layer_of(name) or 0) >= config.num_layers]
     if hf.get("num_nextn_predict_layers") and beyond:
         if not request.without_mtp:
@@ -139,7 +141,7 @@ def _huggingface(request: ConversionRequest) -> Opened:
     left_out = beyond if request.without_mtp else []
     stored = family.stored_names(config, [name for name in reader.names if name not in set(left_out)])
     side = huggingface.HuggingFaceWeights(reader, family.sources(config), stored)
-    return Opened("hf", request.source, family, config, reader.files, side, {"left_out": left_out}, changes)
+    return OpenedCheckpoint("hf", request.source, family, config, reader.files, side, {"left_out": left_out}, changes)
 
 
 def _unquantised(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def dtype_keys(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in hf] or ["dtype"], dtype)
 
 
-def _megatron(request: ConversionRequest, folder: Path) -> Opened:
+def _megatron(request: ConversionRequest, folder: Path) -> OpenedCheckpoint:
     places = [request.hf] if request.hf else [request.source / HF, request.source.parent / HF]
     place = next((each for each in places if (each / "config.json").is_file()), None)
     if place is None:
@@ -173,18 +175,18 @@ def _megatron(request: ConversionRequest, folder: Path) -> Opened:
     config = family.config(hf)
     side: CheckpointReader
     if legacy.is_legacy(folder):
-        ranks = legacy.read(folder)
-        side = legacy.Checkpoint(ranks, padded(family, config, legacy.vocabulary(ranks)), config)
-        return Opened("legacy", place, family, config, [rank.path for rank in ranks], side, {})
+        ranks = legacy.read_ranks(folder)
+        side = legacy.LegacyWeights(ranks, list_parameters(family, config, legacy.count_vocabulary_rows(ranks)), config)
+        return OpenedCheckpoint("legacy", place, family, config, [rank.path for rank in ranks], side, {})
     if not (folder / torch_dist.METADATA).is_file():
         raise ValueError(f"{folder} has neither mp_rank_* nor {torch_dist.METADATA}: no format that can be read")
-    side = torch_dist.TorchDistWeights(folder, padded(family, config, torch_dist.vocabulary(folder)), config)
+    side = torch_dist.TorchDistWeights(folder, list_parameters(family, config, torch_dist.vocabulary(folder)), config)
     files = sorted({stored.file for stored in side.chunks.values()})
-    return Opened("torch_dist", place, family, config, files, side, {"flavour": side.naming.flavour})
+    return OpenedCheckpoint("torch_dist", place, family, config, files, side, {"flavour": side.naming.flavour})
 
 
-def padded(family: Family, config: MegatronConfig, rows: int) -> dict[str, Parameter]:
+def list_parameters(family: Family, config: MegatronConfig, row_box: int) -> dict[str, Parameter]:
     """The parameters, with a vocabulary of so many rows. ValueError for fewer than the real ones."""
-    if rows < config.vocab_size:
+    if row_box < config.vocab_size:
         raise ValueError(f"the word embedding has {rows} rows, config.json says vocab_size {config.vocab_size}")
-    return family.parameters(config, vocab_divisor=rows)
+    return family.parameters(config, vocab_divisor=row_box)

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils.serialization import config as serialization
 
 from coalign.weights.convert import legacy
-from coalign.weights.convert.files import Hashed, writing
+from coalign.weights.convert.files import HashedFile, write_atomically
 from coalign.weights.convert.request import Flavour
 from coalign.weights.families import MegatronConfig, Parameter
 from coalign.weights.layouts.megatron_model import EXPERT, LAYER
@@ -46,7 +46,7 @@ from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 STACKED = "decoder.layers."
 
 
-def stacks(config: MegatronConfig) -> bool:
+def has_stacked_layers(config: MegatronConfig) -> bool:
     """Whether megatron-core has all layers in one tensor: it does where all layers are alike."""
     return len(set(config.moe_layer_freq)) < 2
 
@@ -67,7 +67,7 @@ class TorchDistKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class TorchDistNaming:
     """``stacked``: layers are (else each has its own keys, as Megatron writes them if `moe_layer_freq` is a list)."""
 
     flavour: Flavour
@@ -219,9 +219,9 @@ def read_metadata(folder: Path) -> Metadata:
     return found
 
 
-def _naming(keys: Mapping[str, Any], parameters: Mapping[str, Parameter], config: MegatronConfig) -> Naming:
+def _naming(keys: Mapping[str, Any], parameters: Mapping[str, Parameter], config: MegatronConfig) -> TorchDistNaming:
     """The one whose keys are there, or most of them."""
-    candidates = [Naming(flavour, stacked) for stacked in (True, False) for flavour in ("te", "local")]
+    candidates = [TorchDistNaming(flavour, stacked) for stacked in (True, False) for flavour in ("te", "local")]
     return min(candidates, key=lambda each: len({each.place(p, config).key for p in parameters.values()} - keys.keys()))
 
 
@@ -295,7 +295,7 @@ class _Slice(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PlannedChunk:
     """What is written: ``shard`` without the dimensions of the stack."""
 
     place: TorchDistKey
@@ -309,7 +309,7 @@ class Chunk:
         return (*(1 for _ in self.place.index), *self.shard.shape)
 
 
-def save(file: Hashed, value: Any) -> tuple[int, int]:
+def save(file: HashedFile, value: Any) -> tuple[int, int]:
     """Append an archive; returns where it starts and how long it is. Without its own checksums (CRC-32), which no
     version of torch reads."""
     start = file.size
@@ -325,7 +325,7 @@ def save(file: Hashed, value: Any) -> tuple[int, int]:
 
 def write_metadata(
     folder: Path,
-    chunks: Sequence[Sequence[Chunk]],
+    chunks: Sequence[Sequence[PlannedChunk]],
     objects: Sequence[str],
     stored: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -342,18 +342,18 @@ def write_metadata(
             whole.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
             data[index] = _StorageInfo(Path(record["name"]).name, start, length)
     name = f"__{len(chunks)}_0.distcp"
-    with writing(folder / name) as file:
+    with write_atomically(folder / name) as file:
         for each in objects:
             entries[each] = BytesStorageMetadata()
             data[MetadataIndex(each)] = _StorageInfo(name, *save(file, [None]))
-    with writing(folder / COMMON) as file:
+    with write_atomically(folder / COMMON) as file:
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, file)
-    with writing(folder / METADATA) as file:
+    with write_atomically(folder / METADATA) as file:
         record = Metadata(entries, storage_data=data, storage_meta=StorageMeta(), version="1.0.0")
         file.write(pickle.dumps(record))
     (folder / BACKEND).write_text(json.dumps(FORMAT))
 
 
-def naming(flavour: Any, config: MegatronConfig) -> Naming:
+def naming(flavour: Any, config: MegatronConfig) -> TorchDistNaming:
     """As megatron-core writes it."""
-    return Naming(flavour, stacks(config))
+    return TorchDistNaming(flavour, has_stacked_layers(config))

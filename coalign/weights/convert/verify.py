@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from coalign.weights.convert.plan import OPEN, Advance, Output
-from coalign.weights.convert.sources import Opened, blocks, open_source
+from coalign.weights.convert.plan import OPEN, Advance, ConversionOutput
+from coalign.weights.convert.sources import OpenedCheckpoint, open_source, split_rows
 from coalign.weights.layouts.shards import Box, Shard, ShardBox, Spec, overlap, plan, reshard
 from coalign.weights.sync.transport import WeightError
 
 
-def back(output: Output, source: Opened, folder: Path, advance: Advance) -> int:
+def back(output: ConversionOutput, source: OpenedCheckpoint, folder: Path, advance: Advance) -> int:
     """Read ``folder`` as if it were a source, make from it what the files of the real source hold, and compare every
     element, bit for bit (after the cast, if the output has another dtype). Returns the number of tensors compared.
 
@@ -50,7 +50,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _boxes(shard: Shard, itemsize: int) -> Iterator[Box]:
     """A shard in parts of a block each, cut in its first dimension that can be."""
     dim = next((i for i, size in enumerate(shard.shape) if size > 1), 0)
-    for start, stop in blocks(shard.shape[dim:], itemsize):
+    for start, stop in split_rows(shard.shape[dim:], itemsize):
         yield tuple((start, stop) if i == dim else (0, size) for i, size in enumerate(shard.shape))
 
 
