@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -117,8 +116,8 @@ def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dic
     for role, token in roles.items():
         if token not in known:
             raise ValueError(f"--{role}: {token!r} is no added token, neither of the model's tokenizer nor a new one")
-        add_special_tokens: Any = tokenizer.add_special_tokens  # pyright sees __getattr__ only
-        add_special_tokens({f"{role}_token": token})
+        # The stubs know the method only through the tokenizer's untyped __getattr__.
+        tokenizer.add_special_tokens({f"{role}_token": token})  # pyright: ignore[reportCallIssue, reportOptionalCall]
     return {role: known[token] for role, token in roles.items()}
 
 

@@ -83,7 +83,8 @@ def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tu
         state = pretrained.load(config, seed=context.seed, name=context.model, packed=False).state_dict()
         return weights.read(context.rank, state.__getitem__, in_memory=True)
     folder = Path(str(config.load))
-    return weights.read(context.rank, _stored(config, weights, HuggingFaceReader(folder, pickled=False)), in_memory=False)
+    reader = HuggingFaceReader(folder, pickled=False)
+    return weights.read(context.rank, _stored(config, weights, reader), in_memory=False)
 
 
 def _stored(config: ModelConfig, weights: Weights, reader: HuggingFaceReader) -> Callable[[str], Tensor]:

@@ -25,8 +25,7 @@ from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.weights.convert.huggingface import whole_shard
 from coalign.weights.convert.plan import choose_dtypes
-from coalign.weights.convert.request import ConversionRequest
-from coalign.weights.convert.sources import OpenedCheckpoint, open_source
+from coalign.weights.convert.sources import ConversionRequest, OpenedCheckpoint, open_source
 from coalign.weights.layouts.megatron import MegatronLayout, stages
 from coalign.weights.layouts.shards import Spec, cut, plan, reshard
 from coalign.weights.sync.transport import WeightError
@@ -82,9 +81,9 @@ def _transformers(kind: type, folder: Path, dtype: str | None, tokens: Tensor) -
     return torch.stack([every.gather(1, tokens[1:, None])[:, 0], -(every.exp() * every).sum(-1)])
 
 
-def _megatron(opened: OpenedCheckpoint, choose_dtypes: Mapping[str, torch.dtype], tokens: Tensor) -> Tensor:
+def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], tokens: Tensor) -> Tensor:
     """The same of megatron-core."""
-    config, side = opened.config, opened.side
+    config, side = opened.config, opened.weights
     with alone():
         multiple = divisor(config, 1)
         weights = Weights(opened.family, MegatronLayout(config, Sizes().mesh(1), stages(config.num_layers)), multiple)
@@ -92,7 +91,7 @@ def _megatron(opened: OpenedCheckpoint, choose_dtypes: Mapping[str, torch.dtype]
         own = held([model])
         sources = opened.family.sources(config)
         views = {name: whole_shard(source) for name, source in sources.items()}
-        specs = {name: Spec(source.shape, choose_dtypes[name]) for name, source in sources.items()}
+        specs = {name: Spec(source.shape, dtypes[name]) for name, source in sources.items()}
         moves = dict(plan(list(views.values()), side.ranks))
 
         def view(name: str) -> Tensor:

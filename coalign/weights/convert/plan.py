@@ -1,8 +1,9 @@
-"""What a conversion writes: files, what is in each, and what it is made of."""
+"""The output of a conversion: its files, the tensors in each, and how they are built from the source."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,32 +14,68 @@ from torch import Tensor
 from coalign.weights.convert import huggingface, torch_dist
 from coalign.weights.convert.files import write_atomically
 from coalign.weights.convert.huggingface import FileTensor
-from coalign.weights.convert.request import ConversionRequest
-from coalign.weights.convert.sources import (
-    HF,
-    ITERATION,
-    OpenedCheckpoint,
-    Scratch,
-    build_shard,
-    copy_bare,
-    dtype_keys,
-    row_box,
-    split_rows,
-)
+from coalign.weights.convert.sources import HF, ITERATION, ConversionRequest, OpenedCheckpoint, dtype_keys
 from coalign.weights.convert.torch_dist import PlannedChunk
+from coalign.weights.families import Parameter
 from coalign.weights.layouts.megatron import MegatronLayout, stages
 from coalign.weights.layouts.parallel import Mesh
-from coalign.weights.layouts.shards import Shard, ShardBox, Spec, plan
+from coalign.weights.layouts.shards import Box, Fetch, Move, Shape, Shard, ShardBox, Spec, plan, reshard
+from coalign.weights.sync.buckets import tensor_bytes
 
 RELEASE = "release"
-FILES, SMALL = 16, 512 * 2**20  # at least so many files, unless they would be smaller: processes share them
-OPEN = 16  # tensors of the source that are kept at hand; they are mapped, not read
+BLOCK = 16 * 2**20  # bytes built at once
+FILES, SMALL = 16, 512 * 2**20  # at least 16 files for the processes, unless they would be smaller than 512 MiB
+OPEN = 16  # tensors of the source that stay mapped
 Advance = Callable[[int], None]
-Record = dict[str, Any]  # of a file that is written: name, size, xxh3_128, and for chunks their places
+Record = dict[str, Any]  # of a written file: name, size, xxh3_128, and `places` of chunks
+
+
+class Scratch:
+    """Memory for one tensor, reused by the next one. New memory would cost one page fault per page."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, shape: Shape, *, dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        if size > len(self._bytes):
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype).view(shape)
+
+
+def build_shard(
+    specs: Mapping[str, Spec], shard: Shard, moves: Sequence[Move], fetch: Fetch, scratch: Scratch
+) -> Tensor:
+    """Return a shard's tensor, which is valid until the next call.
+
+    It is a view of the source, if one box of one tensor of the same dtype covers it.
+    """
+    dtype = specs[shard.like].dtype
+    if len(moves) == 1 and moves[0].given == tuple((0, size) for size in shard.shape):
+        found = fetch(moves[0].rank, moves[0].source)[tuple(slice(*ends) for ends in moves[0].taken)]
+        return found.reshape(shard.shape).to(dtype)
+    return next(tensor for _, tensor in reshard(specs, [shard], {shard.name: moves}, fetch, scratch))
+
+
+def copy_bare(tensor: Tensor) -> Tensor:
+    """Return a tensor with a storage of its own size: of a view, torch.save writes the whole storage."""
+    return torch.from_numpy(tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
+
+
+def split_rows(shape: Shape, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges (start, stop) of rows that fit into ``limit`` bytes, each of at least one row."""
+    step = max(1, BLOCK // max(math.prod(shape[1:]) * itemsize, 1))
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+def row_box(shape: Shape, start: int, stop: int) -> Box:
+    """Return the box of some rows, whole in the other dimensions."""
+    return ((start, stop), *((0, size) for size in shape[1:]))
 
 
 class ConversionOutput:
-    """Files, by number. ``total``: bytes of all. ``write`` makes one of them and may be called in any process."""
+    """The planned files, by number, of ``total`` bytes. ``write`` may be called in any process."""
 
     def __init__(self, request: ConversionRequest, opened: OpenedCheckpoint) -> None:
         self.request, self.opened = request, opened
@@ -54,24 +91,26 @@ class ConversionOutput:
     details: dict[str, Any]  # for the manifest
 
     def write(self, number: int, folder: Path, advance: Advance) -> Record:
-        """Raises OSError for a disk that is full; nothing of the file is left then."""
+        """Write one file. Raises OSError for a full disk; nothing of the file is left then."""
         raise NotImplementedError
 
     def finish(self, folder: Path, records: Sequence[Record]) -> None:
-        """What stands beside the files."""
+        """Write the files without tensors."""
         raise NotImplementedError
 
-    def build_shard(self, shards: list[Shard], advance: Advance) -> Iterator[Tensor]:
-        """Tensors from the source, each until the next one is asked for."""
-        side = self.opened.side
-        fetch, scratch = lru_cache(OPEN)(side.fetch), Scratch()
-        for shard, (_, moves) in zip(shards, plan(shards, side.ranks), strict=True):
+    def build(self, shards: list[Shard], advance: Advance) -> Iterator[Tensor]:
+        """Yield the tensors of shards, each valid until the next."""
+        weights = self.opened.weights
+        fetch, scratch = lru_cache(OPEN)(weights.fetch), Scratch()
+        for shard, (_, moves) in zip(shards, plan(shards, weights.ranks), strict=True):
             tensor = build_shard(self.specs, shard, moves, fetch, scratch)
             yield tensor
             advance(tensor.nbytes)
 
 
 class HuggingFaceOutput(ConversionOutput):
+    """A directory of safetensors files."""
+
     def __init__(self, request: ConversionRequest, opened: OpenedCheckpoint) -> None:
         super().__init__(request, opened)
         entries = [FileTensor(name, source.stored, self.dtypes[name]) for name, source in self.sources.items()]
@@ -83,7 +122,7 @@ class HuggingFaceOutput(ConversionOutput):
     def write(self, number: int, folder: Path, advance: Advance) -> Record:
         entries, name = self.files[number], self.names[number]
         shards = [shard for entry in entries for shard in self._blocks(entry)]
-        views = zip(shards, self.made(shards, advance), strict=True)
+        views = zip(shards, self.build(shards, advance), strict=True)
         tensors = (self.sources[shard.like].write(view) for shard, view in views if view.numel())
         with write_atomically(folder / name) as file:
             huggingface.write_safetensors(file, entries, tensors)
@@ -91,7 +130,7 @@ class HuggingFaceOutput(ConversionOutput):
 
     def _blocks(self, entry: FileTensor) -> Iterator[Shard]:
         source = self.sources[entry.name]
-        if source.shape != entry.shape or source.transposed:  # made whole: its parts are no runs of bytes
+        if source.shape != entry.shape or source.transposed:  # built whole: its blocks are not contiguous in the file
             yield huggingface.whole_shard(source)
             return
         for start, stop in split_rows(source.shape, entry.dtype.itemsize):
@@ -114,7 +153,7 @@ class TorchDistOutput(ConversionOutput):
         divisor = request.vocab_divisor * request.tensor
         self.parameters = family.parameters(config, vocab_divisor=divisor)
         self._check_layout()
-        naming = torch_dist.naming(request.flavour, config)
+        naming = torch_dist.TorchDistNaming(request.flavour, torch_dist.has_stacked_layers(config))
         chunks = [
             chunk for each in self.parameters.values() for chunk in self._chunks(naming.place(each, config), each)
         ]
@@ -132,26 +171,29 @@ class TorchDistOutput(ConversionOutput):
         self.names = [f"{RELEASE}/__{i}_0.distcp" for i in range(len(self.files))]
         places = [place for each in self.parameters.values() for place in naming.objects(each, config)]
         self.objects = [place.object for place in places]
-        row_box = self.parameters["embedding.word_embeddings.weight"].shape[0]
-        known = {"dtype": request.dtype, "flavour": request.flavour, "padded_vocab_size": row_box}
-        self.details = {"format": "torch_dist", **known}
+        self.details = {
+            "format": "torch_dist",
+            "dtype": request.dtype,
+            "flavour": request.flavour,
+            "padded_vocab_size": self.parameters["embedding.word_embeddings.weight"].shape[0],
+        }
 
     def _check_layout(self) -> None:
-        """ValueError if the model does not divide by the layout that it will be used in."""
-        asked, config = self.request, self.opened.config
+        """Raise ValueError if the requested parallel sizes do not divide the model."""
+        request, config = self.request, self.opened.config
         try:
-            data = asked.expert * asked.expert_tensor
-            mesh = Mesh(asked.tensor, asked.pipeline, data, asked.expert, asked.expert_tensor)
-            layout = MegatronLayout(config, mesh, stages(config.num_layers, asked.pipeline), asked.flavour)
-            if asked.expert > 1 and not config.num_moe_experts:
+            data = request.expert * request.expert_tensor
+            mesh = Mesh(request.tensor, request.pipeline, data, request.expert, request.expert_tensor)
+            layout = MegatronLayout(config, mesh, stages(config.num_layers, request.pipeline), request.flavour)
+            if request.expert > 1 and not config.num_moe_experts:
                 raise ValueError("the model has no experts")
-            for stage in range(asked.pipeline):
+            for stage in range(request.pipeline):
                 layout.shards(self.parameters, mesh.at(stage * mesh.tensor * mesh.data))
         except ValueError as problem:
-            sizes = f"--tp {asked.tensor} --pp {asked.pipeline} --ep {asked.expert} --etp {asked.expert_tensor}"
+            sizes = f"--tp {request.tensor} --pp {request.pipeline} --ep {request.expert} --etp {request.expert_tensor}"
             raise ValueError(f"{sizes}: {problem}") from problem
 
-    def _chunks(self, place: torch_dist.TorchDistKey, parameter: Any) -> Iterator[PlannedChunk]:
+    def _chunks(self, place: torch_dist.TorchDistKey, parameter: Parameter) -> Iterator[PlannedChunk]:
         dtype = self.dtypes[next(iter(parameter.sources))]
         for start, stop in split_rows(parameter.shape, dtype.itemsize):
             box = row_box(parameter.shape, start, stop)
@@ -164,12 +206,12 @@ class TorchDistOutput(ConversionOutput):
 
     def write(self, number: int, folder: Path, advance: Advance) -> Record:
         chunks = self.files[number]
-        tensors = self.made([chunk.shard for chunk in chunks], advance)
+        tensors = self.build([chunk.shard for chunk in chunks], advance)
         path = folder / self.names[number]
         path.parent.mkdir(exist_ok=True)
         with write_atomically(path) as file:
             places = [
-                torch_dist.save(file, copy_bare(tensor).view(chunk.sizes))
+                torch_dist.append_archive(file, copy_bare(tensor).view(chunk.sizes))
                 for chunk, tensor in zip(chunks, tensors, strict=True)
             ]
         return {"name": self.names[number], "size": file.size, "xxh3_128": file.digest, "places": places}
@@ -181,10 +223,9 @@ class TorchDistOutput(ConversionOutput):
 
 
 def choose_dtypes(request: ConversionRequest, opened: OpenedCheckpoint) -> dict[str, torch.dtype]:
-    """What each Hugging Face tensor, and what is made of it, is in the output."""
-    found = dict(opened.side.dtypes)
-    if request.dtype is not None:
-        found = dict.fromkeys(found, getattr(torch, request.dtype))
+    """Return the dtype in the output for each Hugging Face tensor."""
+    dtype: torch.dtype | None = getattr(torch, request.dtype) if request.dtype is not None else None
+    found = {name: dtype or stored for name, stored in opened.weights.dtypes.items()}
     for parameter in opened.family.parameters(opened.config).values():
         if parameter.dtype is not None:
             found |= dict.fromkeys(parameter.sources, parameter.dtype)

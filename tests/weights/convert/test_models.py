@@ -6,8 +6,7 @@ from importlib.util import find_spec
 import pytest
 from typer.testing import CliRunner
 
-from coalign.cli import app
-from coalign.cli import models
+from coalign.cli import app, models
 from coalign.weights.convert import ConversionRequest, convert
 from coalign.weights.families.llama import LLAMA
 from coalign.weights.families.sources import ConcatenatedTensors
