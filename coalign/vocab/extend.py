@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from coalign.vocab.model import VocabularyRows, find_token_tables, read_config, write_json, write_weights
 from coalign.vocab.sources import read_tokens
@@ -107,7 +107,7 @@ def extend(
     return ExtensionReport(extension, rows, (before, count_tokens(tokenizer, sample)) if sample else None)
 
 
-def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dict[str, int]:
+def _assign(tokenizer: PreTrainedTokenizerFast, roles: Mapping[str, str]) -> dict[str, int]:
     """Give tokens their roles, which makes them special. Returns role -> id.
 
     A piece of a vocabulary is refused: as a special token it would be cut out of every word.
@@ -116,8 +116,7 @@ def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dic
     for role, token in roles.items():
         if token not in known:
             raise ValueError(f"--{role}: {token!r} is no added token, neither of the model's tokenizer nor a new one")
-        # The stubs know the method only through the tokenizer's untyped __getattr__.
-        tokenizer.add_special_tokens({f"{role}_token": token})  # pyright: ignore[reportCallIssue, reportOptionalCall]
+        tokenizer.add_special_tokens({f"{role}_token": token})
     return {role: known[token] for role, token in roles.items()}
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from tokenizers import Tokenizer
-from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from coalign.vocab.merges import find_alphabet, merge_tokens
 from coalign.vocab.sources import TokenSource, describe_skipped
@@ -35,7 +33,7 @@ class TokenizerExtension:
     skipped: dict[str, list[str]]
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a model directory. Raises ValueError if there is none, or if it is written in Python."""
     # Without a vocabulary, transformers makes an empty tokenizer of some classes.
     if not any(file for pattern in VOCABULARIES for file in directory.glob(pattern)):
@@ -49,7 +47,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, source: TokenSource, *, special: bool) -> TokenizerExtension:
+def extend_tokenizer(tokenizer: PreTrainedTokenizerFast, source: TokenSource, *, special: bool) -> TokenizerExtension:
     """Add the tokens of ``source`` to ``tokenizer`` in place.
 
     special: decoded texts omit the tokens, as they do an end-of-turn marker; for a list only. Raises ValueError if
@@ -65,17 +63,17 @@ def extend_tokenizer(tokenizer: PreTrainedTokenizerBase, source: TokenSource, *,
     return tokens
 
 
-def _merge(tokenizer: PreTrainedTokenizerBase, source: TokenSource, first: int) -> TokenizerExtension:
-    backend = _get_backend(tokenizer)
+def _merge(tokenizer: PreTrainedTokenizerFast, source: TokenSource, first: int) -> TokenizerExtension:
+    backend = tokenizer.backend_tokenizer
     merged = merge_tokens(backend, source.tokens, first)
     backend.model = merged.tokenizer.model
     skipped = source.skipped | {"already there": merged.present, "out of reach": merged.unreachable}
     return TokenizerExtension(first, _drop_unknown(tokenizer, merged.pieces), merged.steps, skipped)
 
 
-def _add(tokenizer: PreTrainedTokenizerBase, source: TokenSource, first: int, special: bool) -> TokenizerExtension:
+def _add(tokenizer: PreTrainedTokenizerFast, source: TokenSource, first: int, special: bool) -> TokenizerExtension:
     """The tokens are not normalised: a text contains one exactly if its characters stand in it."""
-    backend, known = _get_backend(tokenizer), tokenizer.get_vocab()
+    backend, known = tokenizer.backend_tokenizer, tokenizer.get_vocab()
     alphabet = find_alphabet(json.loads(backend.to_str()))
     new, present, garbled = [], [], []
     for text in (token.decode() for token in source.tokens):
@@ -99,22 +97,18 @@ def _add(tokenizer: PreTrainedTokenizerBase, source: TokenSource, first: int, sp
     return TokenizerExtension(first, _drop_unknown(tokenizer, pieces), [], skipped)
 
 
-def _drop_unknown(tokenizer: PreTrainedTokenizerBase, pieces: list[list[int]]) -> list[list[int]]:
+def _drop_unknown(tokenizer: PreTrainedTokenizerFast, pieces: list[list[int]]) -> list[list[int]]:
     unknown = tokenizer.unk_token_id
     return [[i for i in ids if i != unknown] for ids in pieces]
 
 
-def _get_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    return cast(Tokenizer, tokenizer.backend_tokenizer)
-
-
-def check_saved_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_saved_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise ValueError if the tokenizer written to ``directory`` loads with other contents."""
-    if _get_backend(load_tokenizer(directory)).to_str() != _get_backend(tokenizer).to_str():
+    if load_tokenizer(directory).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         raise ValueError(f"transformers rebuilds the tokenizer ({type(tokenizer).__name__}) other than it was")
 
 
-def count_tokens(tokenizer: PreTrainedTokenizerBase, text: Path) -> int:
+def count_tokens(tokenizer: PreTrainedTokenizerFast, text: Path) -> int:
     """Count the tokens of a text file, line by line."""
     with text.open(encoding="utf-8") as lines:
         return sum(len(tokenizer(line, add_special_tokens=False, verbose=False)["input_ids"]) for line in lines)

@@ -23,7 +23,11 @@ from coalign.weights.convert.plan import Advance, ConversionOutput, HuggingFaceO
 from coalign.weights.convert.sources import ConversionRequest, OpenedCheckpoint, open_source
 from coalign.weights.convert.workers import run_tasks, single_threaded
 
-JOURNAL = ".journal.jsonl"
+JOURNAL, MANIFEST = ".journal.jsonl", "coalign_convert.json"
+TOOL = f"coalign {version('coalign')}"
+Progress = Callable[[str, int], AbstractContextManager[Advance]]  # title, total bytes -> a function that advances
+# Compares the models of a source and of an output folder; returns the result in words.
+Models = Callable[[ConversionRequest, OpenedCheckpoint, Path], str]
 
 
 class ConversionJournal:
@@ -65,13 +69,6 @@ class ConversionJournal:
         return found
 
 
-MANIFEST = "coalign_convert.json"
-Progress = Callable[[str, int], AbstractContextManager[Advance]]  # title, total bytes -> a function that advances
-Models = Callable[
-    [ConversionRequest, OpenedCheckpoint, Path], str
-]  # compares source and output folder; returns the result in words
-
-
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
     """The result of a conversion.
@@ -110,7 +107,7 @@ def convert(
     opened, plan = plan_conversion(request)
     aside = output.with_name(output.name + ".writing")
     output.parent.mkdir(parents=True, exist_ok=True)
-    _check_disk_space(output, plan.total - _measure_folder(aside))
+    _check_disk_space(aside, plan.total)
     journal = ConversionJournal(aside, _identify(request, opened))
     with single_threaded(), hash_in_background(opened.files) as hashes:
         records, reused = _write_files(request, plan, journal, progress)
@@ -121,24 +118,15 @@ def convert(
                 compared = verify.compare_with_source(plan, opened, aside, advance)
             comparison = models(request, opened, aside)
         _check_source(request.source, opened.files, hashes())
-        manifest = _manifest(aside, request, opened, plan, records, hashes(), compared, comparison)
+        manifest = _make_manifest(aside, request, opened, plan, records, hashes(), compared, comparison)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     (aside / JOURNAL).unlink()
     if output.exists():
         output.rmdir()
     os.replace(aside, output)
+    sizes = len(plan.sources), plan.total, len(records), reused
     left_out = tuple(opened.details.get("left_out", ()))
-    return ConversionReport(
-        opened.family.name,
-        opened.format,
-        len(plan.sources),
-        plan.total,
-        len(records),
-        reused,
-        compared,
-        comparison,
-        left_out,
-    )
+    return ConversionReport(opened.family.name, opened.format, *sizes, compared, comparison, left_out)
 
 
 def _write_files(
@@ -202,16 +190,13 @@ def _begin(request: ConversionRequest, journal: ConversionJournal) -> dict[int, 
     return journal.read()
 
 
-def _check_disk_space(output: Path, needed: int) -> None:
-    free = shutil.disk_usage(output.parent).free
+def _check_disk_space(folder: Path, total: int) -> None:
+    """Raise OSError if the disk cannot hold ``total`` bytes in ``folder``, which may have some of them already."""
+    free = shutil.disk_usage(folder.parent).free
+    needed = total - sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     if free < needed:
-        raise OSError(
-            errno.ENOSPC, f"{output.parent} has {free / 2**20:,.1f} MiB free, {needed / 2**20:,.1f} are needed"
-        )
-
-
-def _measure_folder(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        message = f"{folder.parent} has {free / 2**20:,.1f} MiB free, {needed / 2**20:,.1f} are needed"
+        raise OSError(errno.ENOSPC, message)
 
 
 def _identify(request: ConversionRequest, opened: OpenedCheckpoint) -> dict[str, Any]:
@@ -221,14 +206,10 @@ def _identify(request: ConversionRequest, opened: OpenedCheckpoint) -> dict[str,
         del settings[key]
     stats = {file: file.stat() for file in opened.files}
     files = {str(file): [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
-    return {"tool": _tool(), **settings, "files": files}
+    return {"tool": TOOL, **settings, "files": files}
 
 
-def _tool() -> str:
-    return f"coalign {version('coalign')}"
-
-
-def _manifest(
+def _make_manifest(
     folder: Path,
     request: ConversionRequest,
     opened: OpenedCheckpoint,
@@ -242,7 +223,7 @@ def _manifest(
     written = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     known = {record["name"]: {key: record[key] for key in ("size", "xxh3_128")} for record in records}
     return {
-        "tool": _tool(),
+        "tool": TOOL,
         "source": {
             "path": str(request.source.resolve()),
             "format": opened.format,

@@ -171,12 +171,8 @@ class TorchDistOutput(ConversionOutput):
         self.names = [f"{RELEASE}/__{i}_0.distcp" for i in range(len(self.files))]
         places = [place for each in self.parameters.values() for place in naming.objects(each, config)]
         self.objects = [place.object for place in places]
-        self.details = {
-            "format": "torch_dist",
-            "dtype": request.dtype,
-            "flavour": request.flavour,
-            "padded_vocab_size": self.parameters["embedding.word_embeddings.weight"].shape[0],
-        }
+        rows = self.parameters["embedding.word_embeddings.weight"].shape[0]
+        self.details = dict(format="torch_dist", dtype=request.dtype, flavour=request.flavour, padded_vocab_size=rows)
 
     def _check_layout(self) -> None:
         """Raise ValueError if the requested parallel sizes do not divide the model."""

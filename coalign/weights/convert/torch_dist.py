@@ -51,7 +51,7 @@ def has_stacked_layers(config: MegatronConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TorchDistKey:
-    """The location of a parameter: ``index`` (layer, expert) in the tensor ``key``, whose first axes are ``stacked``."""
+    """The location of a parameter: ``index`` (layer, expert) in tensor ``key``, whose first axes are ``stacked``."""
 
     key: str
     index: tuple[int, ...] = ()
