@@ -1,4 +1,4 @@
-"""Room on the host in large blocks."""
+"""Host buffers are cut from large blocks."""
 
 import torch
 

@@ -30,7 +30,7 @@ Advance = Callable[[int], None]
 Record = dict[str, Any]  # of a written file: name, size, xxh3_128, and `places` of chunks
 
 
-class Scratch:
+class ScratchBuffer:
     """Memory for one tensor, reused by the next one. New memory would cost one page fault per page."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Scratch:
 
 
 def build_shard(
-    specs: Mapping[str, Spec], shard: Shard, moves: Sequence[Move], fetch: Fetch, scratch: Scratch
+    specs: Mapping[str, Spec], shard: Shard, moves: Sequence[Move], fetch: Fetch, scratch: ScratchBuffer
 ) -> Tensor:
     """Return a shard's tensor, which is valid until the next call.
 
@@ -57,13 +57,13 @@ def build_shard(
     return next(tensor for _, tensor in reshard(specs, [shard], {shard.name: moves}, fetch, scratch))
 
 
-def copy_bare(tensor: Tensor) -> Tensor:
+def trim_storage(tensor: Tensor) -> Tensor:
     """Return a tensor with a storage of its own size: of a view, torch.save writes the whole storage."""
     return torch.from_numpy(tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
 
 
 def split_rows(shape: Shape, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges (start, stop) of rows that fit into ``limit`` bytes, each of at least one row."""
+    """Yield ranges (start, stop) of rows that fit into ``BLOCK`` bytes, each of at least one row."""
     step = max(1, BLOCK // max(math.prod(shape[1:]) * itemsize, 1))
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
@@ -101,7 +101,7 @@ class ConversionOutput:
     def build(self, shards: list[Shard], advance: Advance) -> Iterator[Tensor]:
         """Yield the tensors of shards, each valid until the next."""
         weights = self.opened.weights
-        fetch, scratch = lru_cache(OPEN)(weights.fetch), Scratch()
+        fetch, scratch = lru_cache(OPEN)(weights.fetch), ScratchBuffer()
         for shard, (_, moves) in zip(shards, plan(shards, weights.ranks), strict=True):
             tensor = build_shard(self.specs, shard, moves, fetch, scratch)
             yield tensor
@@ -207,7 +207,7 @@ class TorchDistOutput(ConversionOutput):
         path.parent.mkdir(exist_ok=True)
         with write_atomically(path) as file:
             places = [
-                torch_dist.append_archive(file, copy_bare(tensor).view(chunk.sizes))
+                torch_dist.append_archive(file, trim_storage(tensor).view(chunk.sizes))
                 for chunk, tensor in zip(chunks, tensors, strict=True)
             ]
         return {"name": self.names[number], "size": file.size, "xxh3_128": file.digest, "places": places}
