@@ -27,8 +27,8 @@ import torch
 
 from coalign.weights import families
 from coalign.weights.convert import ConversionRequest, convert
-from coalign.weights.convert.files import writing
-from coalign.weights.convert.huggingface import FileTensor, write
+from coalign.weights.convert.files import write_atomically
+from coalign.weights.convert.huggingface import FileTensor, write_safetensors
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -52,8 +52,8 @@ def make(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     family = families.find_family(CONFIG)
     entries = [FileTensor(name, s.stored, torch.bfloat16) for name, s in family.sources(family.config(CONFIG)).items()]
-    with writing(folder / "model.safetensors") as file:
-        write(file, entries, (torch.randn(entry.shape).bfloat16() for entry in entries))
+    with write_atomically(folder / "model.safetensors") as file:
+        write_safetensors(file, entries, (torch.randn(entry.shape).bfloat16() for entry in entries))
 
 
 def copied(file: Path, target: Path) -> float:

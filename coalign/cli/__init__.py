@@ -1,4 +1,8 @@
-"""The command line. Each command imports what it needs when it runs, so that `--help` answers at once."""
+"""The command line. Each command imports what it needs when it runs, so that `--help` is fast.
+
+`train.py` has the commands on a run's YAML, `generate.py` those that compute with a model, `models.py` those on model
+directories, `indexed.py` those on tokenised datasets.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,7 @@ import sys
 
 import typer
 
-from coalign.cli import indexed, inference, models, training
-from coalign.cli import inference as serving
-from coalign.cli import models as converting
+from coalign.cli import generate, indexed, models, train
 
 app = typer.Typer(
     name="coalign",
@@ -22,21 +24,21 @@ app = typer.Typer(
 )
 
 COMMANDS = {
-    "train": training.train,
-    "check": training.check,
+    "train": train.train,
+    "check": train.check,
     "check-sync": models.check_sync,
-    "convert": converting.convert,
-    "pipeline": training.pipeline,
-    "eval": training.evaluate,
-    "generate": inference.generate,
-    "score": inference.score,
-    "chat": inference.chat,
-    "serve-reward": serving.serve_reward,
-    "inspect-data": training.inspect_data,
-    "init": training.init,
+    "convert": models.convert,
+    "pipeline": train.pipeline,
+    "eval": train.evaluate,
+    "generate": generate.generate,
+    "score": generate.score,
+    "chat": generate.chat,
+    "serve-reward": generate.serve_reward,
+    "inspect-data": train.inspect_data,
+    "init": train.init,
     "extend-vocab": models.extend_vocab,
     "merge": models.merge,
-    "schema": training.schema,
+    "schema": train.schema,
 }
 for name, command in COMMANDS.items():
     app.command(name=name)(command)
@@ -44,32 +46,33 @@ app.add_typer(indexed.app, name="indexed")
 
 
 def main() -> None:
-    """Entry point. What a person can mend is told in one line; anything else keeps its traceback."""
+    """Run the command line. An error that the user can fix is printed as one line; others keep their traceback."""
     sys.path.insert(0, "")  # `my.pkg:fn` in a YAML means a module of the current directory
     try:
         app()
     except Exception as error:
-        problem = _refusal(error)
+        problem = _find_user_error(error)
         if problem is None:
             raise
-        typer.secho(f"error: {told(problem)}", fg="red", err=True)
+        typer.secho(f"error: {_describe(problem)}", fg="red", err=True)
         raise SystemExit(2) from error
 
 
-def _refusal(error: Exception) -> Exception | None:
-    """What a person can mend: of a failure in a worker, what a model refuses before it serves."""
+def _find_user_error(error: Exception) -> BaseException | None:
+    """Return the error if the user can fix it, else None. Of a worker's errors, only those of a model's setup count."""
+    problem: BaseException | None = error
     if isinstance(error, RuntimeError):
         from coalign.cluster.future import WorkerError  # slow to import
 
         if isinstance(error, WorkerError):
-            error = error.cause if error.call.method == "setup" else None
-    # A module that is missing inside of other code is for whoever wrote that.
-    mendable = isinstance(error, (ValueError, OSError, ImportError, NotImplementedError))
-    return error if mendable and not isinstance(error, ModuleNotFoundError) else None
+            problem = error.cause if error.call.method == "setup" else None
+    # A module that is missing inside of other code is a problem of that code's author.
+    fixable = isinstance(problem, (ValueError, OSError, ImportError, NotImplementedError))
+    return problem if fixable and not isinstance(problem, ModuleNotFoundError) else None
 
 
-def told(problem: Exception) -> str:
-    """The problem in our words: settings that came from options are validated as those of a YAML are."""
+def _describe(problem: BaseException) -> str:
+    """Return the message; settings given as options are described like those of a YAML file."""
     from pydantic import ValidationError
 
     from coalign.config.errors import dotted, readable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,20 +17,20 @@ def build(
     inputs: Annotated[list[str], typer.Argument(help="JSONL, JSON, parquet, text files, or patterns of them.")],
     output: Prefix,
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face model directory.")],
-    key: Annotated[str, typer.Option(help="Where a row has its text.")] = "text",
-    missing: Annotated[str, typer.Option(help="What to do with a row without that key: error or drop.")] = "error",
+    key: Annotated[str, typer.Option(help="A row's key with the text.")] = "text",
+    missing: Annotated[
+        Literal["error", "drop"], typer.Option(help="What to do with a row without that key.")
+    ] = "error",
     processes: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Rows that a process works on at a time.")] = 10_000,
+    chunk: Annotated[int, typer.Option(min=1, help="Rows per task of a process.")] = 10_000,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the tokenizer.")] = False,
 ):
-    """Tokenise documents, each with an end-of-sequence token. A build that was killed goes on where it stopped."""
+    """Tokenise documents, each with an end-of-sequence token. After an interruption the same command resumes."""
     from coalign.data.indexed.build import Plan
     from coalign.data.indexed.build import build as write
     from coalign.data.sources import open_rows
     from coalign.report.display import Display
 
-    if missing not in ("error", "drop"):
-        raise typer.BadParameter(f"'{missing}': expected error or drop", param_hint="--missing")
     display = Display()
     plan = Plan(
         tuple(inputs),
@@ -51,7 +51,7 @@ def merge(
     prefixes: Annotated[list[Path], typer.Argument(help="Prefixes (or their .idx files), in the order to write.")],
     output: Prefix,
 ):
-    """Put the documents of several datasets one after the other."""
+    """Concatenate several datasets."""
     from coalign.data.indexed import Indexed
     from coalign.data.indexed.build import join
     from coalign.report.display import Display
@@ -65,10 +65,12 @@ def merge(
 @app.command()
 def inspect(
     prefix: Annotated[Path, typer.Argument(help="Prefix, or its .idx file.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="Show documents as text, by this model directory.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Show documents as text, decoded with this model directory's tokenizer.")
+    ] = None,
     documents: Annotated[int, typer.Option(min=0, help="How many documents to show.")] = 3,
 ):
-    """What an indexed dataset holds."""
+    """Print the sizes of an indexed dataset, and some documents."""
     import numpy as np
 
     from coalign.data.indexed import Indexed

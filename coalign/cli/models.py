@@ -1,7 +1,4 @@
-"""Commands on the weights of models: make a directory from another one, compare two.
-
-`coalign convert`.
-"""
+"""Commands that make a model directory from another one (extend-vocab, merge, convert) or compare two (check-sync)."""
 
 from __future__ import annotations
 
@@ -12,26 +9,29 @@ from typing import Annotated, Literal
 
 import typer
 
+MIB = 2**20
+
 
 def extend_vocab(
     model: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
     tokens: Annotated[
         Path,
         typer.Option(
-            help="New tokens: a text file of one token a line (they become added tokens, found wherever they stand), "
-            "or a `tokenizer.json` or SentencePiece `.model` (its pieces are merged into the tokenizer's BPE)."
+            help="New tokens: a text file with one token per line (they become added tokens, which match inside words "
+            "too), or a `tokenizer.json` or SentencePiece `.model` (its pieces are merged into the tokenizer's BPE)."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not exist or be empty.")],
-    special: Annotated[bool, typer.Option(help="Leave the tokens of a list out of decoded texts.")] = False,
+    special: Annotated[bool, typer.Option(help="Make the tokens of a list special: decoded texts omit them.")] = False,
     pad_to_multiple: Annotated[
-        int, typer.Option(min=1, help="Rows are padded to a multiple of this, if the model's spare ones do not do.")
+        int,
+        typer.Option(min=1, help="Rows are padded to a multiple of this, if the model's unused rows do not suffice."),
     ] = 64,
     eos: Annotated[str | None, typer.Option(help="Token that becomes the end-of-sequence token.")] = None,
     pad: Annotated[str | None, typer.Option(help="Token that becomes the padding token.")] = None,
-    sample: Annotated[Path | None, typer.Option(help="A text to count tokens of, before and after.")] = None,
+    sample: Annotated[Path | None, typer.Option(help="A text file whose tokens are counted before and after.")] = None,
 ):
-    """Add tokens to a tokenizer and a model; a new row is the mean of the rows of the token's old pieces."""
+    """Add tokens to a tokenizer and a model. A new row is the mean of the rows of the token's old pieces."""
     from coalign.report.display import Display
     from coalign.vocab import extend
 
@@ -48,7 +48,7 @@ def merge(
     base: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
     adapter: Annotated[Path, typer.Argument(help="A LoRA adapter of that model, in peft's format.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not exist or be empty.")],
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the base's.")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Default: the base's.")] = None,
 ):
     """Merge an adapter into its base model: one directory that loads without peft."""
     from coalign.commands.merge import merge as write
@@ -63,14 +63,14 @@ def check_sync(
         list[str] | None,
         typer.Argument(
             help="Two directories with weights (Hugging Face, a checkpoint, a run folder); with --config, settings "
-            "over those of the file."
+            "that replace those of the file."
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A run's YAML: start its models, sync, compare what they hold and compute.")
+        Path | None, typer.Option(help="A run's YAML: start its models, sync, compare their weights and log-probs.")
     ] = None,
 ):
-    """Compare the weights of two sides, tensor by tensor. Exit code 1 if they differ."""
+    """Compare two sets of weights, tensor by tensor. Exit code 1 if they differ."""
     from coalign.api import load_config
     from coalign.commands.check_sync import check_run, check_saved
     from coalign.report.display import Display
@@ -84,15 +84,12 @@ def check_sync(
     raise typer.Exit(0 if same else 1)
 
 
-MIB = 2**20
-
-
 def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A Hugging Face model directory, or a Megatron checkpoint (torch_dist or mp_rank_*; the folder "
-            "of an iteration will do)."
+            help="A Hugging Face model directory, or a Megatron checkpoint (torch_dist or mp_rank_*; its folder or "
+            "the folder of one iteration)."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not exist or be empty.")],
@@ -101,10 +98,10 @@ def convert(
         Path | None,
         typer.Option(help="For a Megatron checkpoint: a Hugging Face directory of the model (config.json, tokenizer)."),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size that it will be used with.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages that it will be used with.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size that it will be used with.")] = 1,
-    etp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size within experts.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of later use.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages of later use.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel size of later use.")] = 1,
+    etp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size within experts, of later use.")] = 1,
     vocab_divisor: Annotated[
         int, typer.Option(min=1, help="The vocabulary is padded to a multiple of this × --tp.")
     ] = 128,
@@ -112,17 +109,17 @@ def convert(
         Literal["local", "te"], typer.Option(help="Names of megatron-core's own layers, or of Transformer Engine's.")
     ] = "te",
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the output; default: as it is.")
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the output; default: the source's.")
     ] = None,
-    file_size: Annotated[int, typer.Option(min=1, help="MiB of an output file, at most.")] = 4096,
-    processes: Annotated[int, typer.Option(min=1, help="That write files side by side.")] = 1,
-    pickles: Annotated[bool, typer.Option(help="Read `.bin` files (their weights only).")] = False,
+    file_size: Annotated[int, typer.Option(min=1, help="Most MiB of an output file.")] = 4096,
+    processes: Annotated[int, typer.Option(min=1, help="How many processes write files.")] = 1,
+    pickles: Annotated[bool, typer.Option(help="Read `.bin` pickles, without running code from them.")] = False,
     without_mtp: Annotated[
-        bool, typer.Option("--without-mtp", help="Leave out layers that predict further tokens (DeepSeek V3).")
+        bool, typer.Option("--without-mtp", help="Leave out the multi-token-prediction layers (DeepSeek V3).")
     ] = False,
-    resume: Annotated[bool, typer.Option(help="Go on where an interrupted conversion stopped.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue an interrupted conversion.")] = False,
     verify: Annotated[
-        bool, typer.Option(help="Compare every tensor, bit for bit, and what both models compute.")
+        bool, typer.Option(help="Compare every tensor bit for bit, and the log-probs of both models.")
     ] = False,
 ):
     """Convert a model between Hugging Face's and Megatron's formats."""
@@ -135,7 +132,7 @@ def convert(
 
     @contextmanager
     def progress(title: str, total: int):
-        """In MiB, so that a person can read the rate."""
+        """Show bytes as MiB, so that the rate is readable."""
         done = shown = 0
         with display.progress(f"{title}, MiB", -(-total // MIB)) as bar:
 
@@ -166,14 +163,18 @@ def convert(
         resume=resume,
         verify=verify,
     )
+    if find_spec("megatron") is None:
+        compare = lambda *_: "no model was run: megatron-core is not installed (coalign[megatron])"  # noqa: E731
+    else:
+        from coalign.backends.megatron.verify import models as compare
     try:
-        report = run(request, progress, _models())
+        report = run(request, progress, compare)
     except WeightError as problem:
         raise ValueError(f"--verify: {problem}") from problem
-    again = f", {report.reused} of them from before" if report.reused else ""
+    reused = f", {report.reused} of them from an interrupted run" if report.reused else ""
     display.note(
         f"{source} ({report.source}) -> {output} ({to}): {report.family}, {report.tensors} tensors, "
-        f"{report.bytes / MIB:.1f} MiB in {report.files} files{again}"
+        f"{report.bytes / MIB:.1f} MiB in {report.files} files{reused}"
     )
     if report.left_out:
         display.note(f"left out: {len(report.left_out)} tensors, {report.left_out[0]} to {report.left_out[-1]}")
@@ -182,12 +183,3 @@ def convert(
             f"verified: the output was read back, {report.verified} tensors of the source are the same bit for bit; "
             f"{report.models}"
         )
-
-
-def _models():
-    """How the models are compared, where megatron-core is installed."""
-    if find_spec("megatron") is None:
-        return lambda *_: "no model was run: megatron-core is not installed (coalign[megatron])"
-    from coalign.backends.megatron.verify import models
-
-    return models

@@ -1,10 +1,11 @@
-"""`coalign merge`: a base model and an adapter made into one Hugging Face directory."""
+"""`coalign merge`: fold a LoRA adapter into its base model and write one Hugging Face directory."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -17,9 +18,9 @@ HEAD = lora.PREFIX + "score.weight"
 def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) -> None:
     """Write ``base`` with ``adapter`` merged in, its tokenizer and generation config to ``output``.
 
-    The sum is taken in float32 and stored in ``dtype`` (None: the base's). Everything is written beside ``output`` and
-    renamed at the end. Raises ValueError for directories that are no model or no LoRA adapter and for an adapter of
-    another model, FileExistsError for an output that holds something.
+    The sum is computed in float32 and stored in ``dtype`` (None: the base's). ``output`` appears complete, by a rename
+    at the end. Raises ValueError for directories without a model or a LoRA adapter and for an adapter of another
+    model, FileExistsError for an output that is not empty.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"--output: {output} exists and is not empty")
@@ -28,12 +29,14 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
     settings, tensors = lora.read_adapter(adapter)
     auto = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
     labels = {"num_labels": len(tensors[HEAD])} if HEAD in tensors else {}
-    model, info = auto.from_pretrained(base, dtype=torch.float32, output_loading_info=True, **labels)
+    loaded: Any = auto.from_pretrained(base, dtype=torch.float32, output_loading_info=True, **labels)
+    model, info = loaded  # the stubs of transformers do not know output_loading_info
     if missing := {name for name in info["missing_keys"] if lora.PREFIX + name not in tensors}:
         raise ValueError(f"neither {base} nor {adapter} has {sorted(missing)}")
     stored = getattr(torch, dtype) if dtype else AutoConfig.from_pretrained(base).dtype or torch.float32
     aside = output.with_name(output.name + ".writing")
     shutil.rmtree(aside, ignore_errors=True)
-    lora.merge_adapter(model, adapter).to(stored).save_pretrained(aside)
+    merged: Any = lora.merge_adapter(model, adapter)  # nor that `to` takes a dtype
+    merged.to(stored).save_pretrained(aside)
     AutoTokenizer.from_pretrained(base).save_pretrained(aside)
     os.replace(aside, output)

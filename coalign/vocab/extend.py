@@ -1,4 +1,4 @@
-"""A model directory with a larger vocabulary, made from another one."""
+"""`coalign extend-vocab`: write a copy of a model directory with a larger vocabulary."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
-from coalign.vocab import sources
-from coalign.vocab import tokenizer as tokenizers
-from coalign.vocab.model import VocabularyRows, read_config, tables, write_json, write_weights
-from coalign.vocab.tokenizer import Extension, extend_tokenizer
+from coalign.vocab.model import VocabularyRows, find_token_tables, read_config, write_json, write_weights
+from coalign.vocab.sources import read_tokens
+from coalign.vocab.tokenizer import (
+    TokenizerExtension,
+    check_saved_tokenizer,
+    count_tokens,
+    extend_tokenizer,
+    load_tokenizer,
+)
 
 LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 @dataclass(frozen=True)
 class ExtensionReport:
-    """What was done. ``sample``: tokens of the sample text before and after."""
+    """The result of an extension. ``sample``: tokens of the sample text before and after."""
 
-    tokens: Extension
+    tokens: TokenizerExtension
     rows: VocabularyRows
     sample: tuple[int, int] | None
 
     def table(self) -> dict[str, float]:
-        """Names and numbers, as the command prints them."""
+        """Return the numbers that the command prints, by name."""
         rows, new, steps = self.rows, len(self.rows.pieces), len(self.tokens.steps)
         known = [len(ids) for ids in rows.pieces if ids]
         skipped = {f"skipped: {why}": len(what) for why, what in self.tokens.skipped.items() if what}
@@ -66,23 +71,24 @@ def extend(
     roles: Mapping[str, str] | None = None,
     sample: Path | None = None,
 ) -> ExtensionReport:
-    """Write to ``output`` the model with the tokens of a file added to its tokenizer, embedding and head.
+    """Write a copy of ``model`` to ``output``, with the tokens of a file in its tokenizer, embedding and head.
 
-    model: a Hugging Face directory: a causal LM or any model with a head of its own (reward, value), in safetensors.
-    tokens: see coalign.vocab.sources. special: the tokens of a list are left out of decoded texts.
-    pad_to_multiple: of the rows, where the table has to grow. roles: `eos` or `pad` -> the token that takes the role,
-    in tokenizer, config.json and generation_config.json. sample: a text to count tokens of, before and after.
+    model: a Hugging Face directory in safetensors: a causal LM, or a model with another head (reward, value).
+    tokens: a file that coalign.vocab.sources can read. special: decoded texts omit the tokens of a list.
+    pad_to_multiple: the number of rows becomes a multiple of this, if the table has to grow. roles: `eos` or `pad` ->
+    the token for this role in tokenizer, config.json and generation_config.json. sample: a text whose tokens are
+    counted before and after.
 
-    The output appears whole or not at all. Raises ValueError for input that cannot be used, FileExistsError for an
-    output that is there and not empty, FileNotFoundError for a file that is missing.
+    The output appears complete or not at all. Raises ValueError for input that cannot be used, FileExistsError for an
+    output that is not empty, FileNotFoundError for a missing file.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"--output: {output} exists and is not empty")
     if sample is not None and not sample.is_file():
         raise FileNotFoundError(f"--sample: {sample} is not a file")
-    config, source = read_config(model), sources.read(tokens)
-    tokenizer = tokenizers.load(model)
-    before = tokenizers.count(tokenizer, sample) if sample else 0
+    config, source = read_config(model), read_tokens(tokens)
+    tokenizer = load_tokenizer(model)
+    before = count_tokens(tokenizer, sample) if sample else 0
     extension = extend_tokenizer(tokenizer, source, special=special)
     rows = VocabularyRows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
     ids = _assign(tokenizer, roles or {})
@@ -91,19 +97,21 @@ def extend(
     try:
         aside.mkdir(parents=True)
         tokenizer.save_pretrained(aside)
-        tokenizers.verify(aside, tokenizer)
+        check_saved_tokenizer(aside, tokenizer)
         _write_configs(model, aside, rows, ids)
-        write_weights(model, aside, tables(config), rows)
+        write_weights(model, aside, find_token_tables(config), rows)
         os.replace(aside, output)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return ExtensionReport(extension, rows, (before, tokenizers.count(tokenizer, sample)) if sample else None)
+    return ExtensionReport(extension, rows, (before, count_tokens(tokenizer, sample)) if sample else None)
 
 
-def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dict[str, int]:
-    """Give tokens their roles, which makes them special; returns role -> id. A piece of words cannot have one: as a
-    special token it would be cut out of every word."""
+def _assign(tokenizer: PreTrainedTokenizerFast, roles: Mapping[str, str]) -> dict[str, int]:
+    """Give tokens their roles, which makes them special. Returns role -> id.
+
+    A piece of a vocabulary is refused: as a special token it would be cut out of every word.
+    """
     known = tokenizer.get_added_vocab()
     for role, token in roles.items():
         if token not in known:
@@ -113,15 +121,14 @@ def _assign(tokenizer: PreTrainedTokenizerBase, roles: Mapping[str, str]) -> dic
 
 
 def _write_configs(source: Path, target: Path, rows: VocabularyRows, roles: dict[str, int]) -> None:
-    """Everything else in them stays as it is. Generation goes on to stop at the old end tokens too."""
+    """Write the configurations with the new sizes and roles. Generation still stops at the old end tokens too."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    ids = {f"{role}_token_id": i for role, i in roles.items()}
+    ids: dict[str, int | list[int]] = {f"{role}_token_id": i for role, i in roles.items()}
     write_json(target / "config.json", config | {"vocab_size": rows.after} | ids)
     if (source / "generation_config.json").is_file():
         generation = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
         if "eos_token_id" in ids and (old := generation.get("eos_token_id")) is not None:
-            ends = [ids["eos_token_id"], *(old if isinstance(old, list) else [old])]
-            ids["eos_token_id"] = list(dict.fromkeys(ends))
+            ids["eos_token_id"] = list(dict.fromkeys([roles["eos"], *(old if isinstance(old, list) else [old])]))
         write_json(target / "generation_config.json", generation | ids)
     for pattern in LEGAL:
         for file in source.glob(pattern):

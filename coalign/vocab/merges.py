@@ -1,12 +1,11 @@
-"""New pieces for a byte-pair encoding, without any change to texts that do not use them.
+"""New pieces for a byte-pair encoding that leave the tokenisation of other texts unchanged.
 
-SentencePiece's rule, as in Chinese-LLaMA (arXiv:2304.08177): two neighbours may merge whenever their concatenation is
-in the vocabulary. Every merge that makes a new piece gets a rank below all old merges. So the old merges come first,
-all of them, as if nothing were new; a new merge then always makes a new piece, and no old merge takes a new piece. The
-result is the old tokenisation in which some runs of neighbours have become one new token: a text without a new token in
-it is tokenised as before. (Chinese-LLaMA ranks the new pieces above the old ones, which cuts old words anew.)
+The rule is SentencePiece's, as in Chinese-LLaMA (arXiv:2304.08177): two neighbours may merge if their concatenation is
+in the vocabulary. Merges that make a new piece rank below all old merges. So the old merges run first, as if nothing
+were new; no old merge uses a new piece. The result is the old tokenisation with some runs of neighbours replaced by one
+new token. (Chinese-LLaMA ranks the new pieces above the old ones, which splits old words differently.)
 
-How tokenizers write the bytes of a token: so that tokens of one vocabulary can be spelled in another.
+Alphabets say how a vocabulary spells the bytes of a token, so that tokens can pass from one vocabulary to another.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from tokenizers import Tokenizer
 
 
 class Alphabet(Protocol):
-    """The spelling of tokens inside of a vocabulary."""
+    """The way a vocabulary spells the bytes of its tokens."""
 
     def spell(self, token: bytes) -> str | None:
-        """None for bytes that cannot be a token here."""
+        """Spell a token; None for bytes that cannot be a token of this vocabulary."""
         ...
 
     def read(self, spelling: str) -> bytes:
-        """The bytes that the token stands for in a text."""
+        """Return the bytes that the token stands for in a text."""
         ...
 
 
-class ByteLevel:
-    """GPT-2's: one printable character for each byte, `Ġ` for a space."""
+class ByteLevelAlphabet:
+    """GPT-2's alphabet: one printable character for each byte, `Ġ` for a space."""
 
     def __init__(self) -> None:
         printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -44,14 +43,14 @@ class ByteLevel:
         return "".join(self._letters[b] for b in token)
 
     def read(self, spelling: str) -> bytes:
-        """What is not spelled in these letters stands for itself, as in the decoder of the tokenizers library."""
+        """A spelling with other letters stands for itself, as in the decoder of the tokenizers library."""
         if all(letter in self._bytes for letter in spelling):
             return bytes(self._bytes[letter] for letter in spelling)
         return spelling.encode()
 
 
-class Characters:
-    """Characters as they are, with ``space`` (SentencePiece: `▁`) for a space."""
+class CharacterAlphabet:
+    """Plain characters, with ``space`` (SentencePiece: `▁`) for a space."""
 
     def __init__(self, space: str) -> None:
         self._space = space
@@ -66,21 +65,23 @@ class Characters:
         return spelling.replace(self._space, " ").encode()
 
 
-SENTENCEPIECE = Characters("▁")
+SENTENCEPIECE = CharacterAlphabet("▁")
 
 
-def alphabet_of(description: dict[str, Any]) -> Alphabet:
-    """The alphabet of a tokenizer.json, which its pre-tokenizer, normaliser and decoder give away."""
+def find_alphabet(description: dict[str, Any]) -> Alphabet:
+    """Find the alphabet of a tokenizer.json from its pre-tokenizer, normaliser and decoder."""
     around = json.dumps([description[k] for k in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
     if '"ByteLevel"' in around:
-        return ByteLevel()
-    return SENTENCEPIECE if "▁" in around else Characters(" ")
+        return ByteLevelAlphabet()
+    return SENTENCEPIECE if "▁" in around else CharacterAlphabet(" ")
 
 
 @dataclass(frozen=True)
-class Merged:
-    """tokenizer: with the new pieces. pieces: the old ids of each new piece, in the order of the new ids: first those
-    asked for, then ``steps``, that lead from the old pieces of some token to it. The last two: what did not enter.
+class MergedVocabulary:
+    """A tokenizer with new pieces.
+
+    pieces: the old ids of each new piece, in the order of the new ids: first the requested ones, then ``steps``, the
+    intermediate pieces that merges need. present: tokens that were there before. unreachable: tokens left out.
     """
 
     tokenizer: Tokenizer
@@ -90,17 +91,17 @@ class Merged:
     unreachable: list[str]
 
 
-def merge(old: Tokenizer, tokens: list[bytes], first: int) -> Merged:
-    """Give ``old`` the tokens as pieces with the ids from ``first`` on.
+def merge_tokens(old: Tokenizer, tokens: list[bytes], first: int) -> MergedVocabulary:
+    """Return ``old`` with the tokens as pieces, whose ids start at ``first``.
 
-    Merges join two pieces at a time; where those of a token cannot be joined that way (`to t al`, and neither `tot` nor
-    `tal` is a piece), the missing one enters as well. A token that nothing can reach stays out: the pre-tokenizer would
-    cut it, the normaliser rewrite it, it is part of a character, or only a new way to an old piece would lead there.
-    Raises ValueError for what is no BPE tokenizer.
+    A merge joins two pieces. If a token needs an intermediate piece (`to t al`, where neither `tot` nor `tal` is a
+    piece), that is added as well. A token that merges cannot reach is left out: the pre-tokenizer splits it, the
+    normaliser rewrites it, it is part of a character, or it needs a new merge for an old piece.
+    Raises ValueError if the tokenizer is no plain BPE.
     """
     description = json.loads(old.to_str())
     _require_plain_bpe(description["model"])
-    alphabet = alphabet_of(description)
+    alphabet = find_alphabet(description)
     known = old.get_vocab(with_added_tokens=True)
     wanted, present, unreachable = [], [], []
     for token in tokens:
@@ -120,12 +121,12 @@ def merge(old: Tokenizer, tokens: list[bytes], first: int) -> Merged:
         unreachable += [alphabet.read(s) for s in stuck]
     pieces = [[t.id for t in old.model.tokenize(spelling)] for spelling in new]
     steps = [alphabet.read(spelling) for spelling in new[len(wanted) :]]
-    return Merged(extended, pieces, _show(steps), _show(present), _show(unreachable))
+    return MergedVocabulary(extended, pieces, _show(steps), _show(present), _show(unreachable))
 
 
 def _require_plain_bpe(model: dict[str, Any]) -> None:
     if model["type"] != "BPE" or model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
-        kind = model["type"] if model["type"] != "BPE" else "BPE that marks the parts of words"
+        kind = model["type"] if model["type"] != "BPE" else "BPE with marked parts of words"
         raise ValueError(
             f"the model's tokenizer is {kind}: a vocabulary can be merged into a byte-level or SentencePiece BPE only; "
             "give the tokens as a text file of one token a line"
@@ -133,7 +134,7 @@ def _require_plain_bpe(model: dict[str, Any]) -> None:
 
 
 def _is_one_word(tokenizer: Tokenizer, alphabet: Alphabet, spelling: str) -> bool:
-    """Whether normaliser and pre-tokenizer let the token through in one piece."""
+    """Whether normaliser and pre-tokenizer keep the token in one piece."""
     try:
         text = alphabet.read(spelling).decode()
     except UnicodeDecodeError:  # part of a character in a byte-level vocabulary: they work on characters
@@ -146,7 +147,7 @@ def _is_one_word(tokenizer: Tokenizer, alphabet: Alphabet, spelling: str) -> boo
 def _reach(
     description: dict[str, Any], known: dict[str, int], wanted: list[str], first: int
 ) -> tuple[list[str], Tokenizer]:
-    """The ``wanted`` with the steps that lead to them, and the tokenizer that has them."""
+    """Return the ``wanted`` pieces followed by the steps that they need, and the tokenizer that has all of them."""
     new = list(wanted)
     while True:
         tokenizer = _extended(description, known, new, first)
@@ -157,7 +158,7 @@ def _reach(
 
 
 def _next_steps(tokenizer: Tokenizer, spelling: str) -> list[str]:
-    """New pieces that bring the merges one step further towards ``spelling``; none where there is no further."""
+    """Return new pieces that bring the merges one step closer to ``spelling``; none if no piece does."""
     parts = _parts(tokenizer, spelling)
     if "".join(parts) != spelling:  # characters that the vocabulary has as bytes or not at all
         return [c for c in spelling if tokenizer.token_to_id(c) is None]
@@ -170,7 +171,7 @@ def _parts(tokenizer: Tokenizer, spelling: str) -> list[str]:
 
 
 def _extended(description: dict[str, Any], known: dict[str, int], new: list[str], first: int) -> Tokenizer:
-    """The old added tokens enter the vocabulary under their ids: otherwise they would be numbered anew behind it."""
+    """Old added tokens enter the vocabulary with their ids; otherwise the library would give them new ones."""
     model = description["model"]
     building = model["vocab"].keys() | set(new)
     merges = [[s[:i], s[i:]] for s in new for i in range(1, len(s)) if s[:i] in building and s[i:] in building]

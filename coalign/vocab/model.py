@@ -1,8 +1,8 @@
-"""Rows for new tokens in the tables of a model, straight from one safetensors file to the next.
+"""Rows for new tokens in the embedding and head of a model, copied from one safetensors file to the next.
 
-A new row is the mean of the rows of the token's old pieces. In the head its logit is then the mean of theirs, and as
-exp is convex, its probability is at most the mean of theirs. The old tokens keep their logits, so their proportions to
-each other; what the new ones take together grows with their number, until training tells them apart.
+A new row is the mean of the rows of the token's old pieces. So its logit is the mean of theirs, and because exp is
+convex, its probability is at most the mean of theirs. The old tokens keep their logits, and thus their proportions to
+each other. The probability of all new tokens together grows with their number, until training separates them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class VocabularyRows:
-    """What becomes of the rows of a vocabulary.
+    """The old and new rows of a vocabulary.
 
-    first: ids below are old tokens. pieces: old ids of each new token, from ``first`` on. before, after: rows of the
-    tables: there may be more than tokens, and before there may have been less.
+    first: the first new id; ids below are old tokens. pieces: the old ids of each new token. before, after: rows of the
+    tables. There may be more rows than tokens, and in the old model fewer.
     """
 
     first: int
@@ -39,17 +39,16 @@ class VocabularyRows:
 
     @classmethod
     def plan(cls, before: int, first: int, pieces: list[list[int]], multiple: int) -> VocabularyRows:
-        """Rows that no token has are used first; a table that must grow is padded to a ``multiple``. Pieces without a
-        row do not count."""
+        """Use free rows first, and pad a table that must grow to a ``multiple``. Pieces without a row are dropped."""
         needed = first + len(pieces)
         after = before if needed <= before else -(-needed // multiple) * multiple
         return cls(first, [[i for i in ids if i < before] for ids in pieces], before, after)
 
     def extend(self, old: Tensor) -> Tensor:
-        """[before, ...] -> [after, ...] in the same dtype; means are computed in float32.
+        """Return the table [before, ...] as [after, ...] in the same dtype; means are computed in float32.
 
-        Rows of old tokens, and spare ones that stay spare, are kept bit for bit. A new token without pieces, an old one
-        without a row, and padding beyond ``before`` get the mean over all old tokens.
+        Rows of old tokens and unused old rows are kept bit for bit. A new token without pieces, an old token without a
+        row, and padding beyond ``before`` get the mean over all old tokens.
         """
         new = old.new_empty(self.after, *old.shape[1:])
         new[: self.before] = old
@@ -61,20 +60,22 @@ class VocabularyRows:
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """Raises ValueError for a directory without a model whose vocabulary can be extended."""
+    """Read config.json. Raises ValueError for a directory without a model whose vocabulary can be extended."""
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} is not a Hugging Face model directory (no config.json there)")
     config = AutoConfig.from_pretrained(directory)
     if config.get_text_config() is not config:
-        raise ValueError(f"{directory}: {config.model_type} holds its language model inside of another one")
+        raise ValueError(f"{directory}: {config.model_type} holds its language model inside another model")
     if not hasattr(transformers, (config.architectures or ["none"])[0]):
-        raise ValueError(f"{directory}/config.json: architectures {config.architectures} is none of transformers' own")
+        raise ValueError(
+            f"{directory}/config.json: architectures {config.architectures} is not a class of transformers"
+        )
     _shards(directory)
     return config
 
 
-def tables(config: PretrainedConfig) -> set[str]:
-    """Names of the weights with one row for each token: those whose shape follows ``vocab_size``."""
+def find_token_tables(config: PretrainedConfig) -> set[str]:
+    """Return the names of the weights with one row per token: those whose shape depends on ``vocab_size``."""
     larger = copy.deepcopy(config)
     larger.vocab_size += 1
     before, after = _shapes(config), _shapes(larger)
@@ -82,14 +83,17 @@ def tables(config: PretrainedConfig) -> set[str]:
 
 
 def _shapes(config: PretrainedConfig) -> dict[str, torch.Size]:
+    assert config.architectures
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyRows) -> None:
-    """Copy the weights of ``source``, with new rows in those of ``names``. One file at a time is in memory, and only
-    if it holds such a table. Raises ValueError if none does, or one has another number of rows than the config says.
+    """Copy the weights of ``source``, with new rows in those of ``names``.
+
+    At most one file is in memory, and only if it holds such a table. Raises ValueError if no file does, or if a table
+    has another number of rows than the config says.
     """
     grown = 0
     found: set[str] = set()
@@ -121,7 +125,6 @@ def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyR
 
 
 def _shards(directory: Path) -> list[str]:
-    """Names of the weight files."""
     if (directory / INDEX).is_file():
         return sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
     if (directory / WEIGHTS).is_file():

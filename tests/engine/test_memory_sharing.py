@@ -59,7 +59,7 @@ def test_a_device_of_the_size_of_the_largest_phase_suffices_only_if_models_leave
     limit = 1.05 * 4 * weight_bytes(settings(tmp_path, "any")) / 2**30
     moves = settings(tmp_path, "moves", offload=PARTS, device_memory=limit)
     assert runs.run(moves) == 0
-    with pytest.raises(WorkerError, match=r"no room for the kv of 'policy'") as error:
+    with pytest.raises(WorkerError, match=r"not enough device memory for the kv of 'policy'") as error:
         runs.run(settings(tmp_path, "stays", offload=[], device_memory=limit))
     for line in ("trainer: optimizer", "trainer: weights", "reference: weights", "runtime.device_memory"):
         assert line in str(error.value)
@@ -133,14 +133,14 @@ class DiesLeaving(FSDPModule):
     def move(self, to, parts):
         if (self.version, to) == (2, "host") and "optimizer" in parts:
             left = iter(range(5))
-            whole = arena.raw
+            whole = arena.view_bytes
 
             def raw(storage):
                 if next(left, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return whole(storage)
 
-            arena.raw = raw
+            arena.view_bytes = raw
         super().move(to, parts)
 
 

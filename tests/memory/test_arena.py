@@ -182,7 +182,7 @@ def test_an_error_while_leaving_loses_nothing(arena, monkeypatch):
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena_module, "raw", failing)
+        patch.setattr(arena_module, "view_bytes", failing)
         with pytest.raises(OSError, match="the bus is gone"):
             arena.leave("trainer", ["weights"])
     assert arena.held("trainer") == {"weights": 2048}
@@ -190,7 +190,7 @@ def test_an_error_while_leaving_loses_nothing(arena, monkeypatch):
     arena.leave("trainer", ["weights"])
     seen.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(arena_module, "raw", failing)
+        patch.setattr(arena_module, "view_bytes", failing)
         with pytest.raises(OSError, match="the bus is gone"):
             arena.enter("trainer", ["weights"])
     assert arena.away("trainer")["weights"] > 0  # refused to calls, and another try goes on

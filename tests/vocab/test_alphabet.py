@@ -7,30 +7,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from coalign.vocab.merges import SENTENCEPIECE, ByteLevel, Characters, alphabet_of
+from coalign.vocab.merges import SENTENCEPIECE, ByteLevelAlphabet, CharacterAlphabet, find_alphabet
 
 
 def test_the_byte_alphabet_is_that_of_the_tokenizers_library():
-    assert set(ByteLevel()._letters.values()) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert set(ByteLevelAlphabet()._letters.values()) == set(pre_tokenizers.ByteLevel.alphabet())
     ((written, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(" café\n中")
-    assert ByteLevel().spell(" café\n中".encode()) == written
+    assert ByteLevelAlphabet().spell(" café\n中".encode()) == written
 
 
 @given(st.binary())
 def test_byte_level_spells_any_bytes(token):
-    assert ByteLevel().read(ByteLevel().spell(token)) == token
+    assert ByteLevelAlphabet().read(ByteLevelAlphabet().spell(token)) == token
 
 
 @given(st.text(min_size=1))
 def test_byte_level_reads_what_the_library_decodes(spelling):
-    assert ByteLevel().read(spelling).decode(errors="replace") == decoders.ByteLevel().decode([spelling])
+    assert ByteLevelAlphabet().read(spelling).decode(errors="replace") == decoders.ByteLevel().decode([spelling])
 
 
 def test_characters_spell_whole_characters_only():
     assert SENTENCEPIECE.spell(b" foo bar") == "▁foo▁bar"
     assert SENTENCEPIECE.read("▁中国") == " 中国".encode()
     assert SENTENCEPIECE.spell("中".encode()[:2]) is None
-    assert Characters(" ").spell(b" foo") == " foo"
+    assert CharacterAlphabet(" ").spell(b" foo") == " foo"
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_the_alphabet_shows_around_the_model(parts, spelled):
     tokenizer = Tokenizer(models.BPE())
     for name, part in parts.items():
         setattr(tokenizer, name, part)
-    assert alphabet_of(json.loads(tokenizer.to_str())).spell(b" foo") == spelled
+    assert find_alphabet(json.loads(tokenizer.to_str())).spell(b" foo") == spelled

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from coalign.vocab.merges import merge
-from coalign.vocab.sources import read
+from coalign.vocab.merges import merge_tokens
+from coalign.vocab.sources import read_tokens
 from tests.gsm8k import TRAIN, needs_gsm8k
 from tests.vocab import made
 
@@ -34,14 +34,14 @@ def undone(ids: list[int], first: int, pieces: list[list[int]]) -> list[int]:
 
 def bytes_of(seed: int, size: int, path: Path) -> list[bytes]:
     made.byte_level(seed, size).save(str(path / "tokenizer.json"))
-    return read(path / "tokenizer.json").tokens
+    return read_tokens(path / "tokenizer.json").tokens
 
 
 # ---- by hand
 
 
 def test_two_old_pieces_become_one():
-    merged = merge(small("t o a l to al", "t+o a+l"), [b"toal"], 6)
+    merged = merge_tokens(small("t o a l to al", "t+o a+l"), [b"toal"], 6)
     assert merged.pieces == [[4, 5]] and merged.steps == []
     assert parts(merged.tokenizer, "toal") == ["toal"]
     assert parts(merged.tokenizer, "toaltoal") == ["toal", "toal"]
@@ -49,20 +49,20 @@ def test_two_old_pieces_become_one():
 
 
 def test_three_old_pieces_need_a_step():
-    merged = merge(small("t o a l to al", "t+o a+l"), [b"total"], 6)
+    merged = merge_tokens(small("t o a l to al", "t+o a+l"), [b"total"], 6)
     assert merged.pieces == [[4, 0, 5], [4, 0]] and merged.steps == ["tot"]
     assert merged.tokenizer.token_to_id("total") == 6 and merged.tokenizer.token_to_id("tot") == 7
     assert parts(merged.tokenizer, "total") == ["total"]
 
 
 def test_no_step_where_the_source_has_one():
-    merged = merge(small("t o a l to al", "t+o a+l"), [b"tal", b"total"], 6)
+    merged = merge_tokens(small("t o a l to al", "t+o a+l"), [b"tal", b"total"], 6)
     assert merged.steps == [] and parts(merged.tokenizer, "total") == ["total"]
 
 
 def test_old_merges_go_first():
     # `ab c`, never `a bc`: the old tokenizer joins a and b, whatever the new pieces would prefer.
-    merged = merge(small("a b c ab", "a+b"), [b"bc"], 4)
+    merged = merge_tokens(small("a b c ab", "a+b"), [b"bc"], 4)
     assert parts(merged.tokenizer, "abc") == ["ab", "c"]
     assert parts(merged.tokenizer, "bc") == ["bc"]
 
@@ -71,7 +71,7 @@ def test_no_new_way_to_an_old_piece():
     # bc is old, and made of b and c; `abc` comes as `ab c` and could be reached by a new way to `bc` only.
     old = small("a b c d ab bc cd abc bcd", "a+b b+c c+d a+bc b+cd")
     assert parts(old, "abcd") == ["ab", "cd"]
-    merged = merge(old, [b"abcd"], 9)
+    merged = merge_tokens(old, [b"abcd"], 9)
     assert parts(merged.tokenizer, "abcd") == ["abcd"]  # ab and cd are neighbours
     assert parts(merged.tokenizer, "abc") == parts(old, "abc") == ["ab", "c"]
 
@@ -79,14 +79,14 @@ def test_no_new_way_to_an_old_piece():
 def test_out_of_reach_is_told():
     # a b c stands as three pieces, and both ab and bc are old pieces that nothing merges to.
     old = small("a b c ab bc", "")
-    merged = merge(old, [b"abc", b"cb"], 5)
+    merged = merge_tokens(old, [b"abc", b"cb"], 5)
     assert merged.unreachable == ["abc"] and merged.pieces == [[2, 1]]
     assert parts(merged.tokenizer, "abccb") == ["a", "b", "c", "cb"]
 
 
 def test_a_way_through_a_token_that_stays_out_is_no_way():
     # `abc d` would be one; `abc` cannot be made (ab and bc are old pieces that nothing merges to), `cd` and `bcd` can.
-    merged = merge(small("a b c d ab bc", ""), [b"abc", b"abcd"], 6)
+    merged = merge_tokens(small("a b c d ab bc", ""), [b"abc", b"abcd"], 6)
     assert merged.unreachable == ["abc"] and merged.steps == ["cd", "bcd"]
     assert merged.tokenizer.token_to_id("abc") is None
     assert parts(merged.tokenizer, "abcd") == ["abcd"]
@@ -95,7 +95,7 @@ def test_a_way_through_a_token_that_stays_out_is_no_way():
 def test_a_character_that_was_only_bytes():
     vocab = {"a": 0} | {f"<0x{b:02X}>": b + 1 for b in range(256)}
     old = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
-    merged = merge(old, ["中国".encode()], 257)
+    merged = merge_tokens(old, ["中国".encode()], 257)
     assert merged.steps == ["中", "国"]
     assert merged.pieces[0] == [1 + b for b in "中国".encode()]
     assert parts(merged.tokenizer, "a中国") == ["a", "中国"]
@@ -103,17 +103,17 @@ def test_a_character_that_was_only_bytes():
 
 
 def test_what_the_pre_tokenizer_cuts_stays_out():
-    merged = merge(OLD, [b"apples.costs", b" apples", b"apples friends"], FIRST)
+    merged = merge_tokens(OLD, [b"apples.costs", b" apples", b"apples friends"], FIRST)
     assert merged.unreachable == ["apples.costs", "apples friends"]
 
 
 def test_tokens_that_are_there():
-    merged = merge(OLD, [b"t", b"<|im_end|>", b" apples"], FIRST)
+    merged = merge_tokens(OLD, [b"t", b"<|im_end|>", b" apples"], FIRST)
     assert merged.present == ["t", "<|im_end|>"]
 
 
 def test_added_tokens_keep_their_ids():
-    merged = merge(OLD, [b" apples", b" zebra"], FIRST).tokenizer
+    merged = merge_tokens(OLD, [b" apples", b" zebra"], FIRST).tokenizer
     assert {t: merged.token_to_id(t) for t in made.SPECIAL} == {t: OLD.token_to_id(t) for t in made.SPECIAL}
     assert merged.encode("a<|im_end|>b").tokens == ["a", "<|im_end|>", "b"]
     assert merged.get_vocab_size() == max(merged.get_vocab().values()) + 1
@@ -122,7 +122,7 @@ def test_added_tokens_keep_their_ids():
 def test_whole_words_without_merges():
     """Llama 3 takes a word that is in the vocabulary at once (ignore_merges)."""
     old = made.byte_level(0, 330, ignore_merges=True)
-    merged = merge(old, [b" zebra"], FIRST)
+    merged = merge_tokens(old, [b" zebra"], FIRST)
     assert merged.tokenizer.encode("a zebra").tokens == ["a", "Ġzebra"] and len(merged.pieces[0]) > 2
 
 
@@ -137,7 +137,7 @@ def test_whole_words_without_merges():
 )
 def test_other_tokenizers_are_refused(model):
     with pytest.raises(ValueError, match="byte-level or SentencePiece BPE only; give the tokens as a text file"):
-        merge(Tokenizer(model), [b"ab"], 1)
+        merge_tokens(Tokenizer(model), [b"ab"], 1)
 
 
 # ---- for any text
@@ -145,7 +145,7 @@ def test_other_tokenizers_are_refused(model):
 
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory):
-    return merge(OLD, bytes_of(1, 600, tmp_path_factory.mktemp("source")), FIRST)
+    return merge_tokens(OLD, bytes_of(1, 600, tmp_path_factory.mktemp("source")), FIRST)
 
 
 @settings(max_examples=300, deadline=None)
@@ -168,7 +168,7 @@ def test_any_vocabulary_keeps_texts_without_its_tokens(data):
             vocab.append("".join(pair))
             merges.append("+".join(pair))
     old = small(" ".join(vocab), " ".join(merges))
-    made_of = merge(old, [t.encode() for t in data.draw(st.lists(letters, unique=True))], len(vocab))
+    made_of = merge_tokens(old, [t.encode() for t in data.draw(st.lists(letters, unique=True))], len(vocab))
     text = data.draw(st.text("abc", max_size=12))
     ids = made_of.tokenizer.encode(text).ids
     assert undone(ids, len(vocab), made_of.pieces) == old.encode(text).ids
@@ -205,10 +205,10 @@ def test_gsm8k(merged):
 
 
 def test_sentencepiece_into_byte_level_and_back(tmp_path):
-    pieces = read(made.sentencepiece(tmp_path / "pieces", made.texts(1), 500)).tokens
+    pieces = read_tokens(made.sentencepiece(tmp_path / "pieces", made.texts(1), 500)).tokens
     assert b" total" in pieces
-    joined = merge(OLD, pieces, FIRST)
-    spelled = merge(_metaspace(), bytes_of(1, 400, tmp_path), 100)
+    joined = merge_tokens(OLD, pieces, FIRST)
+    spelled = merge_tokens(_metaspace(), bytes_of(1, 400, tmp_path), 100)
     for text in made.texts(1)[:50]:
         assert joined.tokenizer.decode(joined.tokenizer.encode(text).ids) == text
         assert undone(joined.tokenizer.encode(text).ids, FIRST, joined.pieces) == OLD.encode(text).ids

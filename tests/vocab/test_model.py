@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coalign.vocab.model import VocabularyRows, read_config, tables, write_weights
+from coalign.vocab.model import VocabularyRows, find_token_tables, read_config, write_weights
 from tests.tiny import tiny_model_dir
 
 PIECES = [[0, 1], [2, 2, 3], []]
@@ -63,7 +63,7 @@ def test_means_are_computed_in_float32():
 )
 def test_tables_are_found_without_knowing_the_family(tmp_path, family, config, names):
     tiny_model_dir(tmp_path, family=family, **config)
-    assert tables(AutoConfig.from_pretrained(tmp_path)) == names
+    assert find_token_tables(AutoConfig.from_pretrained(tmp_path)) == names
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])
@@ -75,7 +75,7 @@ def test_files(tmp_path, family, sharded, dtype):
     (source / "model.safetensors").unlink()
     model.save_pretrained(source, max_shard_size="20KB" if sharded else "1GB")
     target.mkdir()
-    names, rows = tables(AutoConfig.from_pretrained(source)), VocabularyRows.plan(320, 318, PIECES, 64)
+    names, rows = find_token_tables(AutoConfig.from_pretrained(source)), VocabularyRows.plan(320, 318, PIECES, 64)
     write_weights(source, target, names, rows)
 
     files = {p.name for p in source.glob("model*")}
@@ -148,12 +148,12 @@ def test_directories_that_are_refused(tmp_path):
     path = tiny_model_dir(tmp_path / "model")
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(content | {"architectures": ["OurOwnModel"]}))
-    with pytest.raises(ValueError, match=r"architectures \['OurOwnModel'\] is none of transformers' own"):
+    with pytest.raises(ValueError, match=r"architectures \['OurOwnModel'\] is not a class of transformers"):
         read_config(path)
     (path / "config.json").write_text(json.dumps(content))
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="has no weights in safetensors files"):
         read_config(path)
     (path / "config.json").write_text(json.dumps({"model_type": "gemma3", "architectures": ["Gemma3Model"]}))
-    with pytest.raises(ValueError, match="gemma3 holds its language model inside of another one"):
+    with pytest.raises(ValueError, match="gemma3 holds its language model inside another model"):
         read_config(path)

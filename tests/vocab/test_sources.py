@@ -6,21 +6,21 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from coalign.vocab.sources import read
+from coalign.vocab.sources import read_tokens
 from tests.vocab import made
 
 
 def test_a_list_keeps_spaces_and_counts_the_rest(tmp_path):
     path = tmp_path / "tokens.txt"
     path.write_bytes("\ufeffalpha\r\n\n beta \n\t\nalpha\n中国".encode())
-    source = read(path)
+    source = read_tokens(path)
     assert [t.decode() for t in source.tokens] == ["alpha", " beta ", "中国"]
     assert source.skipped == {"blank": ["", "\t"], "repeated": ["alpha"]}
     assert not source.vocabulary
 
 
 def test_a_sentencepiece_model(tmp_path):
-    source = read(made.sentencepiece(tmp_path / "pieces", made.texts(1), 500, character_coverage=1.0))
+    source = read_tokens(made.sentencepiece(tmp_path / "pieces", made.texts(1), 500, character_coverage=1.0))
     assert source.vocabulary
     assert b" the" in source.tokens and "苹".encode() in source.tokens
     assert len(source.skipped["control"]) == 3 + 256
@@ -29,7 +29,7 @@ def test_a_sentencepiece_model(tmp_path):
 
 def test_a_byte_level_vocabulary(tmp_path):
     made.byte_level(1, 320).save(str(tmp_path / "tokenizer.json"))
-    source = read(tmp_path / "tokenizer.json")
+    source = read_tokens(tmp_path / "tokenizer.json")
     assert source.vocabulary and len(source.tokens) == 320
     assert b" t" in source.tokens and b"\n" in source.tokens and b"\xe4" in source.tokens
     assert source.skipped["control"] == []  # the three special tokens are not in the vocabulary itself
@@ -42,7 +42,7 @@ def test_the_order_is_that_of_the_ids_and_special_tokens_stay_out(tmp_path):
     edited = json.loads((tmp_path / "tokenizer.json").read_text())
     edited["model"] |= {"unk_token": "<unk>", "vocab": dict(reversed(edited["model"]["vocab"].items()))}
     (tmp_path / "tokenizer.json").write_text(json.dumps(edited))
-    source = read(tmp_path / "tokenizer.json")
+    source = read_tokens(tmp_path / "tokenizer.json")
     assert source.tokens == [b"b", b"a", b"ba"]
     assert source.skipped["control"] == ["<unk>", "c"]
 
@@ -50,7 +50,7 @@ def test_the_order_is_that_of_the_ids_and_special_tokens_stay_out(tmp_path):
 def test_byte_pieces_are_no_tokens(tmp_path):
     vocab = {"a": 0} | {f"<0x{b:02X}>": b + 1 for b in range(256)}
     Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True)).save(str(tmp_path / "tokenizer.json"))
-    source = read(tmp_path / "tokenizer.json")
+    source = read_tokens(tmp_path / "tokenizer.json")
     assert source.tokens == [b"a"] and len(source.skipped["control"]) == 256
 
 
@@ -60,7 +60,7 @@ def test_a_unigram_vocabulary(tmp_path):
     edited = json.loads((tmp_path / "tokenizer.json").read_text())
     edited["decoder"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(edited))
-    assert read(tmp_path / "tokenizer.json").tokens == [b" the", b"a"]
+    assert read_tokens(tmp_path / "tokenizer.json").tokens == [b" the", b"a"]
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_a_unigram_vocabulary(tmp_path):
 def test_bad_files(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        read(tmp_path / name)
+        read_tokens(tmp_path / name)
 
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a file"):
-        read(tmp_path / "none.txt")
+        read_tokens(tmp_path / "none.txt")
 
 
 def test_sentencepiece_is_an_extra(tmp_path, monkeypatch):
@@ -99,4 +99,4 @@ def test_sentencepiece_is_an_extra(tmp_path, monkeypatch):
     (tmp_path / "x.model").write_bytes(b"x")
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match=r"pip install coalign\[vocab\]"):
-        read(tmp_path / "x.model")
+        read_tokens(tmp_path / "x.model")

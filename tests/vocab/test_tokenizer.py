@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.vocab import extend
-from coalign.vocab.sources import read
-from coalign.vocab.tokenizer import extend_tokenizer, load
+from coalign.vocab.sources import read_tokens
+from coalign.vocab.tokenizer import extend_tokenizer, load_tokenizer
 from tests.vocab import made
 
 NEW = ["apples", " half a", "<|tool|>", "数学题", "<<"]
@@ -20,9 +20,9 @@ def written(path, tokens):
 
 
 def extended(directory, tmp_path, tokens, **options):
-    tokenizer = load(directory)
+    tokenizer = load_tokenizer(directory)
     extension = extend_tokenizer(
-        tokenizer, read(written(tmp_path / "tokens.txt", tokens)), **{"special": False} | options
+        tokenizer, read_tokens(written(tmp_path / "tokens.txt", tokens)), **{"special": False} | options
     )
     return tokenizer, extension
 
@@ -34,7 +34,7 @@ def directory(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(directory, tmp_path_factory):
-    return load(directory), extended(directory, tmp_path_factory.mktemp("list"), NEW)[0]
+    return load_tokenizer(directory), extended(directory, tmp_path_factory.mktemp("list"), NEW)[0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -49,7 +49,7 @@ def test_texts_with_no_new_token_are_tokenised_as_before_and_others_use_it(both,
 
 
 def test_the_pieces_are_those_of_the_old_tokenizer(directory, tmp_path):
-    old = load(directory)
+    old = load_tokenizer(directory)
     tokenizer, extension = extended(directory, tmp_path, NEW)
     assert extension.first == len(old) and extension.steps == []
     assert tokenizer.convert_tokens_to_ids(NEW) == list(range(len(old), len(old) + len(NEW)))
@@ -65,7 +65,7 @@ def test_the_normaliser_does_not_see_a_listed_token(tmp_path):
     description["normalizer"] = {"type": "Lowercase"}
     (directory / "tokenizer.json").write_text(json.dumps(description))
     tokenizer, _ = extended(directory, tmp_path, ["TOTAL of"])
-    old = load(directory)
+    old = load_tokenizer(directory)
     assert "TOTAL of" in tokenizer.tokenize("the TOTAL of it")
     assert tokenizer("the total of it")["input_ids"] == old("the total of it")["input_ids"]
 
@@ -78,7 +78,7 @@ def test_special_tokens_are_left_out_of_decoded_texts(directory, tmp_path):
 
 
 def test_tokens_that_do_not_enter_are_counted(directory, tmp_path):
-    (there,) = {"▁the", " t"} & {"▁the" if "▁the" in load(directory).get_vocab() else " t"}
+    (there,) = {"▁the", " t"} & {"▁the" if "▁the" in load_tokenizer(directory).get_vocab() else " t"}
     _, extension = extended(directory, tmp_path, ["new one", "t", there, "", "new one"])
     assert len(extension.pieces) == 1
     assert extension.skipped["blank"] == [""] and extension.skipped["repeated"] == ["new one"]
@@ -100,7 +100,7 @@ def test_nothing_new(directory, tmp_path):
 def test_special_is_for_lists(directory, tmp_path):
     made.byte_level(1, 400).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"--special is for a list of tokens; .*tokenizer\.json is a vocabulary"):
-        extend_tokenizer(load(directory), read(tmp_path / "tokenizer.json"), special=True)
+        extend_tokenizer(load_tokenizer(directory), read_tokens(tmp_path / "tokenizer.json"), special=True)
 
 
 def test_a_tokenizer_with_gaps_in_its_ids(tmp_path):
@@ -123,7 +123,7 @@ def test_the_rest_of_the_tokenizer_stays(directory, tmp_path, kind):
     else:
         made.byte_level(1, 500).save(str(source))
     extend(directory, source, tmp_path / "out")
-    old, new = load(directory), load(tmp_path / "out")
+    old, new = load_tokenizer(directory), load_tokenizer(tmp_path / "out")
     assert type(new) is type(old)
     assert new.model_max_length == old.model_max_length == 777
     assert new.special_tokens_map == old.special_tokens_map
@@ -140,4 +140,4 @@ def test_a_tokenizer_written_in_python_is_refused(directory, monkeypatch):
 
     monkeypatch.setattr("coalign.vocab.tokenizer.AutoTokenizer.from_pretrained", lambda path: Slow())
     with pytest.raises(ValueError, match=r"the tokenizer \(Slow\) is written in Python"):
-        load(directory)
+        load_tokenizer(directory)

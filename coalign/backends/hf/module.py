@@ -26,7 +26,7 @@ from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.memory.copying import storage_of
+from coalign.memory.transfer import get_storage
 from coalign.roles import Context
 
 # glibc maps larger blocks anew each time, page by page: larger activations made a step 13 % slower.
@@ -167,7 +167,7 @@ class HuggingFaceModule(TrainableModule):
     def _gradient_size(self) -> int:
         """Bytes, on this rank's device."""
         here = (p for p in self.model.parameters() if p.requires_grad and p.device.type == self.device.type)
-        return sum(storage_of(p).nbytes() for p in here)
+        return sum(get_storage(p).nbytes() for p in here)
 
     # ---- building
 

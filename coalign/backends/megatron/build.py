@@ -29,7 +29,7 @@ from coalign.config.errors import near
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from coalign.weights import families
-from coalign.weights.convert.huggingface import DirectoryReader
+from coalign.weights.convert.huggingface import HuggingFaceReader
 
 # Transformer Engine's hybrid recipe (2209.05433): E4M3 forward, E5M2 for gradients of outputs, factors scaled by the
 # largest entries of the last calls.
@@ -83,10 +83,11 @@ def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tu
         state = pretrained.load(config, seed=context.seed, name=context.model, packed=False).state_dict()
         return weights.read(context.rank, state.__getitem__, in_memory=True)
     folder = Path(str(config.load))
-    return weights.read(context.rank, _stored(config, weights, DirectoryReader(folder, pickled=False)), in_memory=False)
+    reader = HuggingFaceReader(folder, pickled=False)
+    return weights.read(context.rank, _stored(config, weights, reader), in_memory=False)
 
 
-def _stored(config: ModelConfig, weights: Weights, reader: DirectoryReader) -> Callable[[str], Tensor]:
+def _stored(config: ModelConfig, weights: Weights, reader: HuggingFaceReader) -> Callable[[str], Tensor]:
     model, names = weights.layout.config, set(reader.names)
     if not weights.scalar:
         stored = weights.family.stored_names(model, names)

@@ -23,10 +23,9 @@ from coalign.backends.megatron.partition import Sizes
 from coalign.backends.megatron.weights import Weights, divisor, held
 from coalign.data.batch import Batch
 from coalign.roles import Context
-from coalign.weights.convert.huggingface import whole
-from coalign.weights.convert.plan import dtypes
-from coalign.weights.convert.request import ConversionRequest
-from coalign.weights.convert.sources import Opened, open_source
+from coalign.weights.convert.huggingface import whole_shard
+from coalign.weights.convert.plan import choose_dtypes
+from coalign.weights.convert.sources import ConversionRequest, OpenedCheckpoint, open_source
 from coalign.weights.layouts.megatron import MegatronLayout, split_layers
 from coalign.weights.layouts.shards import TensorSpec, cut, plan, reshard
 from coalign.weights.sync.transport import WeightError
@@ -35,7 +34,7 @@ TOKENS = 64
 TOLERANCE = 1e-4  # of log-probs and entropies; order of sums alone gives 1e-6 in small models
 
 
-def models(request: ConversionRequest, source: Opened, folder: Path) -> str:
+def models(request: ConversionRequest, source: OpenedCheckpoint, folder: Path) -> str:
     """What was compared, in words, or why not. ``folder``: what was written from ``source``.
 
     Raises WeightError where log-probs or entropies differ by more than TOLERANCE.
@@ -58,7 +57,7 @@ def models(request: ConversionRequest, source: Opened, folder: Path) -> str:
     tokens = torch.randint(source.config.vocab_size, (count,), generator=generator)
     with torch.no_grad():
         expected = _transformers(kind, hf, request.dtype, tokens)
-        found = _megatron(megatron, dtypes(request, megatron), tokens)
+        found = _megatron(megatron, choose_dtypes(request, megatron), tokens)
     difference = float((found - expected).abs().max())
     if not difference <= TOLERANCE:
         raise WeightError(
@@ -82,9 +81,9 @@ def _transformers(kind: type, folder: Path, dtype: str | None, tokens: Tensor) -
     return torch.stack([every.gather(1, tokens[1:, None])[:, 0], -(every.exp() * every).sum(-1)])
 
 
-def _megatron(opened: Opened, dtypes: Mapping[str, torch.dtype], tokens: Tensor) -> Tensor:
+def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], tokens: Tensor) -> Tensor:
     """The same of megatron-core."""
-    config, side = opened.config, opened.side
+    config, side = opened.config, opened.weights
     with alone():
         multiple = divisor(config, 1)
         weights = Weights(
@@ -95,7 +94,7 @@ def _megatron(opened: Opened, dtypes: Mapping[str, torch.dtype], tokens: Tensor)
         )
         own = held([model])
         sources = opened.family.sources(config)
-        views = {name: whole(source) for name, source in sources.items()}
+        views = {name: whole_shard(source) for name, source in sources.items()}
         specs = {name: TensorSpec(source.shape, dtypes[name]) for name, source in sources.items()}
         moves = dict(plan(list(views.values()), side.ranks))
 

@@ -1,10 +1,11 @@
-"""Conversion of model checkpoints between Hugging Face directories and Megatron's formats, tensor by tensor.
+"""Conversion of checkpoints between Hugging Face directories and Megatron's formats. Open `convert.py` first.
 
-Both sides are boxes of Hugging Face tensors (coalign.weights.layouts.shards): a side lists what its files hold, and whatever is
-written is planned from that. No megatron is imported here.
+Source and output are boxes of Hugging Face tensors (coalign.weights.layouts.shards): `sources.py` lists what the files
+of the source hold, and `plan.py` plans the output from that. `huggingface.py`, `torch_dist.py` and `legacy.py` know the
+formats. megatron-core is not needed.
 """
 
 from coalign.weights.convert.convert import ConversionReport, convert
-from coalign.weights.convert.request import ConversionRequest
+from coalign.weights.convert.sources import ConversionRequest
 
 __all__ = ["ConversionReport", "ConversionRequest", "convert"]

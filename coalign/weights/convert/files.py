@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and known by their hash."""
+"""Atomic writes and hashes of large files."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import IO, Any
 
 import xxhash
 
-CHUNK = 2**20  # bytes read at a time: they stay in the cache until they are hashed
-SYNC = 32 * 2**20  # bytes written before the disk is told
+CHUNK = 2**20  # bytes read at once; they fit in the processor's cache for hashing
+SYNC = 32 * 2**20  # bytes written between two calls of fsync
 
 
-class Hashed:
-    """A file that is written from its beginning to its end, and its XXH3-128 (against damage, not against forgery).
+class HashedFile:
+    """A file written from start to end, with its XXH3-128 hash (it detects damage, not forgery).
 
-    ``pool`` brings what is written to the disk while the next is made: else all of it is waited for at the end.
+    ``pool`` syncs written bytes to the disk while the next are computed; otherwise all would be synced at the end.
     """
 
     def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
         self.file, self.size, self._hash = file, 0, xxhash.xxh3_128()
-        self._pool, self._syncing, self._asked = pool, pool.submit(lambda: None), 0
+        self._pool, self._sync, self._sync_end = pool, pool.submit(lambda: None), 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.file.write(view)
         self._hash.update(view)
         self.size += len(view)
-        if self.size - self._asked >= SYNC and self._syncing.done():
-            self._syncing.result()
-            self._syncing, self._asked = self._pool.submit(os.fsync, self.file.fileno()), self.size
+        if self.size - self._sync_end >= SYNC and self._sync.done():
+            self._sync.result()
+            self._sync, self._sync_end = self._pool.submit(os.fsync, self.file.fileno()), self.size
         return len(view)
 
     def flush(self) -> None:
@@ -45,13 +45,13 @@ class Hashed:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Hashed]:
-    """A file that appears when it is whole and on the disk; after an error nothing of it is left."""
+def write_atomically(path: Path) -> Iterator[HashedFile]:
+    """Open a file that appears at ``path`` once it is complete and on the disk. An error leaves nothing of it."""
     aside = path.with_name(path.name + ".partial")
     try:
         with open(aside, "wb") as file:
             with ThreadPoolExecutor(1) as pool:
-                yield (hashed := Hashed(file, pool))
+                yield (hashed := HashedFile(file, pool))
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -61,8 +61,8 @@ def writing(path: Path) -> Iterator[Hashed]:
     assert path.stat().st_size == hashed.size
 
 
-def digest(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Size and hash of a file; of a part of it, if ``ended`` says so."""
+def hash_file(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Return size and hash of a file. It stops early, with those of a part, once ``ended`` is true."""
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
         while not ended() and (count := file.readinto(buffer)):
@@ -71,11 +71,11 @@ def digest(path: Path, ended: Callable[[], bool] = lambda: False) -> dict[str, A
 
 
 @contextmanager
-def hashing(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Sizes and hashes of files, found by a thread while others do something else: asked for, they are waited for."""
+def hash_in_background(paths: Sequence[Path]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Hash files in a thread while the block runs. The function waits for the sizes and hashes and returns them."""
     ended = Event()
     with ThreadPoolExecutor(1) as pool:
-        found = [pool.submit(digest, path, ended.is_set) for path in paths]
+        found = [pool.submit(hash_file, path, ended.is_set) for path in paths]
         try:
             yield lambda: [each.result() for each in found]
         finally:

@@ -1,6 +1,6 @@
-"""Hugging Face directories: safetensors (on request also `.bin` pickles), read lazily, written streamed.
+"""Hugging Face directories: a reader of safetensors, FP8 weights and `.bin` pickles, and a streaming writer.
 
-Weights of 8 bits in blocks, each block with a scale (DeepSeek V3, arXiv 2412.19437): read, never written.
+FP8 weights have a scale per block (DeepSeek V3, arXiv 2412.19437). They are read, never written.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from coalign.weights.convert import legacy
-from coalign.weights.convert.files import Hashed
+from coalign.weights.convert.files import HashedFile
 from coalign.weights.families.sources import HuggingFaceTensor
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox
 from coalign.weights.sync.checksums import tensor_bytes
 
-SCALES = "_scale_inv"  # what the name of the scales has behind that of the weight
-BLOCK = 128  # rows and columns of a block
-DTYPE = torch.bfloat16  # what they are read as
+SCALES = "_scale_inv"  # suffix of the scales' name
+BLOCK = 128  # rows and columns per scale
+DTYPE = torch.bfloat16  # of FP8 weights when read
 
 
 def read_fp8(name: str, weight: Tensor, scales: Tensor) -> Tensor:
-    """``weight`` [R, C] float8 times ``scales`` f32[⌈R / 128⌉, ⌈C / 128⌉], multiplied in float32, as bfloat16.
+    """Return ``weight`` [R, C] float8 times ``scales`` f32[⌈R / 128⌉, ⌈C / 128⌉] as bfloat16.
 
-    ValueError for scales of another shape.
+    The product is computed in float32. Raises ValueError for scales of another shape.
     """
     blocks = tuple(-(-size // BLOCK) for size in weight.shape)
     if tuple(scales.shape) != blocks:
@@ -61,7 +61,7 @@ DTYPES = {
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Of config.json. ValueError if there is none."""
+    """Read config.json. Raises ValueError if there is none."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"'{folder}' is not a Hugging Face model directory (no config.json there)")
@@ -69,32 +69,31 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
-    """Everything in a model directory that is no weights: configurations, tokenizer, code, licence.
+    """Copy everything but weights from a model directory: configurations, tokenizer, code, licence.
 
-    ``changes``: what config.json says otherwise; None: nothing.
+    ``changes``: new values of keys of config.json; None removes a key.
     """
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
             shutil.copyfile(file, target / file.name)
     if changes:
-        config = {key: value for key, value in (read_config(target) | changes).items() if value is not None}
+        config = {key: value for key, value in {**read_config(target), **changes}.items() if value is not None}
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-class DirectoryReader:
-    """The tensors of a directory, mapped into memory. ValueError naming a file that is missing, cut off, or a pickle
-    without ``pickled`` (allowed).
+class HuggingFaceReader:
+    """The tensors of a directory, mapped into memory. FP8 weights with scales are read as bfloat16.
 
-    Weights in blocks of 8 bits are read as bfloat16: those that have a tensor of scales (coalign.weights.convert.huggingface).
+    ``pickled``: allow `.bin` files. Raises ValueError naming a file that is missing, cut off, or not allowed.
     """
 
     def __init__(self, folder: Path, *, pickled: bool) -> None:
         self.folder = folder
         self.files = self._files(pickled)
         self._open: dict[Path, Any] = {}
-        self._where = {name: file for file in self.files for name in self._names(file)}
+        self._where = {name: file for file in self.files for name in list(self._open_file(file).keys())}
         scales = {name + SCALES for name in self._where}
         self.names = [name for name in self._where if name not in scales]
 
@@ -104,7 +103,7 @@ class DirectoryReader:
             if index.is_file():
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
                 if missing := [name for name in names if not (self.folder / name).is_file()]:
-                    raise ValueError(f"{index} names files that are not there: {missing}")
+                    raise ValueError(f"{index} names files that do not exist: {missing}")
                 return [self.folder / name for name in names]
             if (self.folder / single).is_file():
                 return [self.folder / single]
@@ -112,7 +111,7 @@ class DirectoryReader:
         hint = f"; there are pickles ({bins[0]} …): --pickles reads them" if bins else ""
         raise ValueError(f"'{self.folder}' has no {SAFETENSORS} and no index of several{hint}")
 
-    def _opened(self, file: Path) -> Any:
+    def _open_file(self, file: Path) -> Any:
         if file not in self._open:
             try:
                 self._open[file] = (
@@ -122,63 +121,63 @@ class DirectoryReader:
                 raise ValueError(f"{file} cannot be read, is it cut off? ({problem})") from problem
         return self._open[file]
 
-    def _names(self, file: Path) -> list[str]:
-        return list(self._opened(file).keys())
-
-    def scaled(self, name: str) -> bool:
-        """Whether a tensor is in blocks of 8 bits."""
+    def is_scaled(self, name: str) -> bool:
+        """Return whether a tensor is in FP8 with scales."""
         return name in self._where and name + SCALES in self._where
 
     def tensor(self, name: str) -> Tensor:
-        if self.scaled(name):
+        if self.is_scaled(name):
             return read_fp8(name, self._stored(name), self._stored(name + SCALES))
         return self._stored(name)
 
     def like(self, name: str) -> tuple[Shape, torch.dtype]:
-        """Of ``tensor``, without making it. ValueError for 8 bits without scales."""
+        """Return shape and dtype of ``tensor(name)``. Raises ValueError for FP8 without scales."""
         found = self._stored(name)
-        if not self.scaled(name):
+        if not self.is_scaled(name):
             if found.dtype.itemsize == 1 and found.is_floating_point():
-                raise ValueError(f"{self.folder}: '{name}' is {found.dtype}, and there is no '{name}{SCALES}'")
+                raise ValueError(f"{self.folder}: '{name}' is {found.dtype}, but there is no '{name}{SCALES}'")
             return tuple(found.shape), found.dtype
         return tuple(found.shape), DTYPE
 
     def _stored(self, name: str) -> Tensor:
         file = self._where[name]
-        opened = self._opened(file)
+        opened = self._open_file(file)
         return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)
 
 
 class HuggingFaceWeights:
-    """The weights as a side. ``sources``: all tensors that the model has. ``stored``: their names in the files."""
+    """The weights of a directory (a CheckpointReader).
+
+    ``sources``: all tensors of the model. ``stored``: their names in the files.
+    """
 
     def __init__(
-        self, reader: DirectoryReader, sources: Mapping[str, HuggingFaceTensor], stored: Mapping[str, str]
+        self, reader: HuggingFaceReader, sources: Mapping[str, HuggingFaceTensor], stored: Mapping[str, str]
     ) -> None:
         self.reader, self.sources, self.stored = reader, sources, stored
-        self.ranks = [[whole(source) for source in sources.values()]]
-        self.dtypes = {}
+        self.ranks = [[whole_shard(source) for source in sources.values()]]
+        self.dtypes: dict[str, torch.dtype] = {}
         wrong = []
         for name, source in sources.items():
             shape, self.dtypes[name] = reader.like(stored[name])
             if shape != source.stored:
                 wrong.append(f"'{stored[name]}' {list(shape)} (config.json: {list(source.stored)})")
         if wrong:
-            raise ValueError(f"{reader.folder}: shapes that are not those of config.json: {', '.join(wrong)}")
+            raise ValueError(f"{reader.folder}: shapes that differ from config.json: {', '.join(wrong)}")
 
     def fetch(self, rank: int, name: str) -> Tensor:
         return self.sources[name].read(self.reader.tensor(self.stored[name]))
 
 
-def whole(source: HuggingFaceTensor) -> Shard:
-    """A view, as it is."""
+def whole_shard(source: HuggingFaceTensor) -> Shard:
+    """Return a tensor's whole view as one shard."""
     box = tuple((0, size) for size in source.shape)
     return Shard(source.name, source.shape, source.name, (ShardBox(source.name, box, box),))
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file. ``shape``: as it is stored."""
+    """A tensor of an output file, with its stored shape."""
 
     name: str
     shape: Shape
@@ -189,29 +188,28 @@ class FileTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def split(entries: Iterable[FileTensor], size: int) -> list[list[FileTensor]]:
-    """Entries of each file, of up to ``size`` bytes (or one tensor)."""
+def group_by_file(entries: Iterable[FileTensor], size: int) -> list[list[FileTensor]]:
+    """Split entries into files of up to ``size`` bytes, or of one larger tensor."""
     files: list[list[FileTensor]] = []
-    room = 0
+    free = 0
     for entry in entries:
-        if not files or entry.size > room:
+        if not files or entry.size > free:
             files.append([])
-            room = size
+            free = size
         files[-1].append(entry)
-        room -= entry.size
+        free -= entry.size
     # Wide types first, so that every tensor is aligned.
     return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
 
 
 def file_names(count: int) -> list[str]:
-    """Of the files of a model."""
     if count == 1:
         return [SAFETENSORS]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
-def write(file: Hashed, entries: list[FileTensor], tensors: Iterator[Tensor]) -> None:
-    """One safetensors file; ``tensors``: parts of the entries, one after the other."""
+def write_safetensors(file: HashedFile, entries: list[FileTensor], tensors: Iterator[Tensor]) -> None:
+    """Write one safetensors file. ``tensors`` are consecutive blocks of rows of the entries."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:
@@ -227,11 +225,11 @@ def write(file: Hashed, entries: list[FileTensor], tensors: Iterator[Tensor]) ->
     for tensor in tensors:
         file.write(tensor_bytes(tensor).data)
     if file.size != (expected := 8 + len(text) + at):
-        raise AssertionError(f"{expected} bytes were announced, {file.size} written")
+        raise AssertionError(f"{file.size} bytes were written, the header says {expected}")
 
 
 def write_index(folder: Path, files: Mapping[str, list[FileTensor]]) -> None:
-    """Which file has which tensor, if there are several."""
+    """Write the index of tensors, if there are several files."""
     if len(files) > 1:
         names = {entry.name: file for file, entries in files.items() for entry in entries}
         total = sum(entry.size for entries in files.values() for entry in entries)

@@ -1,8 +1,7 @@
-"""Megatron's older checkpoints, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`: one pickle a rank. They are only read.
+"""Reader of Megatron's older checkpoints, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`: one pickle per rank.
 
-Layers (and experts) count from 0 in each stage (and rank); with virtual stages a rank has `model0`, `model1` …
-
-Pickles of others, read without running anything that they name: unknown classes become empty stand-ins.
+Layers count from 0 in each stage, experts from 0 in each rank. With virtual stages a rank has `model0`, `model1` …
+Pickles are read without running code from them: unknown classes become empty stand-ins.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from coalign.weights.layouts.megatron_names import TIED_HEAD, LayerSpec
 from coalign.weights.layouts.mesh import Coordinates, Mesh
 from coalign.weights.layouts.shards import Shard
 
-KNOWN = {  # beside the records of torch.distributed.checkpoint.metadata
+KNOWN = {  # classes of `.metadata` outside torch.distributed.checkpoint.metadata
     ("torch", "Size"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("collections", "OrderedDict"),
@@ -32,10 +31,10 @@ KNOWN = {  # beside the records of torch.distributed.checkpoint.metadata
 }
 
 
-class Unread:
-    """An object of a class that is not loaded."""
+class SkippedObject:
+    """Stand-in for an object whose class is not imported."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Unread:
+    def __new__(cls, *args: Any, **kwargs: Any) -> SkippedObject:
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,37 +45,37 @@ class Unread:
 
 
 def load_pickle(path: Path, *, mmap: bool = False) -> Any:
-    """A file of torch.save (1.6 or later), with `weights_only`. ValueError for one that is damaged."""
+    """Load a file of torch.save (1.6 or later) with `weights_only`. Raises ValueError for a damaged file."""
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} cannot be read, is it cut off? (it is no archive of torch.save)")
+        raise ValueError(f"{path} cannot be read, is it cut off? (it is not an archive of torch.save)")
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        with torch.serialization.safe_globals([(_stand_in(name), name) for name in unknown]):
+        with torch.serialization.safe_globals([(_make_stand_in(name), name) for name in unknown]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as problem:
         raise ValueError(f"{path} cannot be read, is it cut off? ({str(problem).splitlines()[0]})") from problem
 
 
-def _stand_in(name: str) -> type:
+def _make_stand_in(name: str) -> type:
     module, _, own = name.rpartition(".")
-    return type(own, (Unread,), {"__module__": module})
+    return type(own, (SkippedObject,), {"__module__": module})
 
 
-class Restricted(pickle.Unpickler):
-    """Of `.metadata`: knows the records of torch.distributed.checkpoint, and dtypes."""
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickler of `.metadata`: it imports the records of torch.distributed.checkpoint, dtypes and layouts only."""
 
     def find_class(self, module: str, name: str) -> Any:
         inert = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
         record = module == "torch.distributed.checkpoint.metadata" and "." not in name
         if inert or record or (module, name) in KNOWN:
             return super().find_class(module, name)
-        return _stand_in(f"{module}.{name}")
+        return _make_stand_in(f"{module}.{name}")
 
 
 def pickle_metadata(file: IO[bytes], path: Path) -> Any:
-    """The Metadata record of a torch.distributed.checkpoint directory. ValueError for what is none."""
+    """Load the Metadata of a torch.distributed.checkpoint directory. Raises ValueError for a damaged file."""
     try:
-        return Restricted(file).load()
+        return MetadataUnpickler(file).load()
     except Exception as problem:  # a damaged pickle raises almost anything
         raise ValueError(f"{path} cannot be read, is it cut off? ({problem})") from problem
 
@@ -97,8 +96,8 @@ RENAMED = [
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
-    """Of a file: its place, and the tensors of each chunk (virtual stage) by name."""
+class LegacyRank:
+    """One file: the coordinates of its rank, and the tensors of each chunk (virtual stage) by name."""
 
     path: Path
     tensor: int
@@ -107,22 +106,22 @@ class Rank:
     chunks: list[dict[str, Tensor]]
 
 
-class Checkpoint:
-    """The weights as a side. ValueError for ranks, names or shapes that do not fit together."""
+class LegacyWeights:
+    """The weights of all ranks (a CheckpointReader). Raises ValueError for ranks, names or shapes that do not fit."""
 
-    def __init__(self, ranks: list[Rank], parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
+    def __init__(self, ranks: list[LegacyRank], parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
         self.files = ranks
         sizes = [1 + max(place) for place in zip(*((r.tensor, r.stage, r.expert) for r in ranks), strict=True)]
         places = {(r.tensor, r.stage, r.expert) for r in ranks}
         if len(places) != sizes[0] * sizes[1] * sizes[2]:
             raise ValueError(
-                f"{ranks[0].path.parent.parent} has {len(places)} ranks, which are no {sizes[0]} tensor × {sizes[1]} "
+                f"{ranks[0].path.parent.parent} has {len(places)} ranks, which are not {sizes[0]} tensor × {sizes[1]} "
                 f"pipeline × {sizes[2]} expert parallel ones: files are missing"
             )
         mesh = Mesh(sizes[0], sizes[1], sizes[2], sizes[2], sizes[0])
-        stages = _stages(ranks, config)
-        held = [self._held(MegatronLayout(config, mesh, stages, spec), ranks, parameters) for spec in SPECS]
-        chosen = min((each for each in held if each is not None), key=lambda each: _missing(ranks, each))
+        stages = _list_stages(ranks, config)
+        held = [self._list_shards(MegatronLayout(config, mesh, stages, spec), ranks, parameters) for spec in SPECS]
+        chosen = min((each for each in held if each is not None), key=lambda each: _count_missing(ranks, each))
         self.ranks: list[list[Shard]] = []
         self.dtypes: dict[str, torch.dtype] = {}
         self._tensors: list[dict[str, Tensor]] = []
@@ -130,10 +129,10 @@ class Checkpoint:
             self._take(rank, chunks, config)
 
     @staticmethod
-    def _held(
-        layout: MegatronLayout, ranks: list[Rank], parameters: Mapping[str, Parameter]
+    def _list_shards(
+        layout: MegatronLayout, ranks: list[LegacyRank], parameters: Mapping[str, Parameter]
     ) -> list[list[dict[str, Shard]]] | None:
-        """What each chunk of each rank should hold; None for a model that has no names in this spec."""
+        """Return the expected shards of each chunk of each rank; None if this spec has no names for the model."""
         sizes = layout.mesh.tensor, layout.mesh.pipeline, layout.mesh.expert
         held = []
         for rank in ranks:
@@ -148,7 +147,7 @@ class Checkpoint:
             held.append([{shard.name: shard for shard in shards} for shards in chunks])
         return held
 
-    def _take(self, rank: Rank, chunks: list[dict[str, Shard]], config: MegatronConfig) -> None:
+    def _take(self, rank: LegacyRank, chunks: list[dict[str, Shard]], config: MegatronConfig) -> None:
         held: list[Shard] = []
         found: dict[str, Tensor] = {}
         for chunk, (shards, tensors) in enumerate(zip(chunks, rank.chunks, strict=True)):
@@ -156,12 +155,12 @@ class Checkpoint:
             tied = tuple(TIED_HEAD.values()) if config.share_embeddings_and_output_weights else ()
             extra = [name for name in tensors if name not in shards and name not in tied]
             if missing or extra:
-                raise ValueError(f"{rank.path} is not the model of config.json: missing {missing}, extra {extra}")
+                raise ValueError(f"{rank.path} does not match config.json: missing {missing}, extra {extra}")
             for name, shard in shards.items():
                 if tuple(tensors[name].shape) != shard.shape:
                     raise ValueError(
-                        f"{rank.path}: '{name}' has the shape {list(tensors[name].shape)}, config.json and the number "
-                        f"of ranks mean {list(shard.shape)}"
+                        f"{rank.path}: '{name}' has the shape {list(tensors[name].shape)}; config.json and the number "
+                        f"of ranks require {list(shard.shape)}"
                     )
                 held.append(replace(shard, name=f"{chunk}:{name}"))
                 found[f"{chunk}:{name}"] = tensors[name]
@@ -173,7 +172,7 @@ class Checkpoint:
         return self._tensors[rank][name]
 
 
-def _missing(ranks: list[Rank], held: list[list[dict[str, Shard]]]) -> int:
+def _count_missing(ranks: list[LegacyRank], held: list[list[dict[str, Shard]]]) -> int:
     pairs = (
         (shards, tensors)
         for rank, chunks in zip(ranks, held, strict=True)
@@ -183,19 +182,22 @@ def _missing(ranks: list[Rank], held: list[list[dict[str, Shard]]]) -> int:
 
 
 def is_legacy(folder: Path) -> bool:
-    """Whether an iteration's folder is of this format."""
-    return next(_folders(folder), None) is not None
+    """Return whether an iteration's folder has this format."""
+    return next(_list_folders(folder), None) is not None
 
 
-def _folders(folder: Path) -> Iterator[Path]:
+def _list_folders(folder: Path) -> Iterator[Path]:
     return (each for each in sorted(folder.glob("mp_rank_*")) if RANK.match(each.name))
 
 
-def read(folder: Path) -> list[Rank]:
-    """All ranks of an iteration's folder, mapped into memory. ValueError for a file that is missing, cut off, or from
-    before checkpoint version 2 (whose queries, keys and values are in another order)."""
+def read_ranks(folder: Path) -> list[LegacyRank]:
+    """Read all ranks of an iteration's folder, mapped into memory.
+
+    Raises ValueError for a file that is missing, cut off, or older than checkpoint version 2, whose queries, keys and
+    values are in another order.
+    """
     found = []
-    for each in _folders(folder):
+    for each in _list_folders(folder):
         path = next((each / name for name in FILES if (each / name).is_file()), None)
         if path is None:
             raise ValueError(f"{each} has none of the files {', '.join(FILES)}")
@@ -205,23 +207,24 @@ def read(folder: Path) -> list[Rank]:
         if (version := state.get("checkpoint_version", 0)) < 2:
             raise ValueError(f"{path} has checkpoint_version {version}; 2.0 and later can be read")
         keys = [key for key in state if re.fullmatch(r"model\d*", key)]
-        chunks = [_named(state[key]) for key in sorted(keys, key=lambda key: int(key[5:] or 0))]
+        chunks = [_collect_tensors(state[key]) for key in sorted(keys, key=lambda key: int(key[5:] or 0))]
         found.append((path, tuple(int(number) for number in match.groups() if number is not None), chunks))
-    # A single number after the tensor-parallel one is the stage, unless there is one stage: it has the last norm too.
+    # A single number after the tensor rank is the stage; but if stage 0 has the last norm, there is only one stage, and
+    # the number is the expert rank.
     experts = any(
         len(at) == 2 and at[1] == 0 and any(name.endswith(LAST) for name in chunks[-1]) for _, at, chunks in found
     )
     ranks = []
     for path, at, chunks in found:
         tensor, stage, expert = (at[0], 0, at[1]) if len(at) == 2 and experts else (*at, 0, 0)[:3]
-        ranks.append(Rank(path, tensor, stage, expert, chunks))
+        ranks.append(LegacyRank(path, tensor, stage, expert, chunks))
     return ranks
 
 
-def _named(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by name; what is no tensor (`_extra_state`) is left out."""
+def _collect_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors by name in megatron-core, without `_extra_state`."""
     found = {}
-    for name, value in _flat(state, ""):
+    for name, value in _flatten(state, ""):
         if isinstance(value, Tensor) and not name.endswith("_extra_state"):
             for pattern, new in RENAMED:
                 name = pattern.sub(new, name)
@@ -229,20 +232,20 @@ def _named(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def _flat(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in state.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _stages(ranks: list[Rank], config: MegatronConfig) -> Stages:
-    """The layers of each stage and chunk, as the files have them: chunk 0 of all stages, then chunk 1 …"""
+def _list_stages(ranks: list[LegacyRank], config: MegatronConfig) -> Stages:
+    """Return the layers of each stage and chunk. Layers run through chunk 0 of all stages, then chunk 1 …"""
     first = {rank.stage: rank for rank in ranks}
     chunks = {len(rank.chunks) for rank in ranks}
     if len(chunks) != 1:
-        raise ValueError(f"{ranks[0].path.parent.parent}: ranks have {sorted(chunks)} models")
+        raise ValueError(f"{ranks[0].path.parent.parent}: the ranks have different numbers of models: {sorted(chunks)}")
     stages: list[list[tuple[int, ...]]] = [[] for _ in first]
     at = 0
     for chunk in range(chunks.pop()):
@@ -256,8 +259,8 @@ def _stages(ranks: list[Rank], config: MegatronConfig) -> Stages:
     return tuple(map(tuple, stages))
 
 
-def vocabulary(ranks: list[Rank]) -> int:
-    """Rows of the word embedding over all ranks, padding included."""
+def count_vocabulary_rows(ranks: list[LegacyRank]) -> int:
+    """Count the rows of the word embedding over all ranks, padding included."""
     tensors = 1 + max(rank.tensor for rank in ranks)
     for rank in ranks:
         for name, tensor in rank.chunks[0].items():

@@ -1,117 +1,111 @@
-"""One side of a conversion: what its files hold, as boxes of the views of Hugging Face tensors.
-
-What a source directory is, and its weights as a side.
-"""
+"""The request for a conversion, and its source: the format of a directory, its model and its weights."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from coalign.weights import families
 from coalign.weights.convert import huggingface, legacy, torch_dist
-from coalign.weights.convert import huggingface as fp8
-from coalign.weights.convert.request import ConversionRequest
 from coalign.weights.families import Family, MegatronConfig, Parameter
-from coalign.weights.layouts.shards import Box, BoxCopy, Fetch, Shape, Shard, TensorSpec, reshard
-from coalign.weights.sync.checksums import tensor_bytes
+from coalign.weights.layouts.shards import Shard
 
-BLOCK = 16 * 2**20  # bytes that are made at a time
+ITERATION = "latest_checkpointed_iteration.txt"
+HF = "hf"  # folder of a Megatron directory with config.json, tokenizer and the like
 
 
 class CheckpointReader(Protocol):
-    """``ranks``: what each file, or each rank's file, holds. ``dtypes``: of each Hugging Face tensor, as it is stored
-    here."""
+    """The weights of a checkpoint, as boxes of Hugging Face tensors (coalign.weights.layouts.shards)."""
 
-    ranks: Sequence[Sequence[Shard]]
-    dtypes: Mapping[str, torch.dtype]
+    @property
+    def ranks(self) -> Sequence[Sequence[Shard]]:
+        """The shards that each rank's file holds. Formats without ranks have one."""
+        ...
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The stored dtype of each Hugging Face tensor."""
+        ...
 
     def fetch(self, rank: int, name: str) -> Tensor:
-        """A tensor of a file, mapped into memory rather than read."""
+        """Return a tensor of a file, mapped into memory rather than read."""
+        ...
 
 
-class Scratch:
-    """Memory for one tensor at a time: the next one takes its place. New memory would cost a page fault a page."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionRequest:
+    """The settings of a conversion from the directory ``source`` to the directory ``output``, in the format ``to``.
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+    ``hf``: a Hugging Face directory of the same model (config.json, tokenizer), for Megatron checkpoints of other
+    tools. ``tensor`` … ``expert_tensor``: parallel sizes of later use. They must divide the model, and the vocabulary
+    is padded to a multiple of ``vocab_divisor`` × tensor; otherwise torch_dist files do not depend on them.
+    ``flavour``: names of norms, as in megatron-core's own layers or in Transformer Engine's. ``dtype``: of the output
+    (None: the source's); tensors that must be float32 stay so. ``file_size``: most bytes of an output file.
+    ``pickles``: read `.bin` files, without running code from them. ``without_mtp``: leave out multi-token-prediction
+    layers.
+    """
 
-    def __call__(self, shape: Shape, *, dtype: torch.dtype) -> Tensor:
-        size = math.prod(shape) * dtype.itemsize
-        if size > len(self._bytes):
-            self._bytes = torch.empty(size, dtype=torch.uint8)
-        return self._bytes[:size].view(dtype).view(shape)
-
-
-def made(
-    specs: Mapping[str, TensorSpec], shard: Shard, moves: Sequence[BoxCopy], fetch: Fetch, scratch: Scratch
-) -> Tensor:
-    """A shard's tensor, until the next one is made; where it is one box of one tensor of a file and of its type, a view
-    of that."""
-    dtype = specs[shard.like].dtype
-    if len(moves) == 1 and moves[0].given == tuple((0, size) for size in shard.shape):
-        found = fetch(moves[0].rank, moves[0].source)[tuple(slice(*ends) for ends in moves[0].taken)]
-        return found.reshape(shard.shape).to(dtype)
-    return next(tensor for _, tensor in reshard(specs, [shard], {shard.name: moves}, fetch, scratch))
-
-
-def bare(tensor: Tensor) -> Tensor:
-    """The same bytes as a storage of their own: of a view, torch.save writes all that it is a view of."""
-    return torch.from_numpy(tensor_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
-
-
-def blocks(shape: Shape, itemsize: int, limit: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Rows from … to …, as many at a time as fit into ``limit`` bytes, at least one."""
-    rows, row = shape[0], itemsize
-    for size in shape[1:]:
-        row *= size
-    step = max(1, limit // max(row, 1))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
-def rows(shape: Shape, start: int, stop: int) -> Box:
-    """The box of some rows."""
-    return ((start, stop), *((0, size) for size in shape[1:]))
-
-
-ITERATION = "latest_checkpointed_iteration.txt"
-HF = "hf"  # in a Megatron directory: what else the Hugging Face directory had
+    source: Path
+    output: Path
+    to: Literal["hf", "megatron"]
+    hf: Path | None = None
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    vocab_divisor: int = 128
+    flavour: torch_dist.Flavour = "te"
+    dtype: str | None = None
+    file_size: int = 4 * 2**30
+    processes: int = 1
+    pickles: bool = False
+    without_mtp: bool = False
+    resume: bool = False
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """``format``: `hf`, `torch_dist` or `legacy`. ``hf``: where config.json and the tokenizer are. ``files``: with the
-    weights. ``details``: for the manifest. ``changes``: what config.json says otherwise of what is written."""
+class OpenedCheckpoint:
+    """A checkpoint that can be read.
+
+    ``format``: `hf`, `torch_dist` or `legacy`. ``hf``: folder of config.json and the tokenizer. ``files``: those with
+    weights. ``details``: entries for the manifest. ``changes``: keys that the output's config.json has otherwise (None:
+    does not have).
+    """
 
     format: str
     hf: Path
     family: Family
     config: MegatronConfig
     files: list[Path]
-    side: CheckpointReader
+    weights: CheckpointReader
     details: Mapping[str, Any]
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_source(request: ConversionRequest) -> Opened:
-    """ValueError for what is no model that can be read, and for whatever does not fit its config.json."""
+def open_source(request: ConversionRequest) -> OpenedCheckpoint:
+    """Open the source of a conversion. Raises ValueError for other formats and for weights that do not fit config.json.
+
+    Raises FileNotFoundError if there is no directory.
+    """
     if not request.source.is_dir():
-        raise FileNotFoundError(f"{request.source} is no directory")
-    folder = iteration(request.source)
+        raise FileNotFoundError(f"{request.source} is not a directory")
+    folder = find_iteration(request.source)
     if folder is None:
-        return _huggingface(request)
-    return _megatron(request, folder)
+        return _open_huggingface(request)
+    return _open_megatron(request, folder)
 
 
-def iteration(source: Path) -> Path | None:
-    """The folder of a Megatron checkpoint's newest iteration, or the one given; None: it is no such checkpoint."""
+def find_iteration(source: Path) -> Path | None:
+    """Return the folder of a Megatron checkpoint's newest iteration, or None for other formats.
+
+    ``source`` is the checkpoint or the folder of one iteration.
+    """
     if (source / torch_dist.METADATA).is_file() or legacy.is_legacy(source):
         return source
     tracker = source / ITERATION
@@ -120,73 +114,75 @@ def iteration(source: Path) -> Path | None:
     newest = tracker.read_text().strip()
     folder = source / (newest if newest == "release" else f"iter_{int(newest):07d}")
     if not folder.is_dir():
-        raise ValueError(f"{tracker} says {newest!r}, and {folder} is not there")
+        raise ValueError(f"{tracker} says {newest!r}, but there is no {folder}")
     return folder
 
 
-def _huggingface(request: ConversionRequest) -> Opened:
+def _open_huggingface(request: ConversionRequest) -> OpenedCheckpoint:
     hf = huggingface.read_config(request.source)
     family = families.find_family(hf)
     config = family.config(hf)
-    changes = _unquantised(hf)
-    reader = huggingface.DirectoryReader(request.source, pickled=request.pickles)
+    changes = _check_quantization(hf)
+    reader = huggingface.HuggingFaceReader(request.source, pickled=request.pickles)
     beyond = [name for name in reader.names if (family.layer_of(name) or 0) >= config.num_layers]
     if hf.get("num_nextn_predict_layers") and beyond:
         if not request.without_mtp:
             raise ValueError(
-                f"{request.source}: layers from {config.num_layers} on predict further tokens, {len(beyond)} tensors "
-                f"({beyond[0]} …), and are not converted: --without-mtp leaves them out"
+                f"{request.source}: layers from {config.num_layers} on are for multi-token prediction: "
+                f"{len(beyond)} tensors ({beyond[0]} …), which are not converted: --without-mtp leaves them out"
             )
         changes["num_nextn_predict_layers"] = 0
     left_out = beyond if request.without_mtp else []
     stored = family.stored_names(config, [name for name in reader.names if name not in set(left_out)])
-    side = huggingface.HuggingFaceWeights(reader, family.sources(config), stored)
-    return Opened("hf", request.source, family, config, reader.files, side, {"left_out": left_out}, changes)
+    weights = huggingface.HuggingFaceWeights(reader, family.sources(config), stored)
+    details = {"left_out": left_out}
+    return OpenedCheckpoint("hf", request.source, family, config, reader.files, weights, details, changes)
 
 
-def _unquantised(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says otherwise of weights that are read from 8 bits. ValueError for other quantisations."""
+def _check_quantization(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes of config.json for FP8 weights. Raises ValueError for other quantisations."""
     how = hf.get("quantization_config")
     if how is None:
         return {}
-    if (how.get("quant_method"), how.get("weight_block_size")) != ("fp8", [fp8.BLOCK, fp8.BLOCK]):
+    if (how.get("quant_method"), how.get("weight_block_size")) != ("fp8", [huggingface.BLOCK, huggingface.BLOCK]):
         raise ValueError(
             f"config.json: 'quantization_config' is {how}; what can be read is 'quant_method' 'fp8' with "
-            f"'weight_block_size' [{fp8.BLOCK}, {fp8.BLOCK}]"
+            f"'weight_block_size' [{huggingface.BLOCK}, {huggingface.BLOCK}]"
         )
     return {"quantization_config": None, **dtype_keys(hf, "bfloat16")}
 
 
 def dtype_keys(hf: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """How a config.json says what its weights are."""
+    """Return the changes of config.json for weights of this dtype."""
     return dict.fromkeys([key for key in ("dtype", "torch_dtype") if key in hf] or ["dtype"], dtype)
 
 
-def _megatron(request: ConversionRequest, folder: Path) -> Opened:
+def _open_megatron(request: ConversionRequest, folder: Path) -> OpenedCheckpoint:
     places = [request.hf] if request.hf else [request.source / HF, request.source.parent / HF]
     place = next((each for each in places if (each / "config.json").is_file()), None)
     if place is None:
         raise ValueError(
-            f"{request.source} does not say what model it is: --hf names a Hugging Face directory of the same model "
+            f"{request.source} has no config.json: --hf names a Hugging Face directory of the same model "
             "(config.json, tokenizer)"
         )
     hf = huggingface.read_config(place)
     family = families.find_family(hf)
     config = family.config(hf)
-    side: CheckpointReader
     if legacy.is_legacy(folder):
-        ranks = legacy.read(folder)
-        side = legacy.Checkpoint(ranks, padded(family, config, legacy.vocabulary(ranks)), config)
-        return Opened("legacy", place, family, config, [rank.path for rank in ranks], side, {})
+        ranks = legacy.read_ranks(folder)
+        parameters = list_parameters(family, config, legacy.count_vocabulary_rows(ranks))
+        weights = legacy.LegacyWeights(ranks, parameters, config)
+        return OpenedCheckpoint("legacy", place, family, config, [rank.path for rank in ranks], weights, {})
     if not (folder / torch_dist.METADATA).is_file():
         raise ValueError(f"{folder} has neither mp_rank_* nor {torch_dist.METADATA}: no format that can be read")
-    side = torch_dist.TorchDistWeights(folder, padded(family, config, torch_dist.vocabulary(folder)), config)
-    files = sorted({stored.file for stored in side.chunks.values()})
-    return Opened("torch_dist", place, family, config, files, side, {"flavour": side.naming.flavour})
+    parameters = list_parameters(family, config, torch_dist.count_vocabulary_rows(folder))
+    weights = torch_dist.TorchDistWeights(folder, parameters, config)
+    files = sorted({stored.file for stored in weights.chunks.values()})
+    return OpenedCheckpoint("torch_dist", place, family, config, files, weights, {"flavour": weights.naming.flavour})
 
 
-def padded(family: Family, config: MegatronConfig, rows: int) -> dict[str, Parameter]:
-    """The parameters, with a vocabulary of so many rows. ValueError for fewer than the real ones."""
+def list_parameters(family: Family, config: MegatronConfig, rows: int) -> dict[str, Parameter]:
+    """Return the parameters with a vocabulary of ``rows``. Raises ValueError for fewer than the model has."""
     if rows < config.vocab_size:
         raise ValueError(f"the word embedding has {rows} rows, config.json says vocab_size {config.vocab_size}")
     return family.parameters(config, vocab_divisor=rows)

@@ -1,12 +1,10 @@
-"""Megatron's `torch_dist` directories (torch.distributed.checkpoint), read lazily and written streamed.
+"""Megatron's `torch_dist` directories (torch.distributed.checkpoint): names, a lazy reader and a streaming writer.
 
-Written is the layout of megatron-core 0.16 (`common.pt` beside the tensors), which later versions read too; theirs,
-with the object `common_state` instead, is read as well. Chunks are `torch.save` archives, one after the other.
+The writer uses the layout of megatron-core 0.16 (`common.pt` beside the tensors), which later versions can read. The
+reader also knows theirs, with the object `common_state` instead. Chunks are consecutive `torch.save` archives.
 
-Where a Megatron parameter lies in a `torch_dist` directory: the key of the stacked tensor, and the place in it.
-
-Layers are stacked on the first axis, experts on the next one; where dense layers and layers with experts alternate,
-each layer has a key of its own.
+A tensor stacks layers on its first axis and experts on the next. If the model has both dense layers and layers with
+experts, each layer has its own key.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -36,24 +34,24 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils.serialization import config as serialization
 
 from coalign.weights.convert import legacy
-from coalign.weights.convert.files import Hashed, writing
-from coalign.weights.convert.request import Flavour
+from coalign.weights.convert.files import HashedFile, write_atomically
 from coalign.weights.families import MegatronConfig, Parameter
 from coalign.weights.layouts.megatron_model import EXPERT, LAYER
 from coalign.weights.layouts.megatron_names import name_in_torch_dist
 from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 
 STACKED = "decoder.layers."
+Flavour = Literal["local", "te"]  # names of norms: megatron-core's own layers, or Transformer Engine's
 
 
-def stacks(config: MegatronConfig) -> bool:
-    """Whether megatron-core has all layers in one tensor: it does where all layers are alike."""
+def has_stacked_layers(config: MegatronConfig) -> bool:
+    """Return whether megatron-core stacks all layers in one tensor, as it does if all are alike."""
     return len(set(config.moe_layer_freq)) < 2
 
 
 @dataclass(frozen=True, slots=True)
 class TorchDistKey:
-    """``index``: of the layer and the expert in the tensor ``key``, whose first sizes are ``stacked``."""
+    """The location of a parameter: ``index`` (layer, expert) in tensor ``key``, whose first axes are ``stacked``."""
 
     key: str
     index: tuple[int, ...] = ()
@@ -61,14 +59,14 @@ class TorchDistKey:
 
     @property
     def object(self) -> str:
-        """What an object at this place is called."""
+        """The name of an object (`_extra_state`) at this location."""
         index, sizes = self.index or (0,), self.stacked or (1,)
         return f"{self.key}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}"
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
-    """``stacked``: layers are (else each has its own keys, as Megatron writes them if `moe_layer_freq` is a list)."""
+class TorchDistNaming:
+    """Names of parameters. ``stacked``: layers share a tensor, which they do unless `moe_layer_freq` is a list."""
 
     flavour: Flavour
     stacked: bool
@@ -77,11 +75,10 @@ class Naming:
         name = name_in_torch_dist(config, parameter, self.flavour)
         if parameter.layer is None:
             return TorchDistKey(name)
-        return self._place(name.removeprefix(LAYER), parameter, config)
+        return self._locate(name.removeprefix(LAYER), parameter, config)
 
     def objects(self, parameter: Parameter, config: MegatronConfig) -> list[TorchDistKey]:
-        """The `_extra_state` of the module that a weight is of: empty, but Megatron asks for them. More of them than
-        it asks for do no harm."""
+        """Return the `_extra_state` of a weight's module: empty, but Megatron requires it. Further ones do no harm."""
         if not parameter.template.endswith(".weight") or parameter.kind == "vocabulary":
             return []
         linear = parameter.kind in ("column", "row", "gated")
@@ -94,9 +91,9 @@ class Naming:
         found = [relative]
         if relative == "self_attention.linear_proj" and self.flavour == "te":
             found.append("self_attention.core_attention")
-        return [self._place(f"{each}._extra_state", parameter, config) for each in found]
+        return [self._locate(f"{each}._extra_state", parameter, config) for each in found]
 
-    def _place(self, relative: str, parameter: Parameter, config: MegatronConfig) -> TorchDistKey:
+    def _locate(self, relative: str, parameter: Parameter, config: MegatronConfig) -> TorchDistKey:
         assert parameter.layer is not None
         prefix, index, sizes = f"decoder.layers.{parameter.layer}.", (), ()
         if self.stacked:
@@ -115,7 +112,7 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# Of training, and no weights: optimizers, random numbers, schedules, what is not cut.
+# Keys of training state: optimizers, random numbers, schedules, unsharded objects.
 OTHERS = ("optimizer", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine", "common_state")
 
 
@@ -124,7 +121,7 @@ OTHERS = ("optimizer", "chained_", "rng_state", "opt_param_scheduler", "rerun_st
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk of a tensor: where it lies in a file."""
+    """A chunk of a tensor, and its location in a file."""
 
     file: Path
     offset: int
@@ -134,7 +131,10 @@ class StoredChunk:
 
 
 class TorchDistWeights:
-    """The weights as a side. ValueError for keys that are missing or unknown, and for files that are cut off."""
+    """The weights of a directory (a CheckpointReader).
+
+    Raises ValueError for missing or unknown keys, and for files that are cut off.
+    """
 
     def __init__(self, folder: Path, parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
         self.folder = folder
@@ -145,22 +145,22 @@ class TorchDistWeights:
             for key, each in found.state_dict_metadata.items()
             if isinstance(each, TensorStorageMetadata) and not key.startswith(OTHERS)
         }
-        self.naming = _naming(tensors, parameters, config)
+        self.naming = _find_naming(tensors, parameters, config)
         self.chunks: dict[str, StoredChunk] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         shards = []
-        for key, held in self._by_key(tensors, parameters, config).items():
+        for key, held in self._group_by_key(tensors, parameters, config).items():
             stored = tensors[key]
             for chunk in stored.chunks:
-                shard = _shard(key, chunk, held)
+                shard = _make_shard(key, chunk, held)
                 shards.append(shard)
-                self.chunks[shard.name] = self._stored(found, key, chunk, stored.properties.dtype)
+                self.chunks[shard.name] = self._find_chunk(found, key, chunk, stored.properties.dtype)
             for _, parameter in held:
                 self.dtypes |= dict.fromkeys(parameter.sources, stored.properties.dtype)
         self._check_files()
         self.ranks = [shards]
 
-    def _by_key(
+    def _group_by_key(
         self, tensors: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, Parameter], config: MegatronConfig
     ) -> dict[str, list[tuple[TorchDistKey, Parameter]]]:
         keys: dict[str, list[tuple[TorchDistKey, Parameter]]] = {}
@@ -169,17 +169,17 @@ class TorchDistWeights:
             keys.setdefault(place.key, []).append((place, parameter))
         missing, extra = [key for key in keys if key not in tensors], [key for key in tensors if key not in keys]
         if missing or extra:
-            raise ValueError(f"{self.folder} is not the model of config.json: missing {missing}, extra {extra}")
+            raise ValueError(f"{self.folder} does not match config.json: missing {missing}, extra {extra}")
         wrong = [
             f"'{key}' {list(tensors[key].size)} (config.json: {list((*place.stacked, *parameter.shape))})"
             for key, [(place, parameter), *_] in keys.items()
             if tuple(tensors[key].size) != (*place.stacked, *parameter.shape)
         ]
         if wrong:
-            raise ValueError(f"{self.folder}: shapes that are not those of config.json: {', '.join(wrong)}")
+            raise ValueError(f"{self.folder}: shapes that differ from config.json: {', '.join(wrong)}")
         return keys
 
-    def _stored(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> StoredChunk:
+    def _find_chunk(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> StoredChunk:
         where = found.storage_data[MetadataIndex(key, chunk.offsets)]
         return StoredChunk(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
 
@@ -196,16 +196,15 @@ class TorchDistWeights:
     def fetch(self, rank: int, name: str) -> Tensor:
         stored = self.chunks[name]
         if stored.file not in self._maps:
-            self._maps[stored.file] = np.memmap(
-                stored.file, np.uint8, "c"
-            )  # copy on write: torch wants to be allowed to
-        return mapped(stored, self._maps[stored.file])
+            # Copy on write, because torch warns of arrays that it may not write to.
+            self._maps[stored.file] = np.memmap(stored.file, np.uint8, "c")
+        return _map_chunk(stored, self._maps[stored.file])
 
 
-def vocabulary(folder: Path) -> int:
-    """Rows of the word embedding, padding included. ValueError if there is none."""
+def count_vocabulary_rows(folder: Path) -> int:
+    """Count the rows of the word embedding, padding included. Raises ValueError if there is none."""
     found = read_metadata(folder).state_dict_metadata.get("embedding.word_embeddings.weight")
-    if found is None:
+    if not isinstance(found, TensorStorageMetadata):
         raise ValueError(f"{folder} has no embedding.word_embeddings.weight")
     return found.size[0]
 
@@ -215,18 +214,20 @@ def read_metadata(folder: Path) -> Metadata:
     with open(path, "rb") as file:
         found = legacy.pickle_metadata(file, path)
     if not isinstance(found, Metadata):
-        raise ValueError(f"{path} is no Metadata of torch.distributed.checkpoint")
+        raise ValueError(f"{path} is not the Metadata of torch.distributed.checkpoint")
     return found
 
 
-def _naming(keys: Mapping[str, Any], parameters: Mapping[str, Parameter], config: MegatronConfig) -> Naming:
-    """The one whose keys are there, or most of them."""
-    candidates = [Naming(flavour, stacked) for stacked in (True, False) for flavour in ("te", "local")]
+def _find_naming(
+    keys: Mapping[str, Any], parameters: Mapping[str, Parameter], config: MegatronConfig
+) -> TorchDistNaming:
+    """Return the naming with the fewest missing keys."""
+    candidates = [TorchDistNaming(flavour, stacked) for stacked in (True, False) for flavour in ("te", "local")]
     return min(candidates, key=lambda each: len({each.place(p, config).key for p in parameters.values()} - keys.keys()))
 
 
-def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[TorchDistKey, Parameter]]) -> Shard:
-    """A chunk, in boxes of Hugging Face tensors; it may have parts of several layers or experts."""
+def _make_shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[TorchDistKey, Parameter]]) -> Shard:
+    """Describe a chunk in boxes of Hugging Face tensors. It may have parts of several layers or experts."""
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     box: Box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
     pieces: list[ShardBox] = []
@@ -237,18 +238,18 @@ def _shard(key: str, chunk: ChunkStorageMetadata, held: Sequence[tuple[TorchDist
             here = tuple((start - at, stop - at) for (start, stop), at in zip(both, offsets, strict=True))
             pieces += parameter.placed(both[len(lead) :], here)
     name = f"{key}@{','.join(map(str, offsets))}"
-    # A chunk of nothing but padding is like the tensor it pads.
+    # A chunk of padding only has the dtype of the tensor that it pads.
     like = pieces[0].name if pieces else held[0][1].pieces[0].name
     return Shard(name, sizes, like, tuple(pieces))
 
 
-def mapped(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
-    """A chunk, as a view of its mapped file. The archive says where its one record is and how it is laid out."""
+def _map_chunk(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
+    """Return a chunk as a view of its mapped file. The archive says where its only record is, and its strides."""
     with open(stored.file, "rb") as file:
         view = _Slice(file, stored.offset, stored.length)
         try:
             with torch.serialization.skip_data():
-                like = torch.load(view, weights_only=True)
+                like = torch.load(cast(IO[bytes], view), weights_only=True)
             record = next(i for i in zipfile.ZipFile(view).infolist() if i.filename.endswith("/data/0"))
         except Exception as problem:  # a damaged archive raises almost anything
             raise ValueError(f"{stored.file} is damaged at byte {stored.offset}: {problem}") from problem
@@ -265,9 +266,9 @@ def mapped(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A slice of a file, as a file."""
 
-    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         self.file, self.offset, self.length, self.at = file, offset, length, 0
 
     def seekable(self) -> bool:
@@ -295,8 +296,8 @@ class _Slice(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """What is written: ``shard`` without the dimensions of the stack."""
+class PlannedChunk:
+    """A chunk to write. ``shard`` does not have the axes of the stack."""
 
     place: TorchDistKey
     offsets: Shape
@@ -309,14 +310,16 @@ class Chunk:
         return (*(1 for _ in self.place.index), *self.shard.shape)
 
 
-def save(file: Hashed, value: Any) -> tuple[int, int]:
-    """Append an archive; returns where it starts and how long it is. Without its own checksums (CRC-32), which no
-    version of torch reads."""
+def append_archive(file: HashedFile, value: Any) -> tuple[int, int]:
+    """Append an archive; returns its offset and length in bytes.
+
+    It has no CRC-32 checksums, which no version of torch reads.
+    """
     start = file.size
     try:
-        with serialization.patch("save.compute_crc32", False):
-            torch.save(value, file)
-    except RuntimeError as problem:  # closing the archive, torch complains of what a full disk did to it
+        with serialization.patch("save.compute_crc32", False):  # pyright: ignore[reportAttributeAccessIssue]  # set at import
+            torch.save(value, cast(IO[bytes], file))
+    except RuntimeError as problem:  # raised on closing the archive, after the error of a full disk
         if isinstance(problem.__context__, OSError):
             raise problem.__context__ from problem
         raise
@@ -325,35 +328,29 @@ def save(file: Hashed, value: Any) -> tuple[int, int]:
 
 def write_metadata(
     folder: Path,
-    chunks: Sequence[Sequence[Chunk]],
+    chunks: Sequence[Sequence[PlannedChunk]],
     objects: Sequence[str],
     stored: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Everything beside the tensors; ``stored``: of each file with tensors its name and where each chunk lies."""
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    """Write the other files. ``stored``: the record of each file with tensors, with the `places` of its chunks."""
+    tensors: dict[str, TensorStorageMetadata] = {}
     data: dict[MetadataIndex, _StorageInfo] = {}
     for record, held in zip(stored, chunks, strict=True):
         for chunk, (start, length) in zip(held, record["places"], strict=True):
             key = chunk.place.key
-            if key not in entries:
-                entries[key] = TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(chunk.size), [])
-            whole = entries[key]
+            new = TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(chunk.size), [])
+            whole = tensors.setdefault(key, new)
             index = MetadataIndex(key, chunk.offsets, len(whole.chunks))
             whole.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
             data[index] = _StorageInfo(Path(record["name"]).name, start, length)
     name = f"__{len(chunks)}_0.distcp"
-    with writing(folder / name) as file:
+    with write_atomically(folder / name) as file:
         for each in objects:
-            entries[each] = BytesStorageMetadata()
-            data[MetadataIndex(each)] = _StorageInfo(name, *save(file, [None]))
-    with writing(folder / COMMON) as file:
-        torch.save({"checkpoint_version": 3.0, "iteration": 0}, file)
-    with writing(folder / METADATA) as file:
+            data[MetadataIndex(each)] = _StorageInfo(name, *append_archive(file, [None]))
+    with write_atomically(folder / COMMON) as file:
+        torch.save({"checkpoint_version": 3.0, "iteration": 0}, cast(IO[bytes], file))
+    with write_atomically(folder / METADATA) as file:
+        entries = tensors | {each: BytesStorageMetadata() for each in objects}
         record = Metadata(entries, storage_data=data, storage_meta=StorageMeta(), version="1.0.0")
         file.write(pickle.dumps(record))
     (folder / BACKEND).write_text(json.dumps(FORMAT))
-
-
-def naming(flavour: Any, config: MegatronConfig) -> Naming:
-    """As megatron-core writes it."""
-    return Naming(flavour, stacks(config))

@@ -1,4 +1,4 @@
-"""Comparing what was written with what it was made of."""
+"""Comparison of a conversion's output with its source."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from pathlib import Path
 
 import torch
 
-from coalign.weights.convert.plan import OPEN, Advance, Output
-from coalign.weights.convert.sources import Opened, blocks, open_source
+from coalign.weights.convert.plan import OPEN, Advance, ConversionOutput, split_rows
+from coalign.weights.convert.sources import OpenedCheckpoint, open_source
 from coalign.weights.layouts.shards import Box, Shard, ShardBox, TensorSpec, overlap, plan, reshard
 from coalign.weights.sync.transport import WeightError
 
 
-def back(output: Output, source: Opened, folder: Path, advance: Advance) -> int:
-    """Read ``folder`` as if it were a source, make from it what the files of the real source hold, and compare every
-    element, bit for bit (after the cast, if the output has another dtype). Returns the number of tensors compared.
+def compare_with_source(output: ConversionOutput, source: OpenedCheckpoint, folder: Path, advance: Advance) -> int:
+    """Convert the output in ``folder`` back, and compare every element with the source's, bit for bit.
 
-    Raises WeightError naming the first that differs. All ranks of a legacy checkpoint are compared, so ranks that
-    should hold the same and do not are found too.
+    If the output has another dtype, the source's elements are cast first. Returns the number of tensors compared.
+    Raises WeightError naming the first that differs. All ranks of a legacy checkpoint are compared, so a difference
+    between copies of the same weight is found too.
     """
-    written = open_source(replace(output.request, source=folder, hf=None, pickles=False)).side
+    written = open_source(replace(output.request, source=folder, hf=None, pickles=False)).weights
     fetch = lru_cache(OPEN)(written.fetch)
     specs = {name: TensorSpec(each.shape, written.dtypes[name]) for name, each in output.specs.items()}
-    held = [(rank, shard) for rank, shards in enumerate(source.side.ranks) for shard in shards]
+    held = [(rank, shard) for rank, shards in enumerate(source.weights.ranks) for shard in shards]
     for rank, shard in held:
-        own = source.side.fetch(rank, shard.name)
-        parts = [(box, clip(shard, box)) for box in _boxes(shard, own.element_size())]
+        own = source.weights.fetch(rank, shard.name)
+        parts = [(box, _clip(shard, box)) for box in _boxes(shard, own.element_size())]
         moves = dict(plan([part for _, part in parts], written.ranks))
-        for (box, part), (_, made) in zip(parts, reshard(specs, [p for _, p in parts], moves, fetch), strict=True):
-            wanted = own[tuple(slice(*ends) for ends in box)].to(made.dtype)
+        for (box, part), (_, tensor) in zip(parts, reshard(specs, [p for _, p in parts], moves, fetch), strict=True):
+            expected = own[tuple(slice(*ends) for ends in box)].to(tensor.dtype)
             for piece in part.pieces:
                 place = tuple(slice(*ends) for ends in piece.own)
-                if not _same(made[place], wanted[place]):
+                if not _same(tensor[place], expected[place]):
                     raise WeightError(
-                        f"'{piece.name}' {list(piece.full)} in {folder} is not what {output.request.source} has in "
-                        f"'{shard.name}'"
+                        f"'{piece.name}' {list(piece.full)} in {folder} differs from '{shard.name}' in "
+                        f"{output.request.source}"
                     )
-            advance(made.nbytes)
+            advance(tensor.nbytes)
     return len(held)
 
 
@@ -48,14 +48,14 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _boxes(shard: Shard, itemsize: int) -> Iterator[Box]:
-    """A shard in parts of a block each, cut in its first dimension that can be."""
+    """Split a shard into blocks along its first dimension of more than one row."""
     dim = next((i for i, size in enumerate(shard.shape) if size > 1), 0)
-    for start, stop in blocks(shard.shape[dim:], itemsize):
+    for start, stop in split_rows(shard.shape[dim:], itemsize):
         yield tuple((start, stop) if i == dim else (0, size) for i, size in enumerate(shard.shape))
 
 
-def clip(shard: Shard, box: Box) -> Shard:
-    """A box of a shard, as a shard."""
+def _clip(shard: Shard, box: Box) -> Shard:
+    """Return a box of a shard as a shard."""
     pieces = []
     for piece in shard.pieces:
         if (both := overlap(piece.own, box)) is not None:

@@ -1,24 +1,24 @@
-"""Work on numbered files in this process or in several."""
+"""Tasks on numbered files, in this process or in several."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-POLL = 0.2  # seconds between two looks at how far the others are
+POLL = 0.2  # seconds between two reports of progress
 
 _state: Any = None
 _done: Any = None
 
 
-def run(
+def run_tasks(
     work: Callable[..., Any],
     make: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -26,10 +26,10 @@ def run(
     processes: int,
     advance: Callable[[int], None],
 ) -> Iterator[tuple[int, Any]]:
-    """(number, `work(number, advance=advance)`) as they are done, in any order.
+    """Yield (number, `work(number, advance=advance)`) as tasks finish, in any order.
 
-    Other processes get no ``work`` but make it once each: `make(*arguments)`. The first error ends all, when files that
-    are being worked on are finished or given up; processes end with this one, however it ends.
+    Other processes do not receive ``work``: each makes its own with `make(*arguments)`. The first error ends the run
+    after the current tasks. The processes end with this one, even if it is killed.
     """
     if processes == 1 or len(numbers) < 2:
         yield from ((number, work(number, advance=advance)) for number in numbers)
@@ -44,25 +44,22 @@ def run(
             ready, _ = wait(waiting, POLL, FIRST_COMPLETED)
             advance(done.value - seen)
             seen = done.value
-            yield from ((waiting.pop(each), each.result()) for each in _in_order(ready))
+            # Failed tasks come last, so that no finished one is lost.
+            for task in sorted(ready, key=lambda each: each.exception() is not None):
+                yield waiting.pop(task), task.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Copies of a few MiB are slower with several threads, much slower where others want the cores."""
+    """Limit torch to one thread: copies of a few MiB are slower with several, above all on busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _in_order(ready: Iterable[Any]) -> list[Any]:
-    """Those that failed last, so that nothing that is done is lost."""
-    return sorted(ready, key=lambda each: each.exception() is not None)
 
 
 def _begin(done: Any, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from coalign.weights import families
-from coalign.weights.convert.huggingface import DirectoryReader, read_config
+from coalign.weights.convert.huggingface import HuggingFaceReader, read_config
 from coalign.weights.layouts.megatron import MegatronLayout, split_layers
 from coalign.weights.layouts.mesh import Mesh
 from coalign.weights.layouts.shards import cut
@@ -72,7 +72,7 @@ def held(hf: Path, mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
     """What the rank's model has, from the Hugging Face tensors."""
     family = families.find_family(read_config(hf))
     config = family.config(read_config(hf))
-    reader, sources = DirectoryReader(hf, pickled=False), family.sources(config)
+    reader, sources = HuggingFaceReader(hf, pickled=False), family.sources(config)
     parameters = family.parameters(config, vocab_divisor=128 * mesh.tensor)
     layout = MegatronLayout(config, mesh, split_layers(config.num_layers, mesh.pipeline))
     return dict(cut(lambda name: sources[name].read(reader.tensor(name)), layout.shards(parameters, mesh.at(rank))))

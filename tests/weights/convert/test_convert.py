@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from coalign.cli import app
 from coalign.weights.convert import ConversionRequest, convert, torch_dist
 from coalign.weights.convert.convert import MANIFEST
-from coalign.weights.convert.files import digest
-from coalign.weights.convert.plan import ToMegatron
+from coalign.weights.convert.files import hash_file
+from coalign.weights.convert.plan import TorchDistOutput
 from coalign.weights.sync.transport import WeightError
 from tests.tiny import tiny_model_dir
 from tests.weights.convert import made
@@ -105,7 +105,7 @@ def test_another_dtype(tmp_path, llama):
 def test_big_tensors_are_cut_into_blocks(tmp_path, llama, monkeypatch):
     for name in ("plan", "verify"):
         monkeypatch.setattr(
-            f"coalign.weights.convert.{name}.blocks",
+            f"coalign.weights.convert.{name}.split_rows",
             lambda shape, itemsize: [(i, min(i + 5, shape[0])) for i in range(0, shape[0], 5)],
         )
     megatron(llama, tmp_path / "megatron", verify=True)
@@ -120,7 +120,9 @@ def test_several_processes_write_the_same_files(tmp_path, llama):
     names = sorted(path.name for path in (tmp_path / "megatron" / "release").glob("*.distcp"))
     assert len(names) > 3
     for name in names:
-        assert digest(tmp_path / "megatron" / "release" / name) == digest(tmp_path / "side by side" / "release" / name)
+        assert hash_file(tmp_path / "megatron" / "release" / name) == hash_file(
+            tmp_path / "side by side" / "release" / name
+        )
     huggingface(tmp_path / "side by side", tmp_path / "back", processes=2, file_size=10_000)
     same(stored(tmp_path / "back"), stored(llama))
 
@@ -128,8 +130,8 @@ def test_several_processes_write_the_same_files(tmp_path, llama):
 def test_the_manifest_knows_source_and_output(tmp_path, llama):
     megatron(llama, tmp_path / "megatron")
     manifest = json.loads((tmp_path / "megatron" / MANIFEST).read_text())
-    assert manifest["source"]["files"] == {"model.safetensors": digest(llama / "model.safetensors")}
-    assert {name: digest(tmp_path / "megatron" / name) for name in manifest["files"]} == manifest["files"]
+    assert manifest["source"]["files"] == {"model.safetensors": hash_file(llama / "model.safetensors")}
+    assert {name: hash_file(tmp_path / "megatron" / name) for name in manifest["files"]} == manifest["files"]
     assert (manifest["family"], manifest["vocab_size"], manifest["padded_vocab_size"]) == ("llama", 300, 384)
     assert (manifest["flavour"], manifest["source"]["format"]) == ("te", "hf")
 
@@ -182,7 +184,7 @@ class Stopped(Exception):
 @pytest.fixture
 def interrupted(tmp_path, llama, monkeypatch):
     """A conversion that ended after two of its files."""
-    write = ToMegatron.write
+    write = TorchDistOutput.write
 
     def some(self, number, folder, advance):
         if number == 2:
@@ -190,7 +192,7 @@ def interrupted(tmp_path, llama, monkeypatch):
         return write(self, number, folder, advance)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ToMegatron, "write", some)
+        patched.setattr(TorchDistOutput, "write", some)
         with pytest.raises(Stopped):
             megatron(llama, tmp_path / "megatron", file_size=10_000)
     assert not (tmp_path / "megatron").exists()
@@ -199,8 +201,8 @@ def interrupted(tmp_path, llama, monkeypatch):
 
 def test_what_is_finished_is_not_done_again(tmp_path, llama, interrupted, monkeypatch):
     written = []
-    write = ToMegatron.write
-    monkeypatch.setattr(ToMegatron, "write", lambda self, n, **rest: written.append(n) or write(self, n, **rest))
+    write = TorchDistOutput.write
+    monkeypatch.setattr(TorchDistOutput, "write", lambda self, n, **rest: written.append(n) or write(self, n, **rest))
     report = megatron(llama, tmp_path / "megatron", file_size=10_000, resume=True)
     assert report.reused == 2 and written == list(range(2, report.files))
     assert not interrupted.exists()
@@ -224,7 +226,7 @@ def test_another_conversion_does_not_go_on_from_it(tmp_path, llama, interrupted)
 
 
 def test_a_difference_is_found_by_verifying(tmp_path, llama, monkeypatch):
-    finish = ToMegatron.finish
+    finish = TorchDistOutput.finish
 
     def damaging(self, folder, records):
         finish(self, folder, records)
@@ -233,8 +235,8 @@ def test_a_difference_is_found_by_verifying(tmp_path, llama, monkeypatch):
         data[data.index(stored(llama)["model.embed_tokens.weight"].numpy().tobytes()[:64])] ^= 1
         file.write_bytes(data)
 
-    monkeypatch.setattr(ToMegatron, "finish", damaging)
-    with pytest.raises(WeightError, match=r"'model\.embed_tokens\.weight' .* is not what .*llama has"):
+    monkeypatch.setattr(TorchDistOutput, "finish", damaging)
+    with pytest.raises(WeightError, match=r"'model\.embed_tokens\.weight' .* differs from .* in .*llama"):
         megatron(llama, tmp_path / "megatron", verify=True)
     assert not (tmp_path / "megatron").exists()
 
@@ -304,7 +306,7 @@ def test_a_source_that_was_damaged_since_it_was_written(tmp_path, llama):
     data = bytearray(file.read_bytes())
     at = data.index(stored(llama)["model.embed_tokens.weight"].numpy().tobytes()[:64])
     file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    with pytest.raises(ValueError, match=r"__0_0\.distcp is not what coalign_convert\.json there tells of"):
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is .*, but coalign_convert\.json in its folder says"):
         huggingface(tmp_path / "megatron", tmp_path / "back")
     assert not (tmp_path / "back").exists()
     file.write_bytes(data[:100] + b"\xff" * 50 + data[150:])
@@ -358,11 +360,11 @@ def test_a_disk_that_fills_within_a_tensor(tmp_path):
             pass
 
     with pytest.raises(OSError, match="No space left on device"):
-        torch_dist.save(Full(), torch.zeros(100_000))
+        torch_dist.append_archive(Full(), torch.zeros(100_000))
 
 
 def test_a_disk_that_fills_after_some_files_says_what_is_finished(tmp_path, llama, monkeypatch):
-    write = ToMegatron.write
+    write = TorchDistOutput.write
 
     def some(self, number, folder, advance):
         if number == 2:
@@ -370,7 +372,7 @@ def test_a_disk_that_fills_after_some_files_says_what_is_finished(tmp_path, llam
         return write(self, number, folder, advance)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ToMegatron, "write", some)
+        patched.setattr(TorchDistOutput, "write", some)
         with pytest.raises(
             OSError, match=r"No space left .*: 2 of \d+ files are finished in .*megatron\.writing; --resume"
         ):

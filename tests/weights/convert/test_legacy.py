@@ -69,7 +69,7 @@ def ranks(tmp_path):
 def test_a_rank_that_is_missing(tmp_path, ranks):
     ranks[3].unlink()
     ranks[3].parent.rmdir()
-    refused(tmp_path, "3 ranks, which are no 2 tensor × 2 pipeline × 1 expert")
+    refused(tmp_path, "3 ranks, which are not 2 tensor × 2 pipeline × 1 expert")
 
 
 def test_a_file_that_is_cut_off(tmp_path, ranks):
@@ -93,7 +93,7 @@ def test_a_shape_of_another_layout(tmp_path, ranks):
         state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.zeros(16, 24)
 
     change(ranks[0], edit)
-    refused(tmp_path, r"'decoder\.layers\.0\.mlp\.linear_fc2\.weight' has the shape \[16, 24\], .* mean \[16, 12\]")
+    refused(tmp_path, r"'decoder\.layers\.0\.mlp\.linear_fc2\.weight' has the shape \[16, 24\]; .* require \[16, 12\]")
 
 
 def test_an_order_of_heads_from_before_version_2(tmp_path, ranks):

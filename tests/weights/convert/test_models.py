@@ -6,8 +6,7 @@ from importlib.util import find_spec
 import pytest
 from typer.testing import CliRunner
 
-from coalign.cli import app
-from coalign.cli import models as converting
+from coalign.cli import app, models
 from coalign.weights.convert import ConversionRequest, convert
 from coalign.weights.families.llama import LLAMA
 from coalign.weights.families.sources import ConcatenatedTensors
@@ -62,7 +61,7 @@ class TestWithMegatron:
 
 
 def test_without_megatron_core_tensors_alone_are_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(converting, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
     hf = made.model(tmp_path / "hf", made.LLAMA)
     told = " ".join(run(hf, "-o", tmp_path / "dist", "--to", "megatron").stderr.split())
     assert "the same bit for bit; no model was run: megatron-core is not installed" in told

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.weights.convert.torch_dist import Naming, stacks
+from coalign.weights.convert.torch_dist import TorchDistNaming, has_stacked_layers
 from tests.weights.families.test_placements import LLAMA, MIXTRAL, V3
 from tests.weights.families.test_placements import made as rules
 
@@ -12,7 +12,7 @@ def places(hf, flavour="local"):
     _, config, parameters = rules(hf)
     found = {}
     for name, parameter in parameters.items():
-        place = Naming(flavour, stacks(config)).place(parameter, config)
+        place = TorchDistNaming(flavour, has_stacked_layers(config)).place(parameter, config)
         found.setdefault(place.key, ((*place.stacked, *parameter.shape), {}))[1][name] = place.index
     return found
 

@@ -82,6 +82,6 @@ def test_eight_bits_without_scales_and_other_quantisations(tmp_path, published):
     tensors = load_file(source / "model.safetensors")
     del tensors[f"{GATE}_scale_inv"]
     save_file({name: tensors[name] for name in tensors if "layers.2" not in name}, source / "model.safetensors")
-    refused(tmp_path, source, rf"'{GATE}' is torch\.float8_e4m3fn, and there is no '{GATE}_scale_inv'")
+    refused(tmp_path, source, rf"'{GATE}' is torch\.float8_e4m3fn, but there is no '{GATE}_scale_inv'")
     (source / "config.json").write_text(json.dumps(HF | {"quantization_config": {"quant_method": "awq"}}))
     refused(tmp_path, source, r"'quantization_config' is \{'quant_method': 'awq'\}; what can be read")

@@ -1,13 +1,20 @@
-"""Commands on a YAML file: train, check, pipeline, eval, inspect-data; those that help to write one: init, schema."""
+"""Commands on a YAML file (train, check, pipeline, eval, inspect-data) and commands that help to write one."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from coalign.cli.arguments import Config, Overrides
+Config = Annotated[Path, typer.Argument(help="The run's YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Settings that replace those of the file: `models.trainer.optimizer.lr=1e-6 runtime.steps=50`."
+    ),
+]
 
 
 def train(
@@ -15,7 +22,7 @@ def train(
     overrides: Overrides = None,
     quiet: Annotated[bool, typer.Option(help="Warnings and the summary only.")] = False,
 ):
-    """Train. Stops at the last step, or after the step under way on Ctrl-C, with a checkpoint; run again to go on."""
+    """Train to the last step. Ctrl-C stops after the current step with a checkpoint; the same command resumes."""
     from coalign import api
 
     try:
@@ -25,7 +32,7 @@ def train(
 
 
 def check(config: Config, overrides: Overrides = None):
-    """Validate configuration, data and flow, draw the flow, estimate memory. Loads no weights."""
+    """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
     from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
     from coalign.report.display import Display
@@ -43,11 +50,11 @@ def pipeline(
     config: Annotated[Path, typer.Argument(help="The pipeline's YAML file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Settings over those of the file, e.g. `rounds=2 stages.train.runtime.steps=50`."),
+        typer.Argument(help="Settings that replace those of the file: `rounds=2 stages.train.runtime.steps=50`."),
     ] = None,
     quiet: Annotated[bool, typer.Option(help="Warnings and the summaries only.")] = False,
 ):
-    """Run stages (generate, score, select, train), round after round. What is done is skipped; run again to go on."""
+    """Run stages (generate, score, select, train) in rounds. Finished stages are skipped; the same command resumes."""
     from coalign.commands.pipeline import run_pipeline
     from coalign.config.pipelines import load_pipeline
     from coalign.report.display import Display
@@ -75,7 +82,7 @@ def inspect_data(
     rows: Annotated[int, typer.Option("--rows", "-r", min=1, help="How many rows to show.")] = 3,
     tokens: Annotated[bool, typer.Option("--tokens", "-t", help="Also list every token with its id.")] = False,
 ):
-    """Show rows as the trainer will see them: the template's text, what is trained of it, preferences and labels."""
+    """Show rows as the trainer sees them: text after the chat template, trained parts, preferences and labels."""
     from coalign.api import load_config
     from coalign.commands.evaluate import show_data
     from coalign.report.display import Display
@@ -93,8 +100,6 @@ def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a 
 
 def schema():
     """Print the JSON Schema of the YAML, for editors."""
-    import json
-
     from coalign.config.export import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=1))

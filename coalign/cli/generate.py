@@ -1,18 +1,18 @@
-"""Commands that use a model: generate, score, chat.
-
-Commands that answer over a network: serve-reward.
-"""
+"""Commands that compute with a model: generate, score, chat, serve-reward."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 Model = Annotated[Path, typer.Argument(help="A Hugging Face model directory.")]
+RewardModel = Annotated[
+    Path | None, typer.Argument(help="A reward model: a Hugging Face directory with a reward head.")
+]
 Key = Annotated[str, typer.Option(help="The prompt's key in the input: a string, or a list of messages.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1)]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
@@ -23,7 +23,7 @@ RepetitionPenalty = Annotated[float, typer.Option(min=0.01)]
 Stop = Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")]
 Template = Annotated[str, typer.Option(help="`auto`, `none`, or a Jinja file.")]
 Seed = Annotated[int, typer.Option(min=0)]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option()]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")]
 Rewards = Annotated[
     list[str] | None,
@@ -42,10 +42,10 @@ def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="A single prompt instead of a file.")] = None,
     key: Key = "prompt",
     samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Responses for each prompt.")] = 1,
-    best: Annotated[bool, typer.Option("--best", help="Keep the best-scored response of each prompt only.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Keep only the best-scored response to each prompt.")] = False,
     reward: Rewards = None,
     reward_model: Annotated[
-        Path | None, typer.Option(help="Score by this model: a Hugging Face directory with a reward head.")
+        Path | None, typer.Option(help="Score with this model: a Hugging Face directory with a reward head.")
     ] = None,
     reward_template: Annotated[
         str, typer.Option(help="The reward model's chat template: `auto`, `none`, or a Jinja file.")
@@ -62,15 +62,16 @@ def generate(
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
-    """Generate responses: JSONL in, JSONL out. A killed call goes on where it was when it is run again."""
+    """Generate responses: JSONL in, JSONL out. After an interruption the same command resumes."""
     from coalign import api
     from coalign.report.display import Display
 
-    if (prompt is None) == (prompts is None):
+    source = prompts if prompt is None else prompt
+    if source is None or None not in (prompt, prompts):
         raise ValueError("give either --prompt TEXT or --input FILE.jsonl")
     api.generate(
         model,
-        prompts if prompt is None else prompt,
+        source,
         output=output,
         samples=samples,
         keep="best" if best else "all",
@@ -83,18 +84,22 @@ def generate(
         dtype=dtype,
         device=device,
         on_record=None if output else lambda record: Display().show(record["response"]),
-        **_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or [],
     )
 
 
 def score(
-    model: Annotated[
-        Path | None, typer.Argument(help="A reward model: a Hugging Face directory with a reward head.")
-    ] = None,
     responses: Annotated[
         Path, typer.Option("--input", "-i", help="Rows {prompt, response}, {messages} or {prompt, chosen, rejected}.")
-    ] = ...,
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL to write: the rows with their scores.")] = ...,
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSONL to write: the rows with their scores.")],
+    model: RewardModel = None,
     reward: Rewards = None,
     key: Key = "prompt",
     response_key: Annotated[str, typer.Option(help="The response's key in the input.")] = "response",
@@ -102,7 +107,7 @@ def score(
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ):
-    """Score responses by a reward model, or by reward functions. A killed call goes on where it was."""
+    """Score responses with a reward model or reward functions. After an interruption the same command resumes."""
     from coalign.commands.score import score as judge
     from coalign.config.schema import DataConfig, RewardConfig, ScoreConfig, SourceConfig
     from coalign.report.display import Display
@@ -138,27 +143,12 @@ def chat(
     device: Device = "cpu",
 ):
     """Talk to a model in the terminal. /reset, /save FILE and /quit; Ctrl-C stops an answer."""
-    from coalign.commands.chat import ChatSettings, read_typed_lines
+    from coalign.commands.chat import ChatSettings
     from coalign.commands.chat import chat as talk
     from coalign.config.schema import SamplingConfig
     from coalign.report.display import Display
 
-    sampling = SamplingConfig(**_sampling(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop))
-    settings = ChatSettings(model, sampling, system, chat_template, seed, dtype, device)
-    talk(settings, read_typed_lines("> ") if sys.stdin.isatty() else sys.stdin, Display())
-
-
-def _sampling(
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    stop: list[str] | None,
-):
-    """The section `sampling` that the options describe."""
-    return dict(
+    sampling = SamplingConfig(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -167,53 +157,45 @@ def _sampling(
         repetition_penalty=repetition_penalty,
         stop=stop or [],
     )
-
-
-def _reward_sections(texts: list[str] | None):
-    """Reward functions as in YAML: a text alone is a function's name."""
-    from coalign.config.yaml_reader import parse
-
-    return [parse(text, f"--reward {text}")[0] for text in texts or []]
+    settings = ChatSettings(model, sampling, system, chat_template, seed, dtype, device)
+    talk(settings, read_typed_lines("> ") if sys.stdin.isatty() else sys.stdin, Display())
 
 
 def serve_reward(
-    model: Annotated[
-        Path | None, typer.Argument(help="A reward model: a Hugging Face directory with a reward head.")
-    ] = None,
+    model: RewardModel = None,
     reward: Rewards = None,
     config: Annotated[
-        Path | None, typer.Option(help="A YAML file with `reward:` or `reward_model:`; options go over it.")
+        Path | None, typer.Option(help="A YAML file with `reward:` or `reward_model:`; options override it.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Default 127.0.0.1; 0.0.0.0 lets other machines in.")] = None,
-    port: Annotated[int | None, typer.Option(help="Default 5000; 0: a free one.")] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the key that requests need.")
+    host: Annotated[
+        str | None, typer.Option(help="Default 127.0.0.1; 0.0.0.0 accepts requests from other machines.")
     ] = None,
+    port: Annotated[int | None, typer.Option(help="Default 5000; 0: any free port.")] = None,
+    api_key_env: Annotated[str | None, typer.Option(help="Environment variable that holds the API key.")] = None,
     label_key: Annotated[
         str | None, typer.Option(help="The row's key for `labels`, default `answer`.", show_default=False)
     ] = None,
     strip: Annotated[
         list[str] | None,
         typer.Option(
-            help="A text that may end a `query` and is no part of the response (`<|im_end|>`); again for more."
+            help="A text at the end of a `query` that is not part of the response (`<|im_end|>`); may be given again."
         ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Responses that are scored together; default 64.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Responses scored together; default 64.")] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="The reward model's: `auto` (default), `none`, or a Jinja file.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default) or bfloat16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu (default), cuda, cuda:1.")] = None,
 ):
-    """Serve a reward model or reward functions over HTTP, as OpenRLHF's `/get_reward`. SIGTERM lets requests finish."""
+    """Serve a reward model or functions over HTTP, as OpenRLHF's `/get_reward`. SIGTERM finishes current requests."""
     from coalign.commands.serve import serve
     from coalign.config import load_section
     from coalign.config.schema import ServeConfig
-    from coalign.config.yaml_reader import parse
     from coalign.report.display import Display
 
-    given = {
-        "reward": [parse(text, f"--reward {text}")[0] for text in reward] if reward else None,
+    settings = {
+        "reward": _reward_sections(reward) or None,
         "reward_model": str(model) if model else None,
         "reward_template": chat_template,
         "host": host,
@@ -225,5 +207,12 @@ def serve_reward(
         "dtype": dtype,
         "device": device,
     }
-    options = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    options = [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None]
     serve(load_section(ServeConfig, config or {}, options), Display())
+
+
+def _reward_sections(texts: list[str] | None):
+    """Parse reward functions as in YAML: a plain string is a function's name."""
+    from coalign.config.yaml_reader import parse
+
+    return [parse(text, f"--reward {text}")[0] for text in texts or []]
