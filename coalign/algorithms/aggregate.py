@@ -16,7 +16,7 @@ from coalign.algorithms.segments import segment_count
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class LossTotals:
     """What one optimizer step holds over all micro-batches and ranks: the denominators of its loss.
 
     ``sequences`` counts those with trained tokens.
@@ -27,7 +27,7 @@ class Totals:
     groups: float
 
 
-def trained_sequences(segment: Tensor, sequences: int) -> int:
+def count_trained_sequences(segment: Tensor, sequences: int) -> int:
     """How many sequences have a trained token: what adds up to ``total_sequences``. ``segment``: of trained tokens."""
     return int((segment_count(segment, sequences) > 0).sum())
 
@@ -37,7 +37,7 @@ def aggregation_weights(
     sequences: int,
     *,
     aggregation: str,
-    totals: Totals,
+    totals: LossTotals,
     constant_length: int | None = None,
 ) -> Tensor:
     """f64[T]: the weight of each trained token.
@@ -66,11 +66,11 @@ def aggregation_weights(
     )
 
 
-def sequence_weights(segment: Tensor, sequences: int, *, totals: Totals) -> Tensor:
+def sequence_weights(segment: Tensor, sequences: int, *, totals: LossTotals) -> Tensor:
     """f64[N]: the weights for a loss with one value per sequence: the mean over the sequences with trained tokens."""
     return (segment_count(segment, sequences) > 0).double() / totals.sequences
 
 
-def group_weights(groups: int, *, totals: Totals, device: torch.device | str = "cpu") -> Tensor:
+def group_weights(groups: int, *, totals: LossTotals, device: torch.device | str = "cpu") -> Tensor:
     """f64[G]: the weights for a loss with one value per group: the mean over the groups."""
     return torch.full((groups,), 1.0 / totals.groups, dtype=torch.float64, device=device)

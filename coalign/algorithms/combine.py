@@ -15,7 +15,7 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class RewardTerm:
     """One part of a reward; see coalign.config.schema.RewardConfig."""
 
     name: str
@@ -24,7 +24,7 @@ class Term:
     clip: float | None = None
 
 
-def combine(values: Tensor, group: Tensor, terms: Sequence[Term], seen: Mapping[str, Moments]) -> Tensor:
+def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], seen: Mapping[str, Moments]) -> Tensor:
     """The sum over terms of weight * clip(normalise(value)): f64[N].
 
     values [terms, N], finite where the term has weight; group i64[N], in any order. A value is normalised to

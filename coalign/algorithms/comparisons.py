@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.segments import segment_count, segment_sum
-from coalign.algorithms.traits import column, read
+from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, Stat, Total
 
 
@@ -65,7 +65,7 @@ def _first(chosen: Tensor, number: Tensor) -> Tensor:
 def _comparisons(reward: Tensor, number: Tensor, worst: Tensor, compared: Tensor) -> dict[str, Any]:
     preference = torch.where(compared, reward, float("nan"))
     groups = len(number.unique())
-    pairs = preferred(preference, number, groups)
+    pairs = build_pairs(preference, number, groups)
     return {
         "preference": preference,
         "margin": reward - worst,
@@ -76,7 +76,7 @@ def _comparisons(reward: Tensor, number: Tensor, worst: Tensor, compared: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class PreferencePairs:
     """P pairs: sequence ``winner[p]`` is preferred to ``loser[p]`` of the same group ``group[p]``, 0..groups-1."""
 
     winner: Tensor  # i64[P]
@@ -97,7 +97,7 @@ class Pairs:
         return segment_sum(values, self.group, self.groups) / segment_count(self.group, self.groups).clamp(min=1)
 
 
-def preferred(preference: Tensor, group: Tensor, groups: int) -> Pairs:
+def build_pairs(preference: Tensor, group: Tensor, groups: int) -> PreferencePairs:
     """Every pair (i, j) of one group with ``preference[i] > preference[j]``; both [N], ``group`` never decreasing.
 
     Equal preferences make no pair. Work and memory grow with the sum of the squared group sizes.
@@ -109,9 +109,9 @@ def preferred(preference: Tensor, group: Tensor, groups: int) -> Pairs:
     second = (sizes.cumsum(0) - sizes)[group[first]] + position
     better = preference[first] > preference[second]
     winner = first[better]
-    return Pairs(winner, second[better], group[winner], groups)
+    return PreferencePairs(winner, second[better], group[winner], groups)
 
 
-def pairs_of(x: LossInput) -> Pairs:
+def read_pairs(x: LossInput) -> PreferencePairs:
     """The pairs of a micro-batch, by its column `preference`; ValueError if it is missing."""
-    return preferred(column(x, "preference"), read(x, "group"), x.groups)
+    return build_pairs(require_column(x, "preference"), require_input(x, "group"), x.groups)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import Totals, aggregation_weights, group_weights, sequence_weights
+from coalign.algorithms.aggregate import LossTotals, aggregation_weights, group_weights, sequence_weights
 from coalign.algorithms.importance import mismatch_stats
-from coalign.algorithms.traits import check_aggregation, needs, per
+from coalign.algorithms.traits import check_aggregation, required_inputs, value_unit
 from coalign.backends.layout import trained
 from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
@@ -40,12 +40,12 @@ class Objective:
         arguments = bind(loss, arguments, where="loss")
         check_aggregation(loss, fn, aggregation)
         self.loss = partial(loss, **arguments)
-        self.needs = needs(loss, arguments)
-        self.per = per(loss)
+        self.needs = required_inputs(loss, arguments)
+        self.per = value_unit(loss)
         self.aggregation = aggregation
         self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
 
-    def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: Totals) -> tuple[Tensor, Stats]:
+    def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: LossTotals) -> tuple[Tensor, Stats]:
         """The scalar to differentiate, and the loss's statistics; where the sampler's log-probs are known, also how
         far its anchor is from them (coalign.algorithms.importance.mismatch_stats).
 
@@ -71,13 +71,13 @@ class Objective:
         """Whether responses are held against each other, so that no token has an importance ratio of its own."""
         return self.per in ("group", "batch")
 
-    def count(self, totals: Totals) -> float:
+    def count(self, totals: LossTotals) -> float:
         """Of how many things the loss is the mean: what a step counts for when several are averaged."""
         if self.per == "token" and self.aggregation != "token_mean":
             return totals.sequences
         return {"token": totals.tokens, "sequence": totals.sequences, "group": totals.groups, "batch": 1.0}[self.per]
 
-    def _weights(self, x: LossInput, totals: Totals) -> Tensor:
+    def _weights(self, x: LossInput, totals: LossTotals) -> Tensor:
         if self.per == "token":
             return self.weights(x.segment, x.sequences, totals=totals)
         if self.per == "sequence":

@@ -16,7 +16,7 @@ from coalign.backends.scorers.reward import reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.engine.reward import terms_of
-from coalign.rewards.calls import Caller, RewardError, RewardFailure
+from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure
 from coalign.roles import Context
 from coalign.types import Sample
 
@@ -79,7 +79,7 @@ class FunctionJudge:
         self.first = ""
         self._functions, self._terms = reward_functions(config.reward), terms_of(config.reward)
         self.compares = [function.name for function in self._functions if function.takes == "group"]
-        self._caller = Caller()
+        self._caller = RewardCaller()
         self._scored = False
 
     def __call__(self, answers: Sequence[JudgedResponse]) -> list[Verdict]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from coalign.algorithms.traits import needs
+from coalign.algorithms.traits import required_inputs
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig, ModelConfig
@@ -22,7 +22,7 @@ def with_reference_where_read(roles: Mapping[str, type], loss: LossConfig | None
     if loss is None:
         return roles
     fn = resolve(loss.fn, "coalign.algorithms.losses")
-    read = needs(fn, bind(fn, loss.arguments, "loss"))
+    read = required_inputs(fn, bind(fn, loss.arguments, "loss"))
     return {name: role for name, role in roles.items() if name != "reference" or "ref" in read}
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from coalign.config.functions import bind, resolve
-from coalign.environments.chat import Chat, ChatCompletion, Client, serve_chat
-from coalign.environments.conversation import call
+from coalign.environments.chat import ChatClient, ChatCompletion, ChatResource, serve_chat
+from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 
 
@@ -30,13 +30,13 @@ async def agent(
     """
     fn = resolve(run, "coalign.environments.agent")
     settings = bind(fn, arguments, "rollout.arguments")
-    client = Client(episode, resolve(parser, "coalign.environments.parsers"))
+    client = ChatClient(episode, resolve(parser, "coalign.environments.parsers"))
     if serve_http:
         async with serve_chat(client.chat.completions) as address:
-            value = await call(fn, address, episode.row, **settings)
+            value = await call_function(fn, address, episode.row, **settings)
     else:
-        own = client if inspect.iscoroutinefunction(fn) else BlockingClient(client)
-        value = await call(fn, own, episode.row, **settings)
+        own = client if inspect.iscoroutinefunction(fn) else BlockingChatClient(client)
+        value = await call_function(fn, own, episode.row, **settings)
     if value is not None:
         episode.reward(value)
 
@@ -49,15 +49,15 @@ def _check(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any]
 agent.check = _check
 
 
-class BlockingClient:
+class BlockingChatClient:
     """The client for a plain function in a thread: ``create`` returns the answer itself."""
 
-    def __init__(self, client: Client) -> None:
-        self.chat = Chat(_BlockingCompletions(client, asyncio.get_running_loop()))
+    def __init__(self, client: ChatClient) -> None:
+        self.chat = ChatResource(_BlockingCompletions(client, asyncio.get_running_loop()))
 
 
 class _BlockingCompletions:
-    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, client: ChatClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._loop = client, loop
 
     def create(self, **request: Any) -> ChatCompletion:

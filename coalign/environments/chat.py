@@ -50,13 +50,13 @@ class ChatMessage(_Record):
     role: Literal["assistant"] = "assistant"
 
 
-class Choice(_Record):
+class ChatChoice(_Record):
     message: ChatMessage
     finish_reason: Literal["stop", "length", "tool_calls"]
     index: int = 0
 
 
-class Usage(_Record):
+class TokenUsage(_Record):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -67,25 +67,25 @@ class ChatCompletion(_Record):
 
     id: str
     model: str
-    choices: list[Choice]
-    usage: Usage
+    choices: list[ChatChoice]
+    usage: TokenUsage
     created: int = 0
     object: Literal["chat.completion"] = "chat.completion"
 
 
-class Client:
+class ChatClient:
     """``await client.chat.completions.create(messages=…)`` takes the episode's next turn."""
 
     def __init__(self, episode: Episode, parser: Parser = hermes) -> None:
-        self.chat = Chat(Completions(episode, parser))
+        self.chat = ChatResource(ChatCompletions(episode, parser))
 
 
-class Chat:
+class ChatResource:
     def __init__(self, completions: Any) -> None:
         self.completions = completions
 
 
-class Completions:
+class ChatCompletions:
     """The conversation so far, as the agent has to send it. ``parser``: how the model writes tool calls."""
 
     def __init__(self, episode: Episode, parser: Parser) -> None:
@@ -127,8 +127,10 @@ class Completions:
         return ChatCompletion(
             id=f"{self.episode.group}-{self.episode.index}-{before}",
             model=model,
-            choices=[Choice(message=answer, finish_reason=_reason(turn, answer))],
-            usage=Usage(prompt_tokens=total - len(turn.tokens), completion_tokens=len(turn.tokens), total_tokens=total),
+            choices=[ChatChoice(message=answer, finish_reason=_reason(turn, answer))],
+            usage=TokenUsage(
+                prompt_tokens=total - len(turn.tokens), completion_tokens=len(turn.tokens), total_tokens=total
+            ),
         )
 
     def _answer(self, turn: Turn) -> ChatMessage:
@@ -208,7 +210,7 @@ _MOST_BYTES = 64 * 2**20  # of a request
 
 
 @contextlib.asynccontextmanager
-async def serve_chat(completions: Completions) -> AsyncIterator[str]:
+async def serve_chat(completions: ChatCompletions) -> AsyncIterator[str]:
     """Within this context POST <address>/chat/completions answers; the address ends in /v1. Local connections only."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -228,7 +230,7 @@ async def serve_chat(completions: Completions) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}/v1"
 
 
-async def _respond(completions: Completions, reader: asyncio.StreamReader) -> tuple[HTTPStatus, dict[str, Any]]:
+async def _respond(completions: ChatCompletions, reader: asyncio.StreamReader) -> tuple[HTTPStatus, dict[str, Any]]:
     """The answer to one request; what is wrong with it as OpenAI's API reports errors."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     method, path, *_ = head.split(" ", 2)

@@ -45,7 +45,7 @@ async def simulated_user(
         turn = await episode.generate(max_new_tokens=tokens_per_turn)
         if not turns_left or not turn.tokens:
             return
-        said = await call(reply, list(episode.messages), episode.row, episode.random)
+        said = await call_function(reply, list(episode.messages), episode.row, episode.random)
         if said is None:
             return
         episode.say({"role": "user", "content": said})
@@ -58,7 +58,7 @@ def _check_user(samples: Mapping[str, int], *, user: str, **_: Any) -> None:
 simulated_user.check = _check_user
 
 
-async def call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+async def call_function(function: Any, *arguments: Any, **keywords: Any) -> Any:
     """What a plain or async function returns; a plain one runs in a thread, so it may take its time."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*arguments, **keywords)

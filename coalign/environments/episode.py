@@ -54,7 +54,7 @@ async def call_in_thread(function: Callable[..., Any], *arguments: Any, **keywor
     return await outcome
 
 
-class Clock:
+class EnvironmentClock:
     """Runs while nobody waits for the policy, and rings once ``seconds`` are over. On one event loop."""
 
     def __init__(self, seconds: float, ring: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class PolicyResponse(Protocol):
     status: Status
 
 
-class Policy(Protocol):
+class EpisodePolicy(Protocol):
     """Who takes the turns."""
 
     room: int | None  # tokens of the longest sequence that fits
@@ -131,7 +131,7 @@ class EpisodeOver(RuntimeError):
     """The environment went on with an episode that has been ended from outside (a timeout, or enough others)."""
 
 
-class NothingLeft(RuntimeError):
+class OutOfTokens(RuntimeError):
     """The environment asked for another turn after one for which no tokens were left. That ends its episode."""
 
 
@@ -150,7 +150,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Log:
+class EpisodeLog:
     """Columns of a sample, token by token. See coalign.types."""
 
     tokens: list[int] = field(default_factory=list)
@@ -177,7 +177,7 @@ class Episode:
     it, ``log`` the tokens.
     """
 
-    clock: Clock  # of the environment's call that plays this episode
+    clock: EnvironmentClock  # of the environment's call that plays this episode
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Episode:
         seed: int,
         prompt: Sequence[int],
         max_new_tokens: int,
-        policy: Policy,
+        policy: EpisodePolicy,
         rendering: Rendering,
     ) -> None:
         self.row = row
@@ -197,7 +197,7 @@ class Episode:
         self.seed = seed
         self.random = random.Random(f"{seed}/{group}/{index}")
         self.messages: list[Message] = [*(row.get("messages") or [])]
-        self.log = Log()
+        self.log = EpisodeLog()
         self.counts: Counter[str] = Counter()
         self.status = Status.OK
         self.prompt_length = 0
@@ -254,7 +254,7 @@ class Episode:
         """
         self._check()
         if self._answer == []:
-            raise NothingLeft(f"group {self.group}, index {self.index} has used all its tokens")
+            raise OutOfTokens(f"group {self.group}, index {self.index} has used all its tokens")
         if self._generating:
             raise RuntimeError("an episode generates one turn at a time")
         fresh, before = self._unread(), self._left

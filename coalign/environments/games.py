@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Protocol
 
 from coalign.config.functions import bind, resolve
-from coalign.environments.conversation import call
+from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 
 
@@ -157,7 +157,7 @@ async def game(
     player = _Player(episode, me, tries)
     while (turn := board.turn) is not None:
         if turn != me:
-            board.play(await call(answer, board, episode.random))
+            board.play(await call_function(answer, board, episode.random))
         elif not await player.move(board):
             episode.reward(illegal)
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from coalign.environments.episode import Clock, Episode, NothingLeft
+from coalign.environments.episode import EnvironmentClock, Episode, OutOfTokens
 from coalign.types import Status
 
 _GRACE = 10.0  # seconds beyond an environment's timeout after which its event loop counts as blocked
@@ -60,7 +60,7 @@ class EnvironmentCall:
     """One call of an environment, and how it failed."""
 
     episodes: list[Episode]
-    clock: Clock
+    clock: EnvironmentClock
     over: bool = False
     error: BaseException | None = None
     reason: str = ""
@@ -148,7 +148,7 @@ class EnvironmentBatch:
         self._check()
 
     def _call(self, episodes: list[Episode]) -> EnvironmentCall:
-        call = EnvironmentCall(episodes, Clock(self.environment.timeout, lambda: self._expire(call)))
+        call = EnvironmentCall(episodes, EnvironmentClock(self.environment.timeout, lambda: self._expire(call)))
         for episode in episodes:
             episode.clock = call.clock
         return call
@@ -161,7 +161,7 @@ class EnvironmentBatch:
         except asyncio.CancelledError as error:
             if call in self._tasks:  # nobody here did that
                 call.fail("cancelled", error)
-        except NothingLeft:
+        except OutOfTokens:
             pass  # it has gone on after its last turn; there is no more to come
         except (Exception, SystemExit) as error:
             call.fail(type(error).__name__, error)

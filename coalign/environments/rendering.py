@@ -17,7 +17,7 @@ _SAID = "stand-in"
 _ANSWERS = (_SAID, f"<think>\n{_SAID}\n</think>\n\n{_SAID}")
 
 
-def call_id(number: int) -> str:
+def format_call_id(number: int) -> str:
     """Of a tool call by its number in a turn: nine letters and digits, which the strictest templates ask for."""
     return f"call{number:05d}"
 
@@ -96,7 +96,7 @@ def _stand_in(said: str, messages: list[Message]) -> list[Message]:
     if results:
         answer["tool_calls"] = [
             {
-                "id": result.get("tool_call_id", call_id(i)),
+                "id": result.get("tool_call_id", format_call_id(i)),
                 "type": "function",
                 "function": {"name": result.get("name", "tool"), "arguments": {}},
             }

@@ -8,7 +8,7 @@ from typing import Any
 from coalign.config.functions import resolve
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolRequest
-from coalign.environments.rendering import call_id
+from coalign.environments.rendering import format_call_id
 from coalign.environments.tools import Toolbox
 from coalign.types import Status
 
@@ -59,7 +59,7 @@ def _as_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:
     """The turn as chat templates have it."""
     readable = [
         {
-            "id": call_id(i),
+            "id": format_call_id(i),
             "type": "function",
             "function": {"name": call.name, "arguments": dict(call.arguments)},
         }

@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from coalign.config.functions import bind, resolve
 from coalign.environments.calculator import calculator
-from coalign.environments.conversation import call
+from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolError, ToolRequest
-from coalign.environments.rendering import call_id
+from coalign.environments.rendering import format_call_id
 
 __all__ = ["calculator"]
 
@@ -46,11 +46,11 @@ class Tool:
             raise ToolError("bad_arguments", _first_problem(error)) from error
         values = {name: getattr(given, name) for name in self.takes.model_fields}
         first = [episode] if self.of_episode else []
-        result = await call(self.fn, *first, **values, **self.configuration)
+        result = await call_function(self.fn, *first, **values, **self.configuration)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def tool(config: str | Mapping[str, Any], where: str = "rollout.tools[0]") -> Tool:
+def build_tool(config: str | Mapping[str, Any], where: str = "rollout.tools[0]") -> Tool:
     """The tool that a configuration names: a short name of this module or a dotted path, or {fn: …, its arguments}.
 
     Raises ConfigError for wrong arguments, ValueError where there is no such function; ``where`` is the key.
@@ -100,7 +100,7 @@ class Toolbox:
     @staticmethod
     def of(configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int) -> Toolbox:
         """Raises what `tool` raises, and ValueError for two tools of the same name."""
-        tools = [tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
+        tools = [build_tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
         names = [each.name for each in tools]
         for i, name in enumerate(names):
             if name in names[:i]:
@@ -116,7 +116,7 @@ class Toolbox:
         counted (`episode/tool_failed/<reason>`)."""
         results = await asyncio.gather(*(self._answer(episode, each) for each in calls))
         return [
-            {"role": "tool", "tool_call_id": call_id(i), "name": each.name or "tool", "content": result}
+            {"role": "tool", "tool_call_id": format_call_id(i), "name": each.name or "tool", "content": result}
             for i, (each, result) in enumerate(zip(calls, results, strict=True))
         ]
 

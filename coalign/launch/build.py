@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from coalign.algorithms.traits import per
+from coalign.algorithms.traits import value_unit
 from coalign.cluster.base import planned
 from coalign.cluster.placement.nodes import Node, ProcessPlacement
 from coalign.cluster.placement.slots import Footprint, Slot, distinct
@@ -191,7 +191,7 @@ def context(name: str, model: ModelConfig, config: RunConfig, steps: int) -> Con
     cls = recipe(config.algorithm)
     role = cls.roles(config).get(name)
     budgets = token_budgets(roles_of(cls, config), config.models | reward_models(config), config)
-    compares = loss is not None and per(resolve(loss.fn, "coalign.algorithms.losses")) == "group"
+    compares = loss is not None and value_unit(resolve(loss.fn, "coalign.algorithms.losses")) == "group"
     return Context(
         model=name,
         threads=model.threads or config.runtime.threads,

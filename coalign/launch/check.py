@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from coalign.algorithms.aggregate import Totals
+from coalign.algorithms.aggregate import LossTotals
 from coalign.cluster.base import planned
 from coalign.cluster.dry import Call, DryCluster, Graph, draw_graph
 from coalign.cluster.placement.devices import accelerator
@@ -89,7 +89,7 @@ def _try_loss(name: str, model: ModelConfig, config: RunConfig, call: Call) -> l
         outputs["candidate_logprobs"] = torch.zeros(call.batch["candidates"][trained].shape)
     have: LossInput = loss_input(call.batch, outputs)
     try:
-        _, stats = objective(call.batch, outputs, Totals(1.0, 1.0, 1.0))
+        _, stats = objective(call.batch, outputs, LossTotals(1.0, 1.0, 1.0))
     except (TypeError, AttributeError, ValueError) as problem:
         missing = sorted(
             f for f in ("ref", "advantages", "returns", "old_values", "scores") if getattr(have, f) is None

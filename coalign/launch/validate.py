@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from coalign.algorithms.traits import check_aggregation, needs, per
+from coalign.algorithms.traits import check_aggregation, required_inputs, value_unit
 from coalign.cluster.base import planned
 from coalign.cluster.start import kind
 from coalign.cluster.worker import module_class
@@ -213,7 +213,7 @@ def check_guards(name: str, model: ModelConfig, config: RunConfig) -> None:
     least, (loss, where) = config.runtime.guards.min_entropy, loss_of(name, model, config)
     fn = resolve(loss.fn, "coalign.algorithms.losses")
     arguments = bind(fn, loss.arguments, where)
-    if least is not None and "measure_entropy" in arguments and "entropy" not in needs(fn, arguments):
+    if least is not None and "measure_entropy" in arguments and "entropy" not in required_inputs(fn, arguments):
         raise ValueError(
             f"runtime.guards.min_entropy is {least:g}, and the loss `{loss.fn}` does not measure the entropy; set "
             f"{where}.measure_entropy: true"
@@ -290,7 +290,7 @@ def _compared(name: str, model: ModelConfig, config: RunConfig) -> int:
     """Responses that a model's loss compares with each other, at most."""
     if not is_trained_by_loss(model):
         return 1
-    if per(resolve(loss_of(name, model, config)[0].fn, "coalign.algorithms.losses")) != "group":
+    if value_unit(resolve(loss_of(name, model, config)[0].fn, "coalign.algorithms.losses")) != "group":
         return 1
     pairs = config.pairs and resolve(config.pairs.fn, "coalign.algorithms.comparisons")
     return getattr(pairs, "compares", config.runtime.samples_per_prompt)

@@ -3,7 +3,7 @@
 on_policy_distillation
 """
 
-from coalign.algorithms.traits import needs
+from coalign.algorithms.traits import required_inputs
 from coalign.config.functions import bind, resolve
 from coalign.engine.reward import reward_parts
 from coalign.launch.validate import check_same_vocabulary
@@ -67,7 +67,9 @@ class OnPolicyDistillation(Online):
     def __init__(self, config, cluster):
         super().__init__(config, cluster)
         loss = resolve(config.loss.fn, "coalign.algorithms.losses")
-        self.wants_distribution = "candidate_logprobs" in needs(loss, bind(loss, config.loss.arguments, "loss"))
+        self.wants_distribution = "candidate_logprobs" in required_inputs(
+            loss, bind(loss, config.loss.arguments, "loss")
+        )
 
     @classmethod
     def roles(cls, config):

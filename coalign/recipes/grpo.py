@@ -10,7 +10,7 @@ cispo
 """
 
 from coalign.engine.reference import with_reference_where_read
-from coalign.recipes.online import Online, need_several_samples
+from coalign.recipes.online import Online, require_several_samples
 
 
 class GRPO(Online):
@@ -34,7 +34,7 @@ class GRPO(Online):
 
     @classmethod
     def check(cls, config):
-        need_several_samples(config)
+        require_several_samples(config)
         if config.kl:
             raise ValueError(
                 f"kl: in `{config.algorithm}` the divergence from the reference is part of the loss; set loss.kl_coef "

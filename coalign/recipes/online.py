@@ -112,7 +112,7 @@ class KLOfResponse(KLInReward):
         return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if hasattr(self, "reference") else batch
 
 
-def need_several_samples(config: RunConfig) -> None:
+def require_several_samples(config: RunConfig) -> None:
     """Refuse (ValueError) one sample per prompt where the other ones are its baseline."""
     if config.runtime.samples_per_prompt == 1:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from coalign.algorithms.traits import per
+from coalign.algorithms.traits import value_unit
 from coalign.config.functions import bind, resolve
 from coalign.data.batch import Batch
 from coalign.engine.reference import with_reference_where_read
@@ -41,7 +41,7 @@ class OnlineDPO(Online):
                 "runtime.samples_per_prompt is 1: the responses to one prompt are compared with each other; use 2 or "
                 "more (4 is usual)"
             )
-        unit = per(resolve(config.loss.fn, "coalign.algorithms.losses"))
+        unit = value_unit(resolve(config.loss.fn, "coalign.algorithms.losses"))
         if unit not in ("group", "batch"):
             raise ValueError(
                 f"loss.fn: `{config.loss.fn}` gives a value per {unit} and compares no responses; use a pairwise loss "
@@ -49,12 +49,12 @@ class OnlineDPO(Online):
             )
 
     def train_flow(self, batch):
-        pairs = self.transform(compared, self.apply(self.pairs, self.shaped(batch)))
+        pairs = self.transform(select_compared, self.apply(self.pairs, self.shaped(batch)))
         if hasattr(self, "reference"):
             pairs = self.join(pairs, self.reference.forward_step(pairs))
         return self.trainer.train_step(pairs, **self.ptx())
 
 
-def compared(batch: Batch) -> Batch:
+def select_compared(batch: Batch) -> Batch:
     """The responses that have a preference."""
     return batch.select(~batch["preference"].isnan())

@@ -11,7 +11,7 @@ import torch
 
 from coalign.data.batch import Batch
 from coalign.recipes.grpo import GRPO
-from coalign.recipes.online import KLInReward, KLOfResponse, need_several_samples
+from coalign.recipes.online import KLInReward, KLOfResponse, require_several_samples
 from coalign.types import Status
 
 
@@ -64,7 +64,7 @@ class RLOO(KLOfResponse):
     @classmethod
     def check(cls, config):
         super().check(config)
-        need_several_samples(config)
+        require_several_samples(config)
 
 
 class ReMax(KLOfResponse):
@@ -86,12 +86,12 @@ class ReMax(KLOfResponse):
     def env_flow(self, prompts):
         out = self.generate(prompts)
         scored = self.scored(out)  # first: the baseline is normalised by the moments of these samples, too
-        greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
+        greedy = self.policy.generate(self.transform(select_prompts, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
         return self.transform(with_baseline, scored, greedy)
 
 
-def prompts_of(samples: Batch) -> Batch:
+def select_prompts(samples: Batch) -> Batch:
     """The prompt of each group, once."""
     group = samples["group"].tolist()
     first = samples.select([i for i in range(len(group)) if i == 0 or group[i] != group[i - 1]])

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from coalign.rewards.rules import truth
+from coalign.rewards.rules import read_truth
 from coalign.types import Sample
 
 _DECORATION = r"[\s*_$`\"'(\[{<]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{\s*)*[\s*_$`\"'(\[{<]*"
@@ -39,10 +39,10 @@ def multiple_choice(
     choices.
     """
     expected = _truth(sample, answer_key, choices)
-    return float(settled(sample.response.rpartition("</think>")[2], choices) == expected)
+    return float(find_choice(sample.response.rpartition("</think>")[2], choices) == expected)
 
 
-def settled(text: str, choices: str) -> str | None:
+def find_choice(text: str, choices: str) -> str | None:
     """The choice that a text settles on, as it stands in ``choices``; None if on none."""
     marks = list(_MARK.finditer(text))
     for mark in reversed(marks[-10:]):
@@ -59,7 +59,7 @@ def _truth(sample: Sample, answer_key: str, choices: str) -> str:
         if 0 <= value < len(choices):
             return choices[value]
         raise ValueError(f"the row's '{answer_key}' is {value}; expected an index from 0 to {len(choices) - 1}")
-    said = truth(sample, answer_key)
+    said = read_truth(sample, answer_key)
     if letter := _letter(said, choices):
         return letter
     raise ValueError(f"the row's '{answer_key}' is {said[:80]!r}, none of the choices {choices} (set `choices`)")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coalign.rewards.sandbox.sandbox import REQUIREMENTS, Limits, Sandbox, SandboxResult, demand
+from coalign.rewards.sandbox.sandbox import REQUIREMENTS, Sandbox, SandboxLimits, SandboxResult, require_limits
 from coalign.types import Sample
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
@@ -60,9 +60,9 @@ async def code(
     SandboxError if the sandbox itself fails.
     """
     tests = read_tests(_tests(sample, tests_key), sample.meta.get(entry_key))
-    limits = Limits(seconds, memory_mb, processes, output_kb, file_mb)
-    await asyncio.to_thread(demand, tuple(require), processes)
-    source, passed, timed_out = extract(sample.response), 0, False
+    limits = SandboxLimits(seconds, memory_mb, processes, output_kb, file_mb)
+    await asyncio.to_thread(require_limits, tuple(require), processes)
+    source, passed, timed_out = extract_code(sample.response), 0, False
     begun = time.monotonic()
     async with Sandbox(limits, packages=packages) as sandbox:
         for test in tests:
@@ -81,7 +81,7 @@ async def code(
 code.at_once = os.cpu_count() or 1  # more would take time from each other
 
 
-def extract(response: str) -> str:
+def extract_code(response: str) -> str:
     """The program in a response; an unclosed block counts up to the end."""
     text = response.rpartition("</think>")[2]
     blocks = _BLOCK.findall(text)
@@ -90,14 +90,14 @@ def extract(response: str) -> str:
 
 
 @dataclass(frozen=True)
-class Test:
+class CodeTest:
     """What to ask of the code, and whether a report says that it passed."""
 
     asked: Mapping[str, str]  # arguments of Sandbox.run
     passes: Callable[[SandboxResult], bool]
 
 
-def read_tests(given: Any, entry: str | None = None) -> list[Test]:
+def read_tests(given: Any, entry: str | None = None) -> list[CodeTest]:
     """The tests in one of the forms that ``code`` takes. ValueError if it is none of them, or empty."""
     if isinstance(given, str):
         if not given.lstrip().startswith(("[", "{")):
@@ -131,13 +131,13 @@ def _all_are(given: Any, kind: type) -> bool:
     return isinstance(given, Sequence) and all(isinstance(one, kind) for one in given)
 
 
-def _program(text: str, entry: str | None) -> Test:
+def _program(text: str, entry: str | None) -> CodeTest:
     if entry and re.search(r"^def check\(", text, re.MULTILINE):
         text = f"{text}\ncheck({entry})\n"
     return _unforeseen(text)
 
 
-def _statement(text: str) -> Test:
+def _statement(text: str) -> CodeTest:
     """`assert f(1) == 2` is asked for f(1); anything else runs as it stands."""
     try:
         (statement,) = ast.parse(text).body
@@ -148,20 +148,22 @@ def _statement(text: str) -> Test:
         expected = ast.literal_eval(right)
     except (SyntaxError, ValueError, AttributeError):
         return _unforeseen(text)
-    return Test({"evaluate": ast.unparse(test.left)}, lambda report: _value(report) == (True, expected))
+    return CodeTest({"evaluate": ast.unparse(test.left)}, lambda report: _value(report) == (True, expected))
 
 
-def _unforeseen(text: str) -> Test:
+def _unforeseen(text: str) -> CodeTest:
     token = secrets.token_hex(16)
-    return Test({"test": text, "token": token}, lambda report: report.answer == token)
+    return CodeTest({"test": text, "token": token}, lambda report: report.answer == token)
 
 
-def _dialogue(given: Any, expected: Any) -> Test:
+def _dialogue(given: Any, expected: Any) -> CodeTest:
     lines, wanted = (one if isinstance(one, str) else "\n".join(map(str, one)) for one in (given, expected))
-    return Test({"stdin": lines}, lambda report: report.ended == "exit 0" and report.output.split() == wanted.split())
+    return CodeTest(
+        {"stdin": lines}, lambda report: report.ended == "exit 0" and report.output.split() == wanted.split()
+    )
 
 
-def _call(name: str, arguments: Sequence[Any], expected: Any) -> Test:
+def _call(name: str, arguments: Sequence[Any], expected: Any) -> CodeTest:
     if not name.isidentifier():
         raise ValueError(f"fn_name is {name!r}; expected the name of a function")
     function = f"(globals().get({name!r}) or Solution().{name})"
@@ -172,7 +174,7 @@ def _call(name: str, arguments: Sequence[Any], expected: Any) -> Test:
         known, value = _value(report)
         return known and (_same(value, expected) or _same(value, alone))
 
-    return Test({"evaluate": expression}, passes)
+    return CodeTest({"evaluate": expression}, passes)
 
 
 def _value(report: SandboxResult) -> tuple[bool, Any]:

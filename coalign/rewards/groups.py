@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
-from coalign.rewards.nested import Comparing, Nested
+from coalign.rewards.nested import ComparisonFunction, NestedFunction
 from coalign.types import Sample
 
 _STEPS = 10_000  # far more than any group needs
@@ -112,14 +112,19 @@ class Pairwise:
     """
 
     def __init__(
-        self, *, by: Comparing, score: Score = "win_rate", both_orders: bool = False, prior: PositiveFloat = 1.0
+        self,
+        *,
+        by: ComparisonFunction,
+        score: Score = "win_rate",
+        both_orders: bool = False,
+        prior: PositiveFloat = 1.0,
     ) -> None:
-        self._by, self._both = Nested(by), both_orders
+        self._by, self._both = NestedFunction(by), both_orders
         self._score = _scoring(score, prior)
 
     async def __call__(self, group: Sequence[Sample]) -> list[float]:
         pairs = list(combinations(range(_size(group)), 2))
-        return self._score(await Match(self._by, group, self._both).play(pairs), len(group))
+        return self._score(await GroupComparisons(self._by, group, self._both).play(pairs), len(group))
 
 
 class Tournament:
@@ -133,26 +138,26 @@ class Tournament:
     def __init__(
         self,
         *,
-        by: Comparing,
+        by: ComparisonFunction,
         rounds: PositiveInt | None = None,
         score: Score = "bradley_terry",
         both_orders: bool = False,
         prior: PositiveFloat = 1.0,
     ) -> None:
-        self._by, self._both = Nested(by), both_orders
+        self._by, self._both = NestedFunction(by), both_orders
         self._score, self._rounds = _scoring(score, prior), rounds
 
     async def __call__(self, group: Sequence[Sample]) -> list[float]:
-        match, games = Match(self._by, group, self._both), []
+        match, games = GroupComparisons(self._by, group, self._both), []
         for _ in range(self._rounds or math.ceil(math.log2(_size(group)))):
             games += await match.play(swiss_round(games, len(group)))
         return self._score(games, len(group))
 
 
-class Match:
+class GroupComparisons:
     """The games of one group; those of a call at the same time."""
 
-    def __init__(self, by: Nested, group: Sequence[Sample], both_orders: bool) -> None:
+    def __init__(self, by: NestedFunction, group: Sequence[Sample], both_orders: bool) -> None:
         self._by, self._group, self._both = by, group, both_orders
         self._values: list[float] = []
 

@@ -16,7 +16,7 @@ from coalign.types import Sample
 Messages = list[dict[str, Any]]
 
 
-class Judging(Protocol):
+class JudgeQuestions(Protocol):
     """How a judge is used. What cannot be read is never a reward: a response without one fails, counted as such."""
 
     def ask(self, group: Sequence[Sample]) -> list[Messages]:
@@ -85,7 +85,7 @@ class Pointwise:
 
     def ask(self, group: Sequence[Sample]) -> list[Messages]:
         fields = {"low": f"{self.low:g}", "high": f"{self.high:g}"}
-        return [user(self.template.format(prompt=questions_of(s), response=s.response, **fields)) for s in group]
+        return [user_message(self.template.format(prompt=prompt_text(s), response=s.response, **fields)) for s in group]
 
     def verdict(self, answer: str) -> float | None:
         found = self.pattern.findall(answer)
@@ -175,14 +175,14 @@ class Pairwise:
 
     def _question(self, about: Sample, first: str, second: str) -> Messages:
         labels = {"first_label": self.labels[0], "second_label": self.labels[1], "tie": self.tie}
-        return user(self.template.format(prompt=questions_of(about), first=first, second=second, **labels))
+        return user_message(self.template.format(prompt=prompt_text(about), first=first, second=second, **labels))
 
 
-def user(text: str) -> Messages:
+def user_message(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
 
-def questions_of(sample: Sample) -> str:
+def prompt_text(sample: Sample) -> str:
     """The prompt as people read it: that of the data set's row, else as the model saw it."""
     return sample.meta.get("prompt", sample.prompt)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from coalign.rewards.rules import truth
+from coalign.rewards.rules import read_truth
 from coalign.rewards.symbolic import equivalent
 from coalign.types import Sample
 
@@ -39,7 +39,7 @@ def math(sample: Sample, *, answer_key: str = "answer", strict: bool = False) ->
     Raises KeyError / ValueError for a row without a ground truth, ModuleNotFoundError if math-verify is needed and
     missing.
     """
-    gold = truth(sample, answer_key)
+    gold = read_truth(sample, answer_key)
     gold = final_answer(gold) or gold
     predicted = final_answer(sample.response.rpartition("</think>")[2], strict=strict, last_number=not strict)
     return float(predicted is not None and same_answer(gold, predicted))

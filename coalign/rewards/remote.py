@@ -27,7 +27,7 @@ from coalign.rewards.calls import GiveUp, TryLater
 from coalign.types import Sample
 
 
-class Breaker:
+class CircuitBreaker:
     """Closed, it admits every call. ``failures`` in a row open it: it admits none for ``pause`` seconds, then a single
     trial (half-open), whose outcome closes it or opens it again. ``clock`` in seconds."""
 
@@ -67,7 +67,7 @@ class Breaker:
 Item = TypeVar("Item")
 
 
-class Batches(Generic[Item]):
+class CallBatcher(Generic[Item]):
     """``await batches(item)`` is the item's part of what ``run([items])`` returns, one result for each, in order
     (ValueError for another number).
 
@@ -161,7 +161,7 @@ class ServiceError(RuntimeError):
 def _endpoint(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise ValueError(f"is {shown(url)!r}; expected http://HOST:PORT/PATH")
+        raise ValueError(f"is {hide_query(url)!r}; expected http://HOST:PORT/PATH")
     if parts.password is not None or parts.username is not None:
         raise ValueError(
             "holds a user's name or password, which every copy of the configuration would show; put the "
@@ -215,7 +215,7 @@ class Remote:
         self._label_key, self._send, self._extra = label_key, tuple(send), dict(extra or {})
         if taken := {"query", "prompts", "labels", *OPTIONAL} & set(self._extra):
             raise ValueError(f"remote: extra has {sorted(taken)}, which are the samples' own; choose other names")
-        self._services = {one: Breaker(open_after, pause) for one in url}
+        self._services = {one: CircuitBreaker(open_after, pause) for one in url}
         self._turns = itertools.cycle(self._services.items())
         self._client = httpx2.AsyncClient(
             headers={"Content-Type": "application/json"} | _authorization(api_key_env),
@@ -223,7 +223,7 @@ class Remote:
             limits=httpx2.Limits(max_keepalive_connections=0),
         )
         self._unanswered = httpx2.HTTPError
-        self._batches = Batches(self._scored, size=batch_size, at_once=concurrency)
+        self._batches = CallBatcher(self._scored, size=batch_size, at_once=concurrency)
 
     async def __call__(self, sample: Sample) -> dict[str, float]:
         """Raises GiveUp, TryLater or ServiceError."""
@@ -235,7 +235,7 @@ class Remote:
         url, breaker = self._next_service()
         try:
             answer = await self._post(url, body)
-            results = read_answer(answer, len(samples), shown(url))
+            results = read_answer(answer, len(samples), hide_query(url))
         except (GiveUp, TryLater):
             breaker.succeeded()  # it is there, and says what it wants
             raise
@@ -256,12 +256,12 @@ class Remote:
         except (TypeError, ValueError) as error:
             raise GiveUp(f"remote: these samples cannot be sent as JSON: {error}") from error
 
-    def _next_service(self) -> tuple[str, Breaker]:
+    def _next_service(self) -> tuple[str, CircuitBreaker]:
         for url, breaker in itertools.islice(self._turns, len(self._services)):
             if breaker.admits():
                 return url, breaker
         resting = "; ".join(
-            f"{shown(url)} ({breaker.streak} failures in a row, the last: {breaker.last}; "
+            f"{hide_query(url)} ({breaker.streak} failures in a row, the last: {breaker.last}; "
             f"to be tried again in {breaker.left:.0f} s)"
             for url, breaker in self._services.items()
         )
@@ -272,9 +272,9 @@ class Remote:
         try:
             response = await self._client.post(url, content=body)
         except self._unanswered as error:
-            raise ServiceError(f"{shown(url)}: {type(error).__name__}: {error}") from error
+            raise ServiceError(f"{hide_query(url)}: {type(error).__name__}: {error}") from error
         status, said = response.status_code, " ".join(response.text[:200].split())
-        message = f"{shown(url)} answered {status}: {said}"
+        message = f"{hide_query(url)} answered {status}: {said}"
         seconds = _retry_after(response.headers.get("Retry-After"))
         if status in _BUSY or (status >= 500 and seconds is not None):
             raise TryLater(message, seconds or 0.0)
@@ -285,13 +285,13 @@ class Remote:
         try:
             return json.loads(response.content)
         except ValueError as error:
-            raise ServiceError(f"{shown(url)}: the answer is no JSON: {said}") from error
+            raise ServiceError(f"{hide_query(url)}: the answer is no JSON: {said}") from error
 
-    def _note_failure(self, url: str, breaker: Breaker, why: str) -> None:
+    def _note_failure(self, url: str, breaker: CircuitBreaker, why: str) -> None:
         if breaker.failed(why):
             log.warning(
                 "%s: %d failures in a row, no requests for %.0f s; the last: %s",
-                shown(url),
+                hide_query(url),
                 breaker.streak,
                 breaker.left,
                 why,
@@ -319,7 +319,7 @@ def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
     return results
 
 
-def shown(url: str) -> str:
+def hide_query(url: str) -> str:
     """A URL without its query, which may hold a secret."""
     return urlsplit(url)._replace(query="", fragment="").geturl()
 

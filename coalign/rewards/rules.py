@@ -16,11 +16,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from coalign.rewards.nested import Nested, Valuing
+from coalign.rewards.nested import NestedFunction, ValueFunction
 from coalign.types import Sample
 
 
-def truth(sample: Sample, answer_key: str) -> str:
+def read_truth(sample: Sample, answer_key: str) -> str:
     """The ground truth in the data set's row. Raises KeyError or ValueError, naming the key, if there is none."""
     if answer_key not in sample.meta:
         raise KeyError(f"the row has no '{answer_key}' to compare with; it has {sorted(sample.meta)} (set answer_key)")
@@ -32,13 +32,13 @@ def truth(sample: Sample, answer_key: str) -> str:
 
 def exact_match(sample: Sample, *, answer_key: str = "answer", ignore_case: bool = False) -> float:
     """1.0 if the response is the ground truth, spaces around it aside."""
-    response, answer = sample.response.strip(), truth(sample, answer_key)
+    response, answer = sample.response.strip(), read_truth(sample, answer_key)
     return float(response.lower() == answer.lower() if ignore_case else response == answer)
 
 
 def contains(sample: Sample, *, answer_key: str = "answer", ignore_case: bool = False) -> float:
     """1.0 if the ground truth occurs in the response."""
-    response, answer = sample.response, truth(sample, answer_key)
+    response, answer = sample.response, read_truth(sample, answer_key)
     return float(answer.lower() in response.lower() if ignore_case else answer in response)
 
 
@@ -105,19 +105,19 @@ def length_penalty(sample: Sample, *, max_tokens: int, buffer: int) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_tokens - buffer response tokens, falling
     linearly to -1 at max_tokens, -1 beyond."""
     _check_penalty(max_tokens=max_tokens, buffer=buffer)
-    over = tokens(sample) - (max_tokens - buffer)
+    over = count_tokens(sample) - (max_tokens - buffer)
     return -min(max(over / buffer, 0.0), 1.0)
 
 
 def length_range(sample: Sample, *, min_tokens: NonNegativeInt = 0, max_tokens: PositiveInt) -> float:
     """1.0 for a response of ``min_tokens`` to ``max_tokens`` (both included), else 0.0."""
     _check_range(min_tokens=min_tokens, max_tokens=max_tokens)
-    return float(min_tokens <= tokens(sample) <= max_tokens)
+    return float(min_tokens <= count_tokens(sample) <= max_tokens)
 
 
 def length_target(sample: Sample, *, target: PositiveInt, tolerance: PositiveInt) -> float:
     """1.0 for a response of ``target`` tokens, falling linearly to 0.0 at ``tolerance`` tokens more or fewer."""
-    return max(0.0, 1.0 - abs(tokens(sample) - target) / tolerance)
+    return max(0.0, 1.0 - abs(count_tokens(sample) - target) / tolerance)
 
 
 class CosineLength:
@@ -132,27 +132,27 @@ class CosineLength:
     def __init__(
         self,
         *,
-        by: Valuing,
+        by: ValueFunction,
         max_tokens: PositiveInt,
         right: Ends = (2.0, 1.0),
         wrong: Ends = (-10.0, 0.0),
         exceeded: float = -10.0,
         threshold: float = 0.5,
     ) -> None:
-        self._by = Nested(by)
+        self._by = NestedFunction(by)
         self._limit, self._right, self._wrong = max_tokens, right, wrong
         self._exceeded, self._threshold = exceeded, threshold
 
     async def __call__(self, sample: Sample) -> dict[str, float]:
         (value,) = await self._by([(sample,)])
-        right, count = value >= self._threshold, tokens(sample)
+        right, count = value >= self._threshold, count_tokens(sample)
         if count >= self._limit:
             return {"reward": self._exceeded, "right": right}
         first, last = self._right if right else self._wrong
         return {"reward": last + (first - last) * (1 + math.cos(math.pi * count / self._limit)) / 2, "right": right}
 
 
-def tokens(sample: Sample) -> int:
+def count_tokens(sample: Sample) -> int:
     """How many tokens of the sample the model chose. ValueError where nobody has counted them (a file of texts)."""
     count = int(sample.loss_mask.sum())
     if not count and sample.response:

@@ -10,7 +10,7 @@ from coalign.backends.scorers.reward import reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import Pairwise, Tournament
-from coalign.rewards.calls import Caller, RewardFailure, RewardFunction
+from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction
 from coalign.rewards.groups import Comparison, bradley_terry, swiss_round, win_rates
 from tests.rewards.samples import sample
 
@@ -59,7 +59,7 @@ def fails(first, second):
 @pytest.fixture
 def caller():
     CALLS.clear()
-    caller = Caller()
+    caller = RewardCaller()
     yield caller
     caller.close()
 
@@ -156,7 +156,7 @@ def test_bad_settings_are_refused(settings, message):
 
 def test_short_names_reach_the_classes():
     function = reward_function(RewardConfig(fn="tournament", by="math", rounds=2), "reward.0")
-    assert function.takes == "group" and function.waits and function.name == "tournament"
+    assert function.takes == "group" and function.is_async and function.name == "tournament"
     with pytest.raises(ConfigError, match=r"reward\[0\]\.rounds: is 0"):
         reward_function(RewardConfig(fn="tournament", by="math", rounds=0), "reward.0")
     with pytest.raises(ConfigError, match=r"reward\[0\]\.by: missing"):

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coalign.algorithms.comparisons import Pairs
+from coalign.algorithms.comparisons import PreferencePairs
 from coalign.algorithms.segments import segment_count, segment_sum
-from coalign.algorithms.traits import read
+from coalign.algorithms.traits import require_input
 from coalign.types import LossInput, LossOutput, Stat, Stats
 
 # Sums over a response and everything after them run in float64: N numbers cost nothing, and a log-ratio is a small
@@ -17,7 +17,7 @@ from coalign.types import LossInput, LossOutput, Stat, Stats
 
 def response_logprobs(x: LossInput) -> Tensor:
     """f64[N]: log π(response | prompt), summed over the trained tokens."""
-    return segment_sum(read(x, "logprobs").double(), x.segment, x.sequences)
+    return segment_sum(require_input(x, "logprobs").double(), x.segment, x.sequences)
 
 
 def log_ratios(x: LossInput) -> Tensor:
@@ -27,7 +27,7 @@ def log_ratios(x: LossInput) -> Tensor:
 
 def token_log_ratios(x: LossInput) -> Tensor:
     """f64[T]: log π - log π_ref."""
-    return read(x, "logprobs").double() - read(x, "ref").double()
+    return require_input(x, "logprobs").double() - require_input(x, "ref").double()
 
 
 def lengths(x: LossInput) -> Tensor:
@@ -49,7 +49,9 @@ def check_smoothing(label_smoothing: float, *, least: float = 0.0) -> None:
         )
 
 
-def compared(x: LossInput, pairs: Pairs, losses: Tensor, rewards: Tensor, nll_coef: float = 0.0) -> LossOutput:
+def compare_responses(
+    x: LossInput, pairs: PreferencePairs, losses: Tensor, rewards: Tensor, nll_coef: float = 0.0
+) -> LossOutput:
     """A value per group: the mean of ``losses`` [P] over its pairs, with statistics of the implicit ``rewards`` [N].
 
     ``nll_coef`` adds that much of the winner's negative log-likelihood, the mean over its own tokens (RPO, 2404.19733).
@@ -63,7 +65,7 @@ def compared(x: LossInput, pairs: Pairs, losses: Tensor, rewards: Tensor, nll_co
     return LossOutput(pairs.mean(losses), stats)
 
 
-def reward_stats(pairs: Pairs, rewards: Tensor) -> Stats:
+def reward_stats(pairs: PreferencePairs, rewards: Tensor) -> Stats:
     """Means over pairs. ``accuracy`` is the share of pairs in which the winner has the greater reward; a tie counts
     half, so a policy that equals its reference is at chance."""
     margin = pairs.difference(rewards)
@@ -79,7 +81,7 @@ def accuracy(margin: Tensor) -> Stat:
     return Stat.of(torch.heaviside(margin, margin.new_tensor(0.5)))
 
 
-def chosen_rejected(name: str, pairs: Pairs, values: Tensor) -> Stats:
+def chosen_rejected(name: str, pairs: PreferencePairs, values: Tensor) -> Stats:
     """The means of ``values`` [N] over winners and over losers."""
     winner, loser = pairs.split(values)
     return {f"{name}/chosen": Stat.of(winner), f"{name}/rejected": Stat.of(loser)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.losses.comparison import accuracy, log_ratios, response_logprobs
-from coalign.algorithms.traits import column
+from coalign.algorithms.traits import require_column
 from coalign.types import LossInput, LossOutput, Stat
 
 
@@ -23,7 +23,7 @@ def kto(
     the whole batch, not over a micro-batch. λ_D and λ_U are the weights; with n_D and n_U responses of each kind, the
     authors advise λ_D n_D / (λ_U n_U) between 1 and 4/3. A batch may lack one kind.
     """
-    point = column(x, "reference_point")
+    point = require_column(x, "reference_point")
     result = _valued(x, point, beta, desirable_weight, undesirable_weight)
     return LossOutput(result.value, result.stats | {"kl": Stat.of(point)})
 
@@ -41,7 +41,7 @@ for _loss in (kto, apo_zero_unpaired):
 
 
 def _valued(x: LossInput, point: Tensor, beta: float, desirable_weight: float, undesirable_weight: float) -> LossOutput:
-    desirable = _desirable(column(x, "preference"))
+    desirable = _desirable(require_column(x, "preference"))
     ratios = log_ratios(x)
     sign = torch.where(desirable, 1.0, -1.0)
     gain = sign * beta * (ratios - point.to(ratios))

@@ -22,7 +22,7 @@ from coalign.algorithms.losses.terms import (
     policy_loss,
     sequence_mean,
 )
-from coalign.algorithms.traits import read
+from coalign.algorithms.traits import require_input
 from coalign.types import LossInput, LossOutput, Stat
 
 
@@ -48,7 +48,7 @@ def policy_gradient(
         raise ValueError(
             f"loss.dual_clip is {dual_clip}: it bounds the ratio from above and must exceed 1 (3 is usual)"
         )
-    logprobs, old, advantages = (read(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
     ratio = bounded_exp(logprobs - old)
     surrogate, stats = clipped_surrogate(ratio, advantages, *clip_range(clip_low, clip_high))
     if dual_clip is not None:
@@ -86,7 +86,7 @@ def gspo(
         raise ValueError(f"loss.form is '{form}': expected sequence or token")
     if form == "sequence" and is_level == "token":
         raise ValueError("loss.is_level is 'token': `gspo` in the form `sequence` takes `sequence` or `product`")
-    logprobs, old, advantages = (read(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
     log_ratio = sequence_mean(x, logprobs - old)
     if form == "sequence":
         advantages = sequence_mean(x, advantages)
@@ -114,7 +114,7 @@ def cispo(
 
     Reads and raises as policy_gradient does; the other settings are those of terms.surrounded.
     """
-    logprobs, old, advantages = (read(x, name) for name in ("logprobs", "old", "advantages"))
+    logprobs, old, advantages = (require_input(x, name) for name in ("logprobs", "old", "advantages"))
     ratio = bounded_exp(logprobs.detach() - old)
     weight = ratio.clamp(*clip_range(clip_low, clip_high))
     return -weight * advantages * logprobs, ratio, {"clip_fraction": Stat.of(weight != ratio)}
@@ -125,11 +125,11 @@ def value(x: LossInput, *, clip: float | None = None) -> LossOutput:
 
     The clipped form is that of OpenAI's PPO. Reads values, returns; old_values if ``clip``.
     """
-    values, returns = read(x, "values"), read(x, "returns")
+    values, returns = require_input(x, "values"), require_input(x, "returns")
     error = (values - returns).square()
     stats = {"values": Stat.of(values), "returns": Stat.of(returns), "squared_error": Stat.of(error)}
     if clip is not None:
-        old = read(x, "old_values", "clip")
+        old = require_input(x, "old_values", "clip")
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
         stats["clip_fraction"] = Stat.of(clipped > error)
         error = torch.maximum(error, clipped)

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coalign.algorithms.comparisons import Pairs, pairs_of
+from coalign.algorithms.comparisons import PreferencePairs, read_pairs
 from coalign.algorithms.losses.comparison import (
     check_smoothing,
-    compared,
+    compare_responses,
     lengths,
     log_ratios,
     logistic,
@@ -32,7 +32,7 @@ from coalign.algorithms.losses.comparison import (
     token_log_ratios,
 )
 from coalign.algorithms.segments import segment_sum
-from coalign.algorithms.traits import column, read
+from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput
 
 MAX_EXPONENT = 80.0  # e^80: beyond any log-ratio of use, and its square does not overflow float64
@@ -65,18 +65,18 @@ def dpo(
       tokens of log π - log Σ π²) (WPO, 2406.11827).
     """
     check_smoothing(label_smoothing)
-    pairs, ratios = pairs_of(x), log_ratios(x)
+    pairs, ratios = read_pairs(x), log_ratios(x)
     compare = pairs.split(ratios) if ld_alpha == 1 else _desensitised(x, pairs, ld_alpha)
     winner, loser = (_divergence_gradient(r, divergence, alpha) for r in compare)
     if length_normalised:
         winner, loser = (r / n for r, n in zip((winner, loser), pairs.split(lengths(x)), strict=True))
     z = beta * (winner - loser)
     if margin_coef:
-        z = z - margin_coef * pairs.difference(column(x, "margin", "margin_coef"))
+        z = z - margin_coef * pairs.difference(require_column(x, "margin", "margin_coef"))
     losses = _robust(z, label_smoothing) if robust else logistic(z, label_smoothing)
     if weighted:
         losses = losses * math.prod(pairs.split(_on_policy(x)))
-    return compared(x, pairs, losses, beta * ratios, nll_coef)
+    return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
 
 
 def ipo(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
@@ -84,31 +84,31 @@ def ipo(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput
 
     β is the paper's τ. OpenRLHF sums where this averages.
     """
-    pairs, ratios = pairs_of(x), log_ratios(x) / lengths(x)
-    return compared(x, pairs, (pairs.difference(ratios) - 1 / (2 * beta)).square(), beta * ratios, nll_coef)
+    pairs, ratios = read_pairs(x), log_ratios(x) / lengths(x)
+    return compare_responses(x, pairs, (pairs.difference(ratios) - 1 / (2 * beta)).square(), beta * ratios, nll_coef)
 
 
 def hinge(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """max(0, 1 - z) (SLiC, 2305.10425, against a reference as in RSO, 2309.06657)."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
-    return compared(x, pairs, (1 - pairs.difference(rewards)).relu(), rewards, nll_coef)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
+    return compare_responses(x, pairs, (1 - pairs.difference(rewards)).relu(), rewards, nll_coef)
 
 
 def exo_pair(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 1e-3, nll_coef: float = 0.0) -> LossOutput:
     """EXO-pref (2402.00856, eq. 16): KL from (σ(z), σ(-z)) to (1 - ε, ε). ε = ``label_smoothing`` is above 0."""
     check_smoothing(label_smoothing, least=1e-12)
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     z = pairs.difference(rewards)
     won, lost = F.logsigmoid(z), F.logsigmoid(-z)
     losses = won.exp() * (won - math.log1p(-label_smoothing)) + lost.exp() * (lost - math.log(label_smoothing))
-    return compared(x, pairs, losses, rewards, nll_coef)
+    return compare_responses(x, pairs, losses, rewards, nll_coef)
 
 
 def nca_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """NCA (2402.05369): -log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compared(
+    return compare_responses(
         x, pairs, F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser), rewards, nll_coef
     )
 
@@ -118,40 +118,40 @@ def bco_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossO
 
     As in TRL's DPOTrainer without the paper's reward shift, a running mean over the steps: a loss keeps no state.
     """
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compared(x, pairs, F.softplus(-winner) + F.softplus(loser), rewards, nll_coef)
+    return compare_responses(x, pairs, F.softplus(-winner) + F.softplus(loser), rewards, nll_coef)
 
 
 def sppo_hard(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """SPPO (2405.00675, eq. 4.7) with probability 1 for the winner: (r_w - 1/(2β))² + (r_l + 1/(2β))²."""
-    pairs, ratios = pairs_of(x), log_ratios(x)
+    pairs, ratios = read_pairs(x), log_ratios(x)
     winner, loser = pairs.split(ratios)
     losses = (winner - 0.5 / beta).square() + (loser + 0.5 / beta).square()
-    return compared(x, pairs, losses, beta * ratios, nll_coef)
+    return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
 
 
 def apo_zero(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than what the policy writes."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compared(x, pairs, torch.sigmoid(-winner) + torch.sigmoid(loser), rewards, nll_coef)
+    return compare_responses(x, pairs, torch.sigmoid(-winner) + torch.sigmoid(loser), rewards, nll_coef)
 
 
 def apo_down(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than what the policy writes."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compared(x, pairs, torch.sigmoid(winner) + torch.sigmoid(loser - winner), rewards, nll_coef)
+    return compare_responses(x, pairs, torch.sigmoid(winner) + torch.sigmoid(loser - winner), rewards, nll_coef)
 
 
 def discopop(x: LossInput, *, beta: float = 0.1, tau: float = 0.05, nll_coef: float = 0.0) -> LossOutput:
     """DiscoPOP (2406.08414, eq. 5): (1 - m) · -log σ(z) + m e^(-z), with m = σ(z/τ)."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     z = pairs.difference(rewards)
     # m e^(-z) as one exponential: for z far below 0 it is a product of nothing and infinity.
     exponential = (F.logsigmoid(z / tau) - z).clamp(max=MAX_EXPONENT).exp()
-    return compared(x, pairs, torch.sigmoid(-z / tau) * F.softplus(-z) + exponential, rewards, nll_coef)
+    return compare_responses(x, pairs, torch.sigmoid(-z / tau) * F.softplus(-z) + exponential, rewards, nll_coef)
 
 
 for _loss in (dpo, ipo, hinge, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop):
@@ -175,11 +175,11 @@ def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor
 @torch.no_grad()
 def _on_policy(x: LossInput) -> Tensor:
     """f64[N]: how likely the policy is to write each response, per token, against how sure it is of what it writes."""
-    aligned = read(x, "logprobs").double() - read(x, "collision", "weighted")
+    aligned = require_input(x, "logprobs").double() - require_input(x, "collision", "weighted")
     return (segment_sum(aligned, x.segment, x.sequences) / lengths(x)).exp()
 
 
-def _desensitised(x: LossInput, pairs: Pairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
+def _desensitised(x: LossInput, pairs: PreferencePairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
     """The log-ratios of winners and losers, [P] each, with ``ld_alpha`` as the weight of every token beyond the length
     that the two responses share."""
     running = F.pad(token_log_ratios(x).cumsum(0), (1, 0))
@@ -197,7 +197,7 @@ def _desensitised(x: LossInput, pairs: Pairs, ld_alpha: float) -> tuple[Tensor, 
 
 def aot(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
     """Sorted log π_w - log π_l against sorted log π_ref,w - log π_ref,l, by -log σ(β difference)."""
-    pairs, ratios, logprobs = pairs_of(x), log_ratios(x), response_logprobs(x)
+    pairs, ratios, logprobs = read_pairs(x), log_ratios(x), response_logprobs(x)
     policy, reference = (
         pairs.difference(values).sort().values for values in (logprobs, logprobs.detach() - ratios.detach())
     )
@@ -206,7 +206,7 @@ def aot(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Los
 
 def aot_unpaired(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
     """Sorted log-ratios of the winners against sorted log-ratios of the losers."""
-    pairs, ratios = pairs_of(x), log_ratios(x)
+    pairs, ratios = read_pairs(x), log_ratios(x)
     winner, loser = (values.sort().values for values in pairs.split(ratios))
     return _transported(x, pairs, winner - loser, ratios, beta, label_smoothing)
 
@@ -217,9 +217,9 @@ for _transport_loss in (aot, aot_unpaired):
 
 
 def _transported(
-    x: LossInput, pairs: Pairs, delta: Tensor, ratios: Tensor, beta: float, label_smoothing: float
+    x: LossInput, pairs: PreferencePairs, delta: Tensor, ratios: Tensor, beta: float, label_smoothing: float
 ) -> LossOutput:
     check_smoothing(label_smoothing)
     losses = logistic(beta * delta, label_smoothing)
-    stats = compared(x, pairs, losses, beta * ratios).stats
+    stats = compare_responses(x, pairs, losses, beta * ratios).stats
     return LossOutput((losses.sum() / max(1, len(losses)))[None], stats)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from coalign.algorithms.comparisons import pairs_of
+from coalign.algorithms.comparisons import read_pairs
 from coalign.algorithms.losses.comparison import accuracy, logistic, reward_stats
-from coalign.algorithms.traits import column, read
+from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput, Stat
 
 
@@ -23,7 +23,7 @@ def bradley_terry(x: LossInput, *, centre_coef: float = 0.0) -> LossOutput:
     Reads scores and the column `preference`. Statistics: `accuracy` (ties count half), `margin`, `rewards/chosen`,
     `rewards/rejected` over pairs; `scores` and `scores_squared`, whose means give mean and variance, over responses.
     """
-    pairs, scores = pairs_of(x), read(x, "scores").double()
+    pairs, scores = read_pairs(x), require_input(x, "scores").double()
     z = pairs.difference(scores)
     if "margin" in x.columns:
         z = z - pairs.difference(x.columns["margin"])
@@ -46,7 +46,7 @@ def process_reward(x: LossInput) -> LossOutput:
 
     Statistics: `accuracy` (P(+) on the label's side of ½; half right on ½), `nll`, and `positive`, the mean P(+).
     """
-    logprobs, label = read(x, "candidate_logprobs").double(), column(x, "label").double()
+    logprobs, label = require_input(x, "candidate_logprobs").double(), require_column(x, "label").double()
     if logprobs.shape[1] != 2:
         raise ValueError(
             f"process_reward compares 2 candidates, + and -; the column `candidates` has {logprobs.shape[1]}"

@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coalign.algorithms.traits import column, read
+from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput, Stat
 
 
 def sft(x: LossInput) -> LossOutput:
     """Negative log-likelihood of each trained token, in nats. Reads logprobs."""
-    nll = -read(x, "logprobs")
+    nll = -require_input(x, "logprobs")
     return LossOutput(nll, {"nll": Stat.of(nll)})
 
 
@@ -48,10 +48,10 @@ def distillation(
         raise ValueError(f"loss.kd_coef is {kd_coef}: it is the share of distillation, from 0 to 1")
     if divergence == "jsd" and not 0 < jsd_beta < 1:
         raise ValueError(f"loss.jsd_beta is {jsd_beta}: it lies between 0 and 1 (`forward` and `reverse` are its ends)")
-    student = with_tail(read(x, "candidate_logprobs"))
-    teacher = with_tail(column(x, "teacher_logprobs").to(student.device))
+    student = with_tail(require_input(x, "candidate_logprobs"))
+    teacher = with_tail(require_column(x, "teacher_logprobs").to(student.device))
     distance = _divergence(teacher, student, divergence, jsd_beta)
-    nll = -read(x, "logprobs")
+    nll = -require_input(x, "logprobs")
     stats = {"kd": Stat.of(distance), "nll": Stat.of(nll), "teacher_tail": Stat.of(teacher[:, -1].exp())}
     return LossOutput((1 - kd_coef) * nll + kd_coef * distance, stats)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from coalign.algorithms.importance import MAX_LOG_RATIO, Level, Mode, importance_weights
 from coalign.algorithms.kl import estimate_kl
 from coalign.algorithms.segments import segment_count, segment_sum
-from coalign.algorithms.traits import read
+from coalign.algorithms.traits import require_input
 from coalign.types import Loss, LossInput, LossOutput, Max, Stat, Stats
 
 Surrogate = tuple[Tensor, Tensor, Stats]  # what is differentiated and its ratio, [T] each, and statistics of them
@@ -43,7 +43,7 @@ def sequence_mean(x: LossInput, values: Tensor) -> Tensor:
     return (sums / segment_count(x.segment, x.sequences).clamp(min=1))[x.segment].to(values)
 
 
-def surrounded(
+def add_policy_terms(
     x: LossInput,
     surrogate: Tensor,
     ratio: Tensor,
@@ -75,9 +75,9 @@ def surrounded(
     """
     stats = {**stats, "policy_gradient": Stat.of(surrogate), **_ratio_stats(x, ratio)}
     if is_level != "none":
-        read(x, "rollout", "is_level")
+        require_input(x, "rollout", "is_level")
     if measure_entropy:
-        read(x, "entropy", "measure_entropy")
+        require_input(x, "entropy", "measure_entropy")
     value = surrogate
     if x.rollout is not None:
         weights, seen = importance_weights(
@@ -90,10 +90,10 @@ def surrounded(
         stats["drift_fraction"] = Stat.of(gone)
         value = torch.where(gone, 0.0, value)
     if kl_coef:
-        kl = estimate_kl(x.logprobs, read(x, "ref", "kl_coef"), kl_estimator)
+        kl = estimate_kl(x.logprobs, require_input(x, "ref", "kl_coef"), kl_estimator)
         value = value + kl_coef * (kl * bounded_exp(x.logprobs - x.old) if kl_corrected else kl)
     if entropy_coef:
-        value = value - entropy_coef * read(x, "entropy", "entropy_coef")
+        value = value - entropy_coef * require_input(x, "entropy", "entropy_coef")
     return LossOutput(value, stats)
 
 
@@ -102,7 +102,7 @@ def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
 
     A setting of `surrounded` that the function reads as well is one of its parameters, without a default.
     """
-    own, shared = signature(surrogate).parameters, signature(surrounded).parameters
+    own, shared = signature(surrogate).parameters, signature(add_policy_terms).parameters
     shared = {name: p for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
     both = {name: p.default for name, p in shared.items() if name in own}
 
@@ -110,10 +110,10 @@ def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
     def loss(x: LossInput, **settings: Any) -> LossOutput:
         mine = both | {name: value for name, value in settings.items() if name in own or name not in shared}
         around = {name: value for name, value in settings.items() if name in shared}
-        return surrounded(x, *surrogate(x, **mine), **around)
+        return add_policy_terms(x, *surrogate(x, **mine), **around)
 
     loss.__signature__ = Signature(list({**own, **shared}.values()))
-    loss.__annotations__ = get_type_hints(surrounded) | get_type_hints(surrogate) | {"return": LossOutput}
+    loss.__annotations__ = get_type_hints(add_policy_terms) | get_type_hints(surrogate) | {"return": LossOutput}
     loss.needs = policy_needs
     return loss
 
@@ -126,7 +126,7 @@ def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, 
 @torch.no_grad()
 def _drifted(x: LossInput, limit: float) -> Tensor:
     """bool[T]: tokens to be learned from as mistakes in sequences that the policy has moved away from."""
-    drift = sequence_mean(x, read(x, "rollout", "drift_limit") - x.logprobs)
+    drift = sequence_mean(x, require_input(x, "rollout", "drift_limit") - x.logprobs)
     return (x.advantages < 0) & (drift > limit)
 
 

@@ -18,7 +18,7 @@ from coalign.backends.engines.samples import missing_groups
 from coalign.backends.engines.sampling import Sampling
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
-from coalign.environments.episode import Episode, Log
+from coalign.environments.episode import Episode, EpisodeLog
 from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
 from coalign.roles import Context
@@ -169,7 +169,7 @@ def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
             [value for episode in episodes for value in getattr(episode.log, column.name)],
             dtype=TOKEN_COLUMNS[column.name],
         )
-        for column in fields(Log)
+        for column in fields(EpisodeLog)
     }
     sequence: dict[str, Any] = {
         "prompt_length": torch.tensor([e.prompt_length for e in episodes], dtype=torch.int32),

@@ -34,12 +34,12 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed, which says nothing about the code in it."""
 
 
-class Unenforceable(GiveUp):
+class LimitNotEnforceable(GiveUp):
     """This machine cannot keep a limit that is required."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one run of code may use."""
 
     seconds: float = 5.0  # of wall-clock time
@@ -72,13 +72,13 @@ class Sandbox:
     ``packages``: installed packages can be imported; otherwise only the standard library.
     """
 
-    def __init__(self, limits: Limits = Limits(), *, packages: bool = True) -> None:
+    def __init__(self, limits: SandboxLimits = SandboxLimits(), *, packages: bool = True) -> None:
         self.limits = limits
         self.packages = _packages() if packages else []
 
     async def __aenter__(self) -> Self:
         if not sys.platform.startswith("linux"):
-            raise Unenforceable(f"the sandbox needs Linux; this is {sys.platform}")
+            raise LimitNotEnforceable(f"the sandbox needs Linux; this is {sys.platform}")
         async with AsyncExitStack() as opened:
             own = tempfile.TemporaryDirectory(prefix="coalign-sandbox-", ignore_cleanup_errors=True)
             folder = opened.enter_context(own)
@@ -218,18 +218,18 @@ REQUIREMENTS = tuple(_ATTACKS)
 
 
 @cache
-def shortfalls(processes: int = 1) -> dict[str, str]:
+def find_shortfalls(processes: int = 1) -> dict[str, str]:
     """Which of REQUIREMENTS a sandbox on this machine does not keep, and what would be needed; found out by attacking
     one. Takes part of a second, the first time."""
     return asyncio.run(_shortfalls(processes))
 
 
 async def _shortfalls(processes: int) -> dict[str, str]:
-    generous = Limits(seconds=20.0, memory_mb=256, processes=processes)
+    generous = SandboxLimits(seconds=20.0, memory_mb=256, processes=processes)
     with tempfile.NamedTemporaryFile(prefix="coalign-secret-") as secret:
         given = f"PATH, MEMORY, PROCESSES = {secret.name!r}, {generous.memory_mb}, {processes}"
         missing = {}
-        async with Sandbox(generous) as sandbox, Sandbox(Limits(seconds=0.2)) as short:
+        async with Sandbox(generous) as sandbox, Sandbox(SandboxLimits(seconds=0.2)) as short:
             for name, (attack, needed) in _ATTACKS.items():
                 if name == "time":
                     kept = (await short.run(attack)).ended == "seconds"
@@ -240,15 +240,15 @@ async def _shortfalls(processes: int) -> dict[str, str]:
     return missing
 
 
-def demand(requirements: Collection[str], processes: int = 1) -> None:
+def require_limits(requirements: Collection[str], processes: int = 1) -> None:
     """Raise Unenforceable if this machine does not keep one of ``requirements``; ValueError for an unknown one."""
     if unknown := [name for name in requirements if name not in REQUIREMENTS]:
         raise ValueError(f"require: there is no '{unknown[0]}'; there are {', '.join(REQUIREMENTS)}")
-    missing = {name: why for name, why in shortfalls(processes).items() if name in requirements}
+    missing = {name: why for name, why in find_shortfalls(processes).items() if name in requirements}
     if missing:
         why = "; ".join(f"{name} (needs {needed})" for name, needed in missing.items())
         left = [name for name in requirements if name not in missing]
-        raise Unenforceable(
+        raise LimitNotEnforceable(
             f"code from a model is not run: on this machine the sandbox cannot limit {why}. To run it all the same, on "
             f"a machine that may be lost, ask for less: `require: [{', '.join(left)}]`"
         )
