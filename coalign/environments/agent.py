@@ -1,4 +1,4 @@
-"""The environment that is somebody's agent, written against OpenAI's chat completions."""
+"""The environment that runs a user's agent, written against OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ async def agent(
     parser: str = "hermes",
     serve_http: bool = False,
 ) -> None:
-    """``run(client, row, **arguments)``, a dotted path to a plain or async function, with the policy behind ``client``.
+    """Run a user's function ``run(client, row, **arguments)`` with the policy behind ``client``.
 
-    ``client.chat.completions.create(messages=…, tools=…)`` answers as OpenAI's client does (to be awaited in an async
-    function). With ``serve_http`` the function gets the address of an HTTP endpoint instead, for clients of its own
-    (``base_url``) or for other programs. Every request must go on with the conversation: see coalign.environments.chat. A
-    number that the function returns is the reward. ``parser``: how the model writes tool calls.
+    ``run`` is the dotted path of a plain or async function. ``client.chat.completions.create(messages=…, tools=…)``
+    answers like OpenAI's client (to be awaited in an async function). With ``serve_http`` the function gets the address
+    of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. Every request must continue
+    the conversation: see coalign.environments.chat. A number that the function returns is the reward. ``parser`` is the
+    format of the model's tool calls.
     """
     fn = resolve(run, "coalign.environments.agent")
     settings = bind(fn, arguments, "rollout.arguments")
@@ -35,8 +36,8 @@ async def agent(
         async with serve_chat(client.chat.completions) as address:
             value = await call_function(fn, address, episode.row, **settings)
     else:
-        own = client if inspect.iscoroutinefunction(fn) else BlockingChatClient(client)
-        value = await call_function(fn, own, episode.row, **settings)
+        suited = client if inspect.iscoroutinefunction(fn) else BlockingChatClient(client)
+        value = await call_function(fn, suited, episode.row, **settings)
     if value is not None:
         episode.reward(value)
 

@@ -1,4 +1,4 @@
-"""Functions named inside another reward's configuration: what a tournament compares by, or `cosine_length` grades by."""
+"""Functions that another reward's configuration names, such as what a tournament compares by."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NestedFunction:
 
     def __init__(self, named: Function | str | dict[str, Any]) -> None:
         config = Function.model_validate(named)
-        fn = resolve(config.fn, "coalign.rewards")
+        fn: Callable[..., Any] = resolve(config.fn, "coalign.rewards")
         arguments = bind(fn, config.arguments, "")
         self.name = config.fn
         self._fn: Callable[..., Any] = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)

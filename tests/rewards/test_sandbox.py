@@ -29,7 +29,7 @@ SECRET = "coalign-test-secret"
 WITHOUT = {
     "everything": "",
     "no namespaces": "rights.isolate = lambda: False\n",
-    "no rights at all": "rights.isolate = rights.count_alone = lambda: False\n",
+    "no rights at all": "rights.isolate = rights.take_own_user_id = lambda: False\n",
 }
 
 

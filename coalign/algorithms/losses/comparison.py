@@ -1,4 +1,4 @@
-"""What the preference losses share: sums over responses, and the outcome of comparing the responses of a group."""
+"""What the preference losses share: sums over responses, and the comparison of the responses of a group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coalign.algorithms.segments import segment_count, segment_sum
 from coalign.algorithms.traits import require_input
 from coalign.types import LossInput, LossOutput, Stat, Stats
 
-# Sums over a response and everything after them run in float64: N numbers cost nothing, and a log-ratio is a small
+# Sums over a response, and all that follows, run in float64: N numbers cost nothing, and a log-ratio is a small
 # difference of large sums.
 
 
@@ -31,7 +31,7 @@ def token_log_ratios(x: LossInput) -> Tensor:
 
 
 def lengths(x: LossInput) -> Tensor:
-    """f64[N]: trained tokens of each response, at least 1, so that one may divide by them."""
+    """f64[N]: trained tokens of each response, at least 1, for divisions."""
     return segment_count(x.segment, x.sequences).clamp(min=1).double()
 
 
@@ -42,7 +42,7 @@ def logistic(z: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 def check_smoothing(label_smoothing: float, *, least: float = 0.0) -> None:
-    """ValueError unless it is a probability of at most (exclusively) one half."""
+    """Raise ValueError unless it is a probability from ``least`` to below one half."""
     if not least <= label_smoothing < 0.5:
         raise ValueError(
             f"loss.label_smoothing is {label_smoothing}: it is the share of wrong labels, from {least} to below 0.5"
@@ -52,7 +52,7 @@ def check_smoothing(label_smoothing: float, *, least: float = 0.0) -> None:
 def compare_responses(
     x: LossInput, pairs: PreferencePairs, losses: Tensor, rewards: Tensor, nll_coef: float = 0.0
 ) -> LossOutput:
-    """A value per group: the mean of ``losses`` [P] over its pairs, with statistics of the implicit ``rewards`` [N].
+    """One value per group: the mean of ``losses`` [P] over its pairs, with statistics of the implicit ``rewards`` [N].
 
     ``nll_coef`` adds that much of the winner's negative log-likelihood, the mean over its own tokens (RPO, 2404.19733).
     """
@@ -66,8 +66,10 @@ def compare_responses(
 
 
 def reward_stats(pairs: PreferencePairs, rewards: Tensor) -> Stats:
-    """Means over pairs. ``accuracy`` is the share of pairs in which the winner has the greater reward; a tie counts
-    half, so a policy that equals its reference is at chance."""
+    """Means over pairs. ``accuracy`` is the share of pairs in which the winner has the greater reward.
+
+    A tie counts half, so a policy equal to its reference is at chance.
+    """
     margin = pairs.difference(rewards)
     return {
         **chosen_rejected("rewards", pairs, rewards),

@@ -1,15 +1,13 @@
-"""Direct preference optimisation and its descendants that compare a policy with a frozen reference.
+"""Direct preference optimisation and its descendants, which compare a policy with a frozen reference.
 
-Each reads logprobs, ref and the column `preference`, and gives one value per group: the mean over its pairs of a better
-and a worse response. r is the log-ratio log π - log π_ref of a response, summed over its tokens; w is the better
-response, l the worse one, z = β (r_w - r_l). ``beta`` is β, ``nll_coef`` adds that much of the better response's
-negative log-likelihood per token (2404.19733). Names are those of TRL's ``loss_type``.
+Each reads logprobs, ref and the column `preference`. r is the log-ratio log π - log π_ref of a response, summed over
+its tokens; w is the better response of a pair, l the worse one; z = β (r_w - r_l). ``beta`` is β, and ``nll_coef`` adds
+that much of the better response's negative log-likelihood per token (2404.19733). Names are those of TRL's
+``loss_type``. The value is one per group, the mean over its pairs.
 
-Alignment by optimal transport: not pairs but the distributions of rewards over a whole batch are compared.
-
-The better responses' rewards, sorted, shall lie above the worse ones', sorted (stochastic dominance; AOT, 2406.05882).
-Sorting needs every pair at once, so an update is one micro-batch; the value is one number, the mean over all pairs of
-the batch. Reads logprobs, ref and the column `preference`.
+The losses by optimal transport (AOT, 2406.05882) compare distributions, not pairs: the better responses' rewards,
+sorted, should lie above the worse ones', sorted (stochastic dominance). Sorting needs every pair at once, so an update
+is one micro-batch, and the value is one number, the mean over all pairs of the batch.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def dpo(
     weighted: bool = False,
     nll_coef: float = 0.0,
 ) -> LossOutput:
-    """-log σ(z) (2305.18290), and what differs from it in one place.
+    """-log σ(z) (2305.18290), with variants that each change one part.
 
     - ``label_smoothing`` ε: labels wrong with that probability. -(1 - ε) log σ(z) - ε log σ(-z) (cDPO), or with
       ``robust`` the unbiased [-(1 - ε) log σ(z) + ε log σ(-z)] / (1 - 2ε) (rDPO, 2403.00409).
@@ -61,12 +59,12 @@ def dpo(
       `forward_kl` at 0 and `reverse_kl` at 1.
     - ``ld_alpha``: weight of the tokens beyond the shorter response's length (LD-DPO, 2409.06411).
     - ``margin_coef``: z less that much of the difference in the column `margin` (ODPO, 2402.10571).
-    - ``weighted``: a pair counts as much as the policy would have written both responses: the product of exp(mean over
+    - ``weighted``: a pair is weighted by how likely the policy is to write both responses: the product of exp(mean over
       tokens of log π - log Σ π²) (WPO, 2406.11827).
     """
     check_smoothing(label_smoothing)
     pairs, ratios = read_pairs(x), log_ratios(x)
-    compare = pairs.split(ratios) if ld_alpha == 1 else _desensitised(x, pairs, ld_alpha)
+    compare = pairs.split(ratios) if ld_alpha == 1 else _weigh_excess_tokens(x, pairs, ld_alpha)
     winner, loser = (_divergence_gradient(r, divergence, alpha) for r in compare)
     if length_normalised:
         winner, loser = (r / n for r, n in zip((winner, loser), pairs.split(lengths(x)), strict=True))
@@ -75,7 +73,7 @@ def dpo(
         z = z - margin_coef * pairs.difference(require_column(x, "margin", "margin_coef"))
     losses = _robust(z, label_smoothing) if robust else logistic(z, label_smoothing)
     if weighted:
-        losses = losses * math.prod(pairs.split(_on_policy(x)))
+        losses = losses * math.prod(pairs.split(_likelihood_weights(x)))
     return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
 
 
@@ -165,7 +163,7 @@ def _robust(z: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(e^ratio) of the divergence, up to a constant; exponents are held at ±80."""
+    """f'(e^ratio) of the divergence, up to a constant; exponents are clamped to ±80."""
     if divergence == "js":
         return math.log(2) + F.logsigmoid(ratio)
     order = {"reverse_kl": 1.0, "forward_kl": 0.0, "alpha": alpha}[divergence] - 1
@@ -173,15 +171,14 @@ def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor
 
 
 @torch.no_grad()
-def _on_policy(x: LossInput) -> Tensor:
-    """f64[N]: how likely the policy is to write each response, per token, against how sure it is of what it writes."""
+def _likelihood_weights(x: LossInput) -> Tensor:
+    """f64[N]: the policy's likelihood of each response per token, relative to its certainty (WPO)."""
     aligned = require_input(x, "logprobs").double() - require_input(x, "collision", "weighted")
     return (segment_sum(aligned, x.segment, x.sequences) / lengths(x)).exp()
 
 
-def _desensitised(x: LossInput, pairs: PreferencePairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
-    """The log-ratios of winners and losers, [P] each, with ``ld_alpha`` as the weight of every token beyond the length
-    that the two responses share."""
+def _weigh_excess_tokens(x: LossInput, pairs: PreferencePairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
+    """The log-ratios of winners and losers, [P] each, with weight ``ld_alpha`` for tokens beyond their common length."""
     running = F.pad(token_log_ratios(x).cumsum(0), (1, 0))
     sizes = torch.bincount(x.segment, minlength=x.sequences)
     starts = sizes.cumsum(0) - sizes
@@ -201,22 +198,22 @@ def aot(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Los
     policy, reference = (
         pairs.difference(values).sort().values for values in (logprobs, logprobs.detach() - ratios.detach())
     )
-    return _transported(x, pairs, policy - reference, ratios, beta, label_smoothing)
+    return _transport_loss(x, pairs, policy - reference, ratios, beta, label_smoothing)
 
 
 def aot_unpaired(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
     """Sorted log-ratios of the winners against sorted log-ratios of the losers."""
     pairs, ratios = read_pairs(x), log_ratios(x)
     winner, loser = (values.sort().values for values in pairs.split(ratios))
-    return _transported(x, pairs, winner - loser, ratios, beta, label_smoothing)
+    return _transport_loss(x, pairs, winner - loser, ratios, beta, label_smoothing)
 
 
-for _transport_loss in (aot, aot_unpaired):
-    _transport_loss.per = "batch"
-    _transport_loss.needs = lambda **_: ("ref",)
+for _loss in (aot, aot_unpaired):
+    _loss.per = "batch"
+    _loss.needs = lambda **_: ("ref",)
 
 
-def _transported(
+def _transport_loss(
     x: LossInput, pairs: PreferencePairs, delta: Tensor, ratios: Tensor, beta: float, label_smoothing: float
 ) -> LossOutput:
     check_smoothing(label_smoothing)

@@ -20,7 +20,7 @@ from coalign.algorithms.losses.comparison import (
 )
 from coalign.types import LossInput, LossOutput, Stat
 
-LEAST_DOUBT = 1e-6  # of a response's probability: nearer to 1 its odds are rounding, and would overflow
+MIN_DOUBT = 1e-6  # 1 - p is at least this: closer to 1 the odds are rounding error, and would overflow
 
 
 def simpo(
@@ -54,8 +54,8 @@ def cpo(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0, nll_co
 def orpo(x: LossInput, *, beta: float = 0.1) -> LossOutput:
     """NLL_w - β log σ(log odds_w - log odds_l) (2403.07691); β is the paper's λ.
 
-    odds = p / (1 - p), and log p is the *mean* log-prob of a response's tokens; NLL_w is -log p of the winner. p is
-    held 1e-6 below 1, where the gradient of its odds is 0.
+    odds = p / (1 - p), where log p is the *mean* log-prob of a response's tokens; NLL_w is -log p of the winner. p is
+    clamped to 1 - 1e-6, where the gradient of its odds is 0.
     """
     pairs, means = read_pairs(x), response_logprobs(x) / lengths(x)
     log_odds = pairs.difference(_log_odds(means))
@@ -69,5 +69,5 @@ for _loss in (simpo, cpo, orpo):
 
 def _log_odds(logprobs: Tensor) -> Tensor:
     """log(p / (1 - p)) of p = e^logprobs."""
-    held = logprobs.clamp(max=-LEAST_DOUBT)
-    return held - torch.log(-torch.expm1(held))
+    clamped = logprobs.clamp(max=-MIN_DOUBT)
+    return clamped - torch.log(-torch.expm1(clamped))

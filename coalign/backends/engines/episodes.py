@@ -40,10 +40,10 @@ class EnginePolicy:
         self.run = run
         self.tokenizer = tokenizer
         self.loop = loop
-        self.room = min((room for room in (run.room, longest) if room is not None), default=None)
+        self.capacity = min((room for room in (run.room, longest) if room is not None), default=None)
 
     async def respond(
-        self, tokens: list[int], *, group: int, index: int, opening: int, limit: int, stop: tuple[str, ...] | None
+        self, tokens: list[int], *, group: int, index: int, prompt_length: int, limit: int, stop: tuple[str, ...] | None
     ) -> Response:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Response] = loop.create_future()
@@ -53,7 +53,7 @@ class EnginePolicy:
                 answer.set_result(response)
 
         prompt = self.run.submit(
-            Request(tokens, group, first=index, opening=opening, limit=limit, stop=stop),
+            Request(tokens, group, first=index, opening=prompt_length, limit=limit, stop=stop),
             lambda place, response: loop.call_soon_threadsafe(settle, response),
         )
         self.loop.news.set()
@@ -103,7 +103,7 @@ class EpisodeRunner:
         groups = None if enough is None else missing_groups(begun, enough)
         with engine.open(sampling, on_token) as run:
             episodes = self._episodes(begun, sampling, EnginePolicy(run, self.tokenizer, self.loop, self.longest))
-            running = self.loop.start(self.environment, episodes, enough=groups)
+            running = self.loop.start(self.environment, episodes, min_groups=groups)
             try:
                 self._compute(engine, run, running, progress, len(episodes))
             finally:
