@@ -1,7 +1,7 @@
-"""Which groups of samples are worth training on: functions of columns that return one bool per sequence.
+"""Filters of groups: which groups of samples to train on. Functions of columns that return one bool per sequence.
 
-A group stays only whole: where a filter says False of one of its samples, all of them go. Roll-outs are filtered before
-advantages are taken, so baselines are those of what is trained on.
+A group is kept or dropped as a whole: one False drops all of its samples. Roll-outs are filtered before advantages are
+computed, so baselines are those of the kept groups.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 def varied(reward: Tensor, group: Tensor, *, min_std: float = 0.0) -> Tensor:
     """Groups whose rewards differ: their population standard deviation is above ``min_std``. bool[N].
 
-    This is DAPO's dynamic sampling (2503.14476, §3.2): where all samples earn the same, every advantage is 0 and the
-    prompt only dilutes the batch. Measured on the rewards themselves, so continuous ones count; ``min_std`` takes out
-    groups that differ by noise alone.
+    DAPO's dynamic sampling (2503.14476, §3.2): if all samples earn the same, every advantage is 0 and the prompt only
+    dilutes the batch. It looks at the rewards themselves, so it also works for continuous ones; ``min_std`` drops
+    groups that differ by noise only.
     """
     _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
     # Distances from the group's smallest reward: equal rewards are then exactly 0 apart, whatever their value.
@@ -28,9 +28,9 @@ def varied(reward: Tensor, group: Tensor, *, min_std: float = 0.0) -> Tensor:
 
 
 def solve_rate(reward: Tensor, group: Tensor, *, low: float, high: float, solved: float = 1.0) -> Tensor:
-    """Groups whose share of right answers (reward >= ``solved``) is from ``low`` to ``high``, bounds included. bool[N].
+    """Groups whose share of right answers (reward >= ``solved``) is from ``low`` to ``high``, both included. bool[N].
 
-    Raises ValueError for bounds that are out of order.
+    Raises ValueError for bounds in the wrong order.
     """
     if not 0.0 <= low <= high <= 1.0:
         raise ValueError(f"filter.low is {low} and filter.high {high}; expected 0 <= low <= high <= 1")

@@ -20,10 +20,10 @@ def segment_sum(values: Tensor, segment: Tensor, sequences: int) -> Tensor:
 
 
 def discounted_sum(values: Tensor, segment: Tensor, factor: float) -> Tensor:
-    """[T]: y_t = values_t + factor * y_{t+1}, started anew at the end of each sequence.
+    """[T]: y_t = values_t + factor * y_{t+1}, restarted at the end of each sequence.
 
-    A doubling scan: after k rounds y_t covers 2^k entries, so T tokens take log L steps of work T for a longest
-    sequence of L entries, without a loop over tokens.
+    A doubling scan: after k rounds y_t covers 2^k entries, so a longest sequence of L entries takes log L rounds,
+    without a loop over tokens.
     """
     sums, step = values.clone(), 1
     while step < len(sums):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
-from coalign.algorithms.combine import RewardTerm, combine, moments_of
+from coalign.algorithms.combine import RewardTerm, combine
 from coalign.backends.scorers.reward import named
 from coalign.cluster.functions import merge_columns
 from coalign.cluster.future import BatchRef, Future
@@ -128,7 +128,7 @@ def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[Rew
     before = _moments(seen, names)
     rows = judged.whole & judged.training
     own = {term.name: values for term, values in zip(terms, judged.values, strict=True)}
-    return _columns([before[name] + moments_of(own[name][rows]) for name in names])
+    return _columns([before[name] + Moments.of(own[name][rows]) for name in names])
 
 
 def combine_with_moments(

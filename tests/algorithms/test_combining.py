@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coalign.algorithms.advantages import Moments
-from coalign.algorithms.combine import RewardTerm, combine, moments_of
+from coalign.algorithms.combine import RewardTerm, combine
 
 VALUES = torch.tensor([[1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 1.0, 0.0]])
 GROUP = torch.tensor([4, 4, 9, 9])
@@ -47,7 +47,7 @@ def test_running_moments_are_those_that_are_given():
 @pytest.mark.parametrize("how", ["batch", "group", "running"])
 def test_equal_values_are_worth_nothing(how):
     same = torch.full((1, 4), 0.1)
-    assert combine(same, GROUP, [RewardTerm("a", 1e3, how)], {"a": moments_of(same[0])}).tolist() == near([0.0] * 4)
+    assert combine(same, GROUP, [RewardTerm("a", 1e3, how)], {"a": Moments.of(same[0])}).tolist() == near([0.0] * 4)
 
 
 def test_a_term_without_weight_may_lack_values():
@@ -60,10 +60,10 @@ def test_of_no_sequences_there_is_nothing():
         assert combine(torch.zeros(1, 0), torch.zeros(0, dtype=torch.int64), [RewardTerm("a", 1.0, how)], {}).shape == (
             0,
         )
-    assert moments_of(torch.zeros(0)) == Moments()
+    assert Moments.of(torch.zeros(0)) == Moments()
 
 
 def test_moments_of_parts_add_up_to_those_of_the_whole():
     values = 1e6 + torch.arange(7.0)
-    together = moments_of(values[:3]) + moments_of(values[3:])
+    together = Moments.of(values[:3]) + Moments.of(values[3:])
     assert together.count == 7 and together.mean == pytest.approx(1e6 + 3) and together.std == pytest.approx(2.0)

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from coalign.rewards.threads import MAX_HUNG
+from coalign.threads import MAX_HUNG
 
 from coalign.rewards.calls import GiveUp, RewardCaller, RewardError, RewardFailure, RewardFunction, TryLater
 from tests.rewards.samples import sample

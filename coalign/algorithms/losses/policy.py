@@ -99,10 +99,11 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> Surrogate:
-    """CISPO (2506.13585): REINFORCE with a clipped importance weight, -sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π.
+    """CISPO (2506.13585): REINFORCE with a clipped importance weight.
 
-    ρ = π/π_old, per token. Every token keeps its gradient, also the rare but important ones that PPO's clip silences
-    first. By default there is no lower bound, as in the paper, and the upper one is 5 (2510.13786).
+    -sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π per token, with ρ = π/π_old. Every token keeps its gradient, also
+    the rare but important ones that PPO's clip silences first. By default there is no lower bound, as in the paper, and
+    the upper one is 5 (2510.13786).
 
     Reads and raises as policy_gradient does; the other settings are those of terms.add_policy_terms.
     """

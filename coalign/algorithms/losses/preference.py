@@ -178,7 +178,7 @@ def _likelihood_weights(x: LossInput) -> Tensor:
 
 
 def _weigh_excess_tokens(x: LossInput, pairs: PreferencePairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
-    """The log-ratios of winners and losers, [P] each, with weight ``ld_alpha`` for tokens beyond their common length."""
+    """Log-ratios of winners and losers, [P] each; tokens beyond their common length have weight ``ld_alpha``."""
     running = F.pad(token_log_ratios(x).cumsum(0), (1, 0))
     sizes = torch.bincount(x.segment, minlength=x.sequences)
     starts = sizes.cumsum(0) - sizes

@@ -1,8 +1,8 @@
-"""Supervised losses: language modelling, and distillation from a teacher's log-probs of K candidate tokens per position.
+"""Supervised losses: language modelling, and distillation from a teacher's log-probs of K candidates per position.
 
-In distillation all tokens but the K candidates form one more event, the tail, with the remaining probability. With K = V
-the divergence is exact. With fewer it is a lower bound (merging events never raises an f-divergence), which still tells
-the student how much probability the candidates have together.
+In distillation all tokens but the K candidates form one more event, the tail, with the remaining probability. With
+K = V the divergence is exact. With fewer it is a lower bound (merging events never raises an f-divergence), which still
+tells the student how much probability the candidates have together.
 """
 
 from __future__ import annotations

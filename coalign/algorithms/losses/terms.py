@@ -99,7 +99,7 @@ def add_policy_terms(
 
 
 def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
-    """Decorator that makes a loss of a function ``(x, *, settings) -> Surrogate``, and adds `add_policy_terms`' settings.
+    """Decorator that adds the terms of `add_policy_terms`, and their settings, to a function ``(x, *, settings) -> Surrogate``.
 
     A setting of `add_policy_terms` that the function also reads is one of its parameters, without a default.
     """

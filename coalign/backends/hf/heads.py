@@ -87,7 +87,7 @@ class Readings:
         `plain` all of them are of temperature 1. ``share``: weight [V, H] and bias are a rank's share of the tokens.
         """
         temperature = 1.0 if "plain" in needs else self.temperature
-        logits = {"bias": bias, "temperature": temperature, "share": share, **self.settings}
+        logits = {"bias": bias, "temperature": temperature, "shard": share, **self.settings}
         if "top" in needs:
             vocabulary = share.size if share else len(weight)
             ids, logprobs = top_logprobs(hidden, weight, self.top or vocabulary, **logits)
