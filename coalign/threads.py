@@ -135,7 +135,6 @@ class ThreadPool:
                 await self._run_worker(work, seconds)
 
     async def _run_worker(self, work: _SharedCalls, seconds: float) -> None:
-        """Start a thread and wait until it ends, or hangs in a call."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         worker = _Worker(work, lambda: loop.call_soon_threadsafe(ended.set), since=time.monotonic())
         thread = start_thread(worker.run, "pool")
@@ -169,7 +168,7 @@ class _SharedCalls:
 
 @dataclass
 class _Worker:
-    """The work of one thread. ``position`` and ``since`` are those of its current call; all fields are under ``lock``."""
+    """One thread's work. ``position`` and ``since`` are those of its current call; all fields are under ``lock``."""
 
     work: _SharedCalls
     report_end: Callable[[], Any]

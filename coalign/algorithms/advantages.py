@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coalign.algorithms.segments import discounted_sum, segment_count, segment_sum
+from coalign.algorithms.segments import RewardGroups, discounted_sum
 from coalign.types import Stat
 
 
@@ -67,12 +67,12 @@ def group(
     """
     if scale not in ("std", "batch", "none"):
         raise ValueError(f"advantage.scale is '{scale}': expected 'std', 'batch' or 'none'")
-    groups = _Groups(reward, group)
+    groups = RewardGroups(reward, group)
     advantages = groups.deviation
     if scale == "std":
         advantages = advantages / (groups.std(unbiased=unbiased)[groups.member] + eps)
     elif scale == "batch":
-        whole = _Groups(reward, torch.zeros_like(group))
+        whole = RewardGroups(reward, torch.zeros_like(group))
         advantages = advantages / (whole.std(unbiased=unbiased)[whole.member] + eps)
     return _outcome(advantages, groups, loss_mask, segment)
 
@@ -82,7 +82,7 @@ def rloo(reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor) -> d
 
     A group of one gets 0.
     """
-    groups = _Groups(reward, group)
+    groups = RewardGroups(reward, group)
     others = (groups.size - 1).clamp(min=1)
     return _outcome(groups.deviation * (groups.size / others)[groups.member], groups, loss_mask, segment)
 
@@ -104,7 +104,7 @@ def reinforce_pp_baseline(
     reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor, *, whiten: bool = True
 ) -> dict[str, Any]:
     """REINFORCE++-baseline (2501.03262): the reward minus its group's mean, whitened over the rollout's tokens."""
-    groups = _Groups(reward, group)
+    groups = RewardGroups(reward, group)
     result = _outcome(groups.deviation, groups, loss_mask, segment)
     if whiten:
         result["advantages"] = _spread(_whiten(result["advantages"][loss_mask].double()), loss_mask)
@@ -148,27 +148,7 @@ def reverse_kl(
     }
 
 
-class _Groups:
-    """Rewards by group; G groups, ``member`` i64[N] is the group of each sequence."""
-
-    def __init__(self, reward: Tensor, group: Tensor) -> None:
-        rewards = reward.double()
-        ids, self.member = torch.unique(group, return_inverse=True)
-        self.size = segment_count(self.member, len(ids))
-        extremes = rewards.new_zeros(2, len(ids))
-        extremes[0].scatter_reduce_(0, self.member, rewards, "amax", include_self=False)
-        extremes[1].scatter_reduce_(0, self.member, rewards, "amin", include_self=False)
-        self.equal = extremes[0] == extremes[1]
-        mean = segment_sum(rewards, self.member, len(ids)) / self.size
-        # Rounding of the mean must not turn equal rewards into advantages, which a tiny std would then magnify.
-        self.deviation = torch.where(self.equal[self.member], 0.0, rewards - mean[self.member])
-
-    def std(self, *, unbiased: bool) -> Tensor:
-        squares = segment_sum(self.deviation.square(), self.member, len(self.size))
-        return (squares / (self.size - int(unbiased)).clamp(min=1)).sqrt()
-
-
-def _outcome(per_sequence: Tensor, groups: _Groups, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
+def _outcome(per_sequence: Tensor, groups: RewardGroups, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
     advantages = per_sequence[segment[loss_mask]]
     return {
         "advantages": _spread(advantages, loss_mask),

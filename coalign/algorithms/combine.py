@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
+from coalign.algorithms.segments import RewardGroups
 
 EPS = 1e-6
 
@@ -24,12 +25,12 @@ class RewardTerm:
     clip: float | None = None
 
 
-def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], seen: Mapping[str, Moments]) -> Tensor:
+def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running: Mapping[str, Moments]) -> Tensor:
     """The sum over terms of weight * clip(normalise(value)): f64[N].
 
     values [terms, N], finite where the term has weight; group i64[N], in any order. A value is normalised to (value -
     mean) / (std + 1e-6) with the moments of this batch, of its group (2601.05242: before the sum, so that no term
-    outweighs the others), or for a `running` term with those in ``seen`` (ValueError if they are empty). The standard
+    outweighs the others), or for a `running` term with those in ``running`` (ValueError if they are empty). The standard
     deviation is the population's. Values that are all equal become 0.
     """
     total = torch.zeros(values.shape[1], dtype=torch.float64)
@@ -37,9 +38,10 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], seen: Ma
         if not term.weight:
             continue
         if term.normalise == "group":
-            own = _within_groups(own, group)
+            groups = RewardGroups(own, group)
+            own = groups.deviation / (groups.std(unbiased=False)[groups.member] + EPS)
         elif term.normalise != "none":
-            moments = seen[term.name] if term.normalise == "running" else Moments.of(own)
+            moments = running[term.name] if term.normalise == "running" else Moments.of(own)
             if len(own) and not moments.count:
                 raise ValueError(
                     f"reward '{term.name}': there are no running moments to normalise it by; score samples before what "
@@ -48,10 +50,3 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], seen: Ma
             own = (own - moments.mean) / (moments.std + EPS)
         total += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
     return total
-
-
-def _within_groups(values: Tensor, group: Tensor) -> Tensor:
-    _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
-    mean_of = lambda x: (x.new_zeros(len(sizes)).index_add_(0, member, x) / sizes)[member]  # noqa: E731
-    deviation = values - mean_of(values)
-    return deviation / (mean_of(deviation.square()).sqrt() + EPS)

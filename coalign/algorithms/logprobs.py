@@ -140,7 +140,6 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _rows(tile: int, tokens: int) -> int:
-    """The number of weight rows that make about ``tile`` logits."""
     return max(1, round(tile / max(1, tokens) / ROWS)) * ROWS
 
 
@@ -191,6 +190,7 @@ def _error(
     if entropies is None:
         error, peak = logits.exp_(), inside.to(logits.dtype)
     else:
+        assert grad_entropy is not None  # autograd passes zeros for an output that nobody used
         probabilities = logits.exp()
         error = logits.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None]).mul_(probabilities)
         peak = inside * grad
@@ -212,5 +212,4 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
-    """The dtype for sums and exponentials of ``tensor``."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Reductions over the sequences of a packed batch.
+"""Reductions over the sequences of a packed batch, and over groups of sequences.
 
 ``segment`` i64[T] says which sequence a token belongs to and never decreases; N sequences may include empty ones.
 """
@@ -33,3 +33,26 @@ def discounted_sum(values: Tensor, segment: Tensor, factor: float) -> Tensor:
         sums[:-step] += torch.where(same, sums[step:] * factor**step, 0.0)
         step *= 2
     return sums
+
+
+class RewardGroups:
+    """Rewards [N] by group [N], in any order: ``member`` i64[N] numbers the groups, ``size`` and ``mean`` are [G], f64.
+
+    ``deviation`` f64[N] is the reward minus its group's mean, exactly 0 in a group of ``equal`` rewards.
+    """
+
+    def __init__(self, reward: Tensor, group: Tensor) -> None:
+        rewards = reward.double()
+        ids, self.member = torch.unique(group, return_inverse=True)
+        self.size = segment_count(self.member, len(ids))
+        extremes = rewards.new_zeros(2, len(ids))
+        extremes[0].scatter_reduce_(0, self.member, rewards, "amax", include_self=False)
+        extremes[1].scatter_reduce_(0, self.member, rewards, "amin", include_self=False)
+        self.equal = extremes[0] == extremes[1]
+        self.mean = segment_sum(rewards, self.member, len(ids)) / self.size
+        # Rounding of the mean must not turn equal rewards into advantages, which a tiny std would then magnify.
+        self.deviation = torch.where(self.equal[self.member], 0.0, rewards - self.mean[self.member])
+
+    def std(self, *, unbiased: bool) -> Tensor:
+        squares = segment_sum(self.deviation.square(), self.member, len(self.size))
+        return (squares / (self.size - int(unbiased)).clamp(min=1)).sqrt()

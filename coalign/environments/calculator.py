@@ -93,7 +93,6 @@ def _refuse(why: str) -> NoReturn:
 
 
 def _format(value: Fraction) -> str:
-    """An integer in full, any other number with up to ten significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     return f"{float(value):.10g}"

@@ -138,7 +138,6 @@ class ChatCompletions:
         )
 
     def _append_new(self, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
-        """Append the new messages to the episode."""
         if not self._history:
             self._tools = tools
             self.episode.begin([_with_objects(message) for message in sent], tools=tools)

@@ -42,10 +42,10 @@ async def simulated_user(
         turn = await episode.generate(max_new_tokens=tokens_per_turn)
         if not turns_left or not turn.tokens:
             return
-        said = await call_function(reply, list(episode.messages), episode.row, episode.random)
-        if said is None:
+        message = await call_function(reply, list(episode.messages), episode.row, episode.random)
+        if message is None:
             return
-        episode.say({"role": "user", "content": said})
+        episode.say({"role": "user", "content": message})
 
 
 def _check_user(samples: Mapping[str, int], *, user: str, **_: Any) -> None:

@@ -169,8 +169,8 @@ class Episode:
         self._prompt = list(prompt)
         self._render_prompt = False  # from the messages; otherwise the tokens of `prompt` are used
         self._tools: Tools | None = as_tools(row["tools"], "tools") if row.get("tools") else None
-        self._said: list[Message] = []  # since the last turn, not in the log yet
-        self._written: list[int] = []  # likewise
+        self._new_messages: list[Message] = []  # since the last turn, not in the log yet
+        self._new_tokens: list[int] = []  # likewise
         self._answer: list[int] | None = None  # tokens of the last turn
         self._left = max_new_tokens
         self._policy, self._rendering = policy, rendering
@@ -196,18 +196,18 @@ class Episode:
         `write`.
         """
         self._check_open()
-        if self._written:
+        if self._new_tokens:
             raise RuntimeError(_NOT_BOTH)
         self.messages += messages
-        self._said += messages
+        self._new_messages += messages
 
     def write(self, text: str) -> None:
         """Add plain text without a chat template; not trained on. RuntimeError together with `say`."""
         self._check_open()
-        if self._said:
+        if self._new_messages:
             raise RuntimeError(_NOT_BOTH)
         self.messages.append({"role": "user", "content": text})
-        self._written += self._rendering.tokenize(text)
+        self._new_tokens += self._rendering.tokenize(text)
 
     async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """The policy's next turn, of at most ``max_new_tokens``.
@@ -236,7 +236,7 @@ class Episode:
             raise ValueError(f"the prompt has {len(fresh)} tokens, and {self._policy.capacity} fit")
         if turn.status == Status.TRUNCATED and len(turn.tokens) == max(left, 0) < before:
             self.counts["out_of_room"] += 1
-        self._said, self._written = [], []
+        self._new_messages, self._new_tokens = [], []
         self.status, self._answer = turn.status, turn.tokens
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
@@ -285,12 +285,16 @@ class Episode:
     def _unread(self) -> list[int]:
         """The tokens that the policy has not read: the prompt, or those added since its last turn."""
         if self._answer is not None:
-            said = self._rendering.render_messages(self._answer, self._said, self._tools) if self._said else []
-        elif self._said or self._render_prompt:
-            said = self._rendering.render_prompt(self.messages, self._tools)
+            tokens = (
+                self._rendering.render_messages(self._answer, self._new_messages, self._tools)
+                if self._new_messages
+                else []
+            )
+        elif self._new_messages or self._render_prompt:
+            tokens = self._rendering.render_prompt(self.messages, self._tools)
         else:
-            said = self._prompt
-        return said + self._written
+            tokens = self._prompt
+        return tokens + self._new_tokens
 
     async def _respond(self, limit: int, stop: Sequence[str] | None) -> Turn:
         self._generating = True

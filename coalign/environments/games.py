@@ -221,9 +221,9 @@ class _Player:
         self.moved = True
         for tries_left in reversed(range(self.tries)):
             turn = await self.episode.generate()
-            said = _MOVE.findall(turn.text)
+            written = _MOVE.findall(turn.text)
             try:
-                board.play(said[-1].strip() if said else "")
+                board.play(written[-1].strip() if written else "")
                 return True
             except IllegalMove as error:
                 self.episode.count("illegal_moves")

@@ -94,9 +94,9 @@ class Rendering:
         return ending[last + 1 :] + added
 
 
-def _placeholder_conversation(said: str, messages: list[Message]) -> list[Message]:
+def _placeholder_conversation(answered: str, messages: list[Message]) -> list[Message]:
     """A placeholder conversation that ``messages`` may follow, with a tool call for each tool result in them."""
-    answer: Message = {"role": "assistant", "content": said}
+    answer: Message = {"role": "assistant", "content": answered}
     results = [m for m in messages if m["role"] == "tool"]
     if results:
         answer["tool_calls"] = [

@@ -56,7 +56,6 @@ tool_use.check = _check
 
 
 def _to_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:
-    """The turn as a message for chat templates."""
     readable = [
         {
             "id": format_call_id(i),

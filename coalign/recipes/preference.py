@@ -21,9 +21,9 @@ class DPO(Offline):
 
 
 class SimPO(Offline):
-    """Simple preference optimisation (2405.14734): length-normalised log-probs and a target margin, without a reference.
+    """SimPO (2405.14734): preference optimisation with length-normalised log-probs and a target margin.
 
-    Comparisons in, a policy out.
+    Comparisons in, a policy out, without a reference.
     """
 
     source = "preferences"
@@ -34,9 +34,9 @@ class SimPO(Offline):
 
 
 class ORPO(Offline):
-    """Odds ratio preference optimisation (2403.07691): likelihood and preference in one loss, without a reference.
+    """ORPO (2403.07691): likelihood and odds-ratio preference in one loss.
 
-    Comparisons in, a policy out.
+    Comparisons in, a policy out, without a reference.
     """
 
     source = "preferences"

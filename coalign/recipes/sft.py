@@ -17,7 +17,7 @@ class SFT(Offline):
 
 
 class ConditionalSFT(SFT):
-    """Conditional SFT (SteerLM, 2310.05344; 2308.12050): SFT whose prompts end with the score of the response that follows.
+    """Conditional SFT (SteerLM, 2310.05344; 2308.12050): each prompt ends with the score of its response.
 
     At inference the prompt asks for the highest score. The rows need a key `score`.
     """

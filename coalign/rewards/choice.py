@@ -58,10 +58,10 @@ def _truth(sample: Sample, answer_key: str, choices: str) -> str:
         if 0 <= value < len(choices):
             return choices[value]
         raise ValueError(f"the row's '{answer_key}' is {value}; expected an index from 0 to {len(choices) - 1}")
-    said = read_truth(sample, answer_key)
-    if letter := _letter(said, choices):
+    text = read_truth(sample, answer_key)
+    if letter := _letter(text, choices):
         return letter
-    raise ValueError(f"the row's '{answer_key}' is {said[:80]!r}, none of the choices {choices} (set `choices`)")
+    raise ValueError(f"the row's '{answer_key}' is {text[:80]!r}, none of the choices {choices} (set `choices`)")
 
 
 def _letter(text: str, choices: str) -> str | None:

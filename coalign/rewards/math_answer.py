@@ -105,7 +105,6 @@ def _plain_number(answer: str) -> str:
 
 
 def _plain(answer: str) -> str:
-    """An answer without markup that never changes its meaning."""
     text = (
         re.sub(r"\\(?:left|right|displaystyle)\b|\*\*|\\[()\[\]]", "", answer).replace("\\%", "%").replace("\\$", "$")
     )

@@ -53,7 +53,9 @@ class NestedFunction:
         fn: Callable[..., Any] = resolve(config.fn, "coalign.rewards")
         arguments = bind(fn, config.arguments, "")
         self.name = config.fn
-        self._fn: Callable[..., Any] = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)
+        self._fn: Callable[..., Any] = partial(fn, **arguments)
+        if inspect.isclass(fn):
+            self._fn = self._fn()
         self.arity = _arity(*columns_of(self._fn))
         self._is_async = any(map(inspect.iscoroutinefunction, (fn, type(self._fn).__call__)))
         self._threads = ThreadPool()

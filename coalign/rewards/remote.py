@@ -62,7 +62,7 @@ class CircuitBreaker:
         self.streak, self._until, self._trying = 0, None, False
 
     def failed(self, why: str) -> bool:
-        """Count a failure; whether the breaker is open now."""
+        """Count a failure; whether the breaker is now open."""
         self.streak, self.last = self.streak + 1, why
         if self._trying or self.streak >= self._limit:
             self._until = self._clock() + self._pause
@@ -275,8 +275,8 @@ class Remote:
             response = await self._client.post(url, content=body)
         except self._connection_error as error:
             raise ServiceError(f"{hide_query(url)}: {type(error).__name__}: {error}") from error
-        status, said = response.status_code, " ".join(response.text[:200].split())
-        message = f"{hide_query(url)} answered {status}: {said}"
+        status, excerpt = response.status_code, " ".join(response.text[:200].split())
+        message = f"{hide_query(url)} answered {status}: {excerpt}"
         seconds = _retry_after(response.headers.get("Retry-After"))
         if status in _BUSY or (status >= 500 and seconds is not None):
             raise TryLater(message, seconds or 0.0)
@@ -287,7 +287,7 @@ class Remote:
         try:
             return json.loads(response.content)
         except ValueError as error:
-            raise ServiceError(f"{hide_query(url)}: the answer is no JSON: {said}") from error
+            raise ServiceError(f"{hide_query(url)}: the answer is no JSON: {excerpt}") from error
 
     def _note_failure(self, url: str, breaker: CircuitBreaker, why: str) -> None:
         if breaker.failed(why):

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from coalign.threads import call_in_thread
 from coalign.environments.loop import EnvironmentBlocked, EnvironmentFunction
+from coalign.threads import call_in_thread
 from coalign.types import Status
 from tests.environments.helpers import Script, episode, play
 

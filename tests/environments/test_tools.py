@@ -79,7 +79,7 @@ def test_keyword_only_parameters_are_configuration():
     assert build_tool({"fn": f"{HERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
     with pytest.raises(ConfigError, match=r"rollout\.tools\[0\]\.word"):
         build_tool({"fn": f"{HERE}:lookup", "word": "x"})
-    with pytest.raises(ValueError, match=r"'calculater' is not in coalign\.rollout\.tools.*calculator"):
+    with pytest.raises(ValueError, match=r"'calculater' is not in coalign\.environments\.tools.*calculator"):
         build_tool("calculater")
 
 

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from coalign.threads import MAX_HUNG
 
 from coalign.rewards.calls import GiveUp, RewardCaller, RewardError, RewardFailure, RewardFunction, TryLater
+from coalign.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
 SAMPLES = [sample(f"{g}{i}", group=g, index=i) for g in range(3) for i in range(2)]
@@ -304,7 +304,7 @@ def test_hung_threads_do_not_keep_the_process_alive():
     code = (
         "import time; from coalign.rewards.calls import *; from tests.rewards.samples import sample\n"
         "def f(s):\n    while True: time.sleep(0.01)\n"
-        "o = Caller().score([RewardFunction('f', f, timeout=0.1, retries=0)], [sample()])[0][0]\n"
+        "o = RewardCaller().score([RewardFunction('f', f, timeout=0.1, retries=0)], [sample()])[0][0]\n"
         "assert o.reason == 'timeout'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -160,7 +160,7 @@ def test_hostile_answers_are_wrong_not_errors():
 
 
 def test_a_machine_that_cannot_keep_what_is_required(monkeypatch):
-    monkeypatch.setattr(sandbox, "shortfalls", lambda processes: {"files": "Landlock"})
+    monkeypatch.setattr(sandbox, "find_shortfalls", lambda processes: {"files": "Landlock"})
     with pytest.raises(
         sandbox.LimitNotEnforceable, match=r"files \(needs Landlock\).*`require: \[network, memory, processes, time\]`"
     ):

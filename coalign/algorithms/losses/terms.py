@@ -99,7 +99,7 @@ def add_policy_terms(
 
 
 def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
-    """Decorator that adds the terms of `add_policy_terms`, and their settings, to a function ``(x, *, settings) -> Surrogate``.
+    """Decorator that makes a loss of ``(x, *, settings) -> Surrogate``: adds `add_policy_terms` and its settings.
 
     A setting of `add_policy_terms` that the function also reads is one of its parameters, without a default.
     """

@@ -1,4 +1,4 @@
-"""One run of untrusted code in a process of its own: first the limits, then the code, then what is asked of it.
+"""One run of untrusted code in a process of its own: first the limits, then the code, then the question about it.
 
 A job has ``code`` (Python source) and one of: ``evaluate`` (an expression; the answer is its value as a literal),
 ``test`` (statements; the answer is ``token`` if they reach their end), or neither (a program, judged by its output).

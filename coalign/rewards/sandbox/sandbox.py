@@ -149,7 +149,6 @@ def _environment(folder: str) -> dict[str, str]:
 
 @cache
 def _runtime() -> list[str]:
-    """The paths that Python itself reads."""
     paths = sysconfig.get_paths()
     own = {sys.executable, os.path.realpath(sys.executable), paths["stdlib"], paths["platstdlib"]}
     libraries = sysconfig.get_config_var("LIBDIR") or paths["stdlib"]
