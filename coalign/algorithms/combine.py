@@ -30,8 +30,8 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running:
 
     values [terms, N], finite where the term has weight; group i64[N], in any order. A value is normalised to (value -
     mean) / (std + 1e-6) with the moments of this batch, of its group (2601.05242: before the sum, so that no term
-    outweighs the others), or for a `running` term with those in ``running`` (ValueError if they are empty). The standard
-    deviation is the population's. Values that are all equal become 0.
+    outweighs the others), or for a `running` term with those in ``running`` (ValueError if they are empty). The
+    standard deviation is the population's. Values that are all equal become 0.
     """
     total = torch.zeros(values.shape[1], dtype=torch.float64)
     for term, own in zip(terms, values.double(), strict=True):
