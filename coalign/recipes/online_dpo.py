@@ -50,12 +50,12 @@ class OnlineDPO(Online):
             )
 
     def train_flow(self, batch):
-        pairs = self.transform(select_compared, self.apply(self.pairs, self.shaped(batch)))
+        pairs = self.transform(compared, self.apply(self.pairs, self.shaped(batch)))
         if hasattr(self, "reference"):
             pairs = self.join(pairs, self.reference.forward_step(pairs))
         return self.trainer.train_step(pairs, **self.ptx())
 
 
-def select_compared(batch: Batch) -> Batch:
+def compared(batch: Batch) -> Batch:
     """The responses that have a preference."""
     return batch.select(~batch["preference"].isnan())

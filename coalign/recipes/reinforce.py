@@ -76,12 +76,12 @@ class ReMax(KLOfResponse):
     def env_flow(self, prompts):
         out = self.generate(prompts)
         scored = self.scored(out)  # first: the baseline is normalised by the moments of these samples
-        greedy = self.policy.generate(self.transform(select_prompts, out), samples=1, temperature=0.0)
+        greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
         return self.transform(with_baseline, scored, greedy)
 
 
-def select_prompts(samples: Batch) -> Batch:
+def prompts_of(samples: Batch) -> Batch:
     """The prompt of each group, once."""
     group = samples["group"].tolist()
     first = samples.select([i for i in range(len(group)) if i == 0 or group[i] != group[i - 1]])

@@ -14,7 +14,7 @@ from coalign.config.export import to_commented_yaml
 from coalign.data.batch import Batch
 from coalign.launch.build import prepare, recipe
 from coalign.launch.check import check
-from coalign.recipes.reinforce import select_prompts, with_baseline
+from coalign.recipes.reinforce import prompts_of, with_baseline
 from coalign.report.display import Display
 from coalign.types import Stat, Status, Total
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
@@ -136,7 +136,7 @@ def test_the_prompts_of_samples_are_each_group_once_without_responses():
         {"tokens": torch.tensor([1, 2, 9, 1, 2, 8, 7, 5, 6], dtype=torch.int32)},
         {"group": torch.tensor([4, 4, 2]), "prompt_length": torch.tensor([2, 2, 1]), "rows": [{"a": 1}, {"a": 1}, {}]},
     )
-    prompts = select_prompts(samples)
+    prompts = prompts_of(samples)
     assert prompts["tokens"].tolist() == [1, 2, 5] and prompts.lengths.tolist() == [2, 1]
     assert prompts["group"].tolist() == [4, 2] and prompts["rows"] == [{"a": 1}, {}]
 

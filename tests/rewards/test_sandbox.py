@@ -317,7 +317,7 @@ def is_of_ours(pid):
 def test_it_dies_with_whoever_started_it(tmp_path):
     script = (
         "import asyncio, sys\nfrom coalign.rewards.sandbox.sandbox import *\nasync def main():\n"
-        "    async with Sandbox(Limits(seconds=600)) as box:\n        print('begun', flush=True)\n"
+        "    async with Sandbox(SandboxLimits(seconds=600)) as box:\n        print('begun', flush=True)\n"
         "        await box.run('while True: pass')\nasyncio.run(main())"
     )
 
