@@ -1,9 +1,7 @@
 """Advantages: how much better a token turned out than expected. Pure functions of a whole rollout.
 
-Positional arguments are columns: token columns [T] over all tokens, prompts included, sequence columns [N]. Results are
-f32[T], 0 wherever ``loss_mask`` is False; sums run in float64. Every function also returns metrics.
-
-Mean and variance of everything that a run has seen, kept from step to step.
+Positional arguments are columns: token columns [T] over all tokens, prompts included, and sequence columns [N]. Results
+are f32[T], 0 wherever ``loss_mask`` is False; sums run in float64. Every function also returns metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coalign.algorithms.segments import discounted_sum, segment_count, segment_sum
+from coalign.algorithms.segments import RewardGroups, discounted_sum
 from coalign.types import Stat
 
 
@@ -31,8 +29,8 @@ def gae(
     """Generalised advantage estimation (1506.02438) over the trained tokens of each sequence.
 
     δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γλ A_{t+1}, returns = A + V, with V = 0 after the last trained token.
-    t + 1 is the next *trained* token: what tools or users wrote in between takes no time and resets nothing. ``whiten``
-    brings the advantages of the whole rollout to mean 0 and variance 1, after the returns are taken.
+    t + 1 is the next *trained* token: tokens of tools or users in between are skipped. ``whiten`` scales the advantages
+    of the whole rollout to mean 0 and variance 1, after the returns are computed.
     """
     trained = segment[loss_mask]
     rewards, state_values = token_rewards[loss_mask].double(), values[loss_mask].double()
@@ -61,30 +59,30 @@ def group(
     unbiased: bool = True,
     eps: float = 1e-6,
 ) -> dict[str, Any]:
-    """GRPO (2402.03300): the reward against its group's mean, divided by the group's standard deviation plus ``eps``.
+    """GRPO (2402.03300): the reward minus its group's mean, divided by the group's standard deviation plus ``eps``.
 
-    ``scale``: `std`; `batch`, the standard deviation of all rewards of the batch in its place (2508.08221); or `none`
-    (Dr. GRPO, 2503.20783). Groups may differ in size and lie in any order. A group of one, or one whose rewards are all
-    equal, has advantage 0 exactly and counts in `groups/zero_std`.
+    ``scale``: `std`; `batch`, the standard deviation of all rewards of the batch (2508.08221); or `none`, no division
+    (Dr. GRPO, 2503.20783). Groups may differ in size and be in any order. A group of one, or one of equal rewards, has
+    advantage 0 exactly and counts in `groups/zero_std`.
     """
     if scale not in ("std", "batch", "none"):
         raise ValueError(f"advantage.scale is '{scale}': expected 'std', 'batch' or 'none'")
-    groups = _Groups(reward, group)
+    groups = RewardGroups(reward, group)
     advantages = groups.deviation
     if scale == "std":
         advantages = advantages / (groups.std(unbiased=unbiased)[groups.member] + eps)
     elif scale == "batch":
-        whole = _Groups(reward, torch.zeros_like(group))
+        whole = RewardGroups(reward, torch.zeros_like(group))
         advantages = advantages / (whole.std(unbiased=unbiased)[whole.member] + eps)
     return _outcome(advantages, groups, loss_mask, segment)
 
 
 def rloo(reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
-    """REINFORCE leave-one-out (2402.14740): the reward against the mean of the *other* samples of its group.
+    """REINFORCE leave-one-out (2402.14740): the reward minus the mean of the *other* samples of its group.
 
-    A group of one has no others and gets 0.
+    A group of one gets 0.
     """
-    groups = _Groups(reward, group)
+    groups = RewardGroups(reward, group)
     others = (groups.size - 1).clamp(min=1)
     return _outcome(groups.deviation * (groups.size / others)[groups.member], groups, loss_mask, segment)
 
@@ -92,7 +90,7 @@ def rloo(reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor) -> d
 def reinforce_pp(
     token_rewards: Tensor, loss_mask: Tensor, segment: Tensor, *, gamma: float = 1.0, whiten: bool = True
 ) -> dict[str, Any]:
-    """REINFORCE++ (2501.03262): the discounted return of each token (KL penalty inside), whitened over the rollout."""
+    """REINFORCE++ (2501.03262): the discounted return of each token, KL penalty included, whitened over the rollout."""
     returns = discounted_sum(token_rewards[loss_mask].double(), segment[loss_mask], gamma)
     return {
         "advantages": _spread(_whiten(returns) if whiten else returns, loss_mask),
@@ -105,8 +103,8 @@ def reinforce_pp(
 def reinforce_pp_baseline(
     reward: Tensor, group: Tensor, loss_mask: Tensor, segment: Tensor, *, whiten: bool = True
 ) -> dict[str, Any]:
-    """REINFORCE++-baseline (2501.03262): the reward against its group's mean, whitened over the rollout's tokens."""
-    groups = _Groups(reward, group)
+    """REINFORCE++-baseline (2501.03262): the reward minus its group's mean, whitened over the rollout's tokens."""
+    groups = RewardGroups(reward, group)
     result = _outcome(groups.deviation, groups, loss_mask, segment)
     if whiten:
         result["advantages"] = _spread(_whiten(result["advantages"][loss_mask].double()), loss_mask)
@@ -114,7 +112,7 @@ def reinforce_pp_baseline(
 
 
 def remax(reward: Tensor, baseline: Tensor, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
-    """ReMax (2310.10505): the reward against that of the prompt's greedy response, the column ``baseline`` [N]."""
+    """ReMax (2310.10505): the reward minus that of the prompt's greedy response, the column ``baseline`` [N]."""
     advantages = (reward.double() - baseline.double())[segment[loss_mask]]
     return {
         "advantages": _spread(advantages, loss_mask),
@@ -132,12 +130,12 @@ def reverse_kl(
     coef: float = 1.0,
     discount: float = 0.0,
 ) -> dict[str, Any]:
-    """On-policy distillation: -coef · (log π - log π_teacher) of each token that the student π chose (the teacher's
-    log-probs in the column ``ref_logprobs``).
+    """On-policy distillation: -coef · (log π - log π_teacher) of each token that the student π sampled.
 
-    As an advantage in a policy gradient this descends KL(π ‖ π_teacher) on the student's own responses (2306.13649 with
-    the reverse divergence; Thinking Machines, "On-policy distillation", 2025). ``discount`` 0 holds a token responsible
-    for itself alone; 1 for the rest of its response too, which is the gradient of the whole sequence's divergence.
+    The teacher's log-probs are the column ``ref_logprobs``. As an advantage in a policy gradient this descends KL(π ‖
+    π_teacher) on the student's own responses (2306.13649 with the reverse divergence; Thinking Machines, "On-policy
+    distillation", 2025). ``discount`` 0 credits a token with its own divergence only; 1 also with that of the rest of
+    its response, which is the gradient of the whole sequence's divergence.
 
     Metrics: `teacher_kl`, nats per token, unbiased under the student.
     """
@@ -150,27 +148,7 @@ def reverse_kl(
     }
 
 
-class _Groups:
-    """Rewards by group; G groups, numbered in ``member`` i64[N]."""
-
-    def __init__(self, reward: Tensor, group: Tensor) -> None:
-        rewards = reward.double()
-        ids, self.member = torch.unique(group, return_inverse=True)
-        self.size = segment_count(self.member, len(ids))
-        extremes = rewards.new_zeros(2, len(ids))
-        extremes[0].scatter_reduce_(0, self.member, rewards, "amax", include_self=False)
-        extremes[1].scatter_reduce_(0, self.member, rewards, "amin", include_self=False)
-        self.equal = extremes[0] == extremes[1]
-        mean = segment_sum(rewards, self.member, len(ids)) / self.size
-        # Rounding in the mean must not turn equal rewards into advantages that a tiny std then blows up.
-        self.deviation = torch.where(self.equal[self.member], 0.0, rewards - mean[self.member])
-
-    def std(self, *, unbiased: bool) -> Tensor:
-        squares = segment_sum(self.deviation.square(), self.member, len(self.size))
-        return (squares / (self.size - int(unbiased)).clamp(min=1)).sqrt()
-
-
-def _outcome(per_sequence: Tensor, groups: _Groups, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
+def _outcome(per_sequence: Tensor, groups: RewardGroups, loss_mask: Tensor, segment: Tensor) -> dict[str, Any]:
     advantages = per_sequence[segment[loss_mask]]
     return {
         "advantages": _spread(advantages, loss_mask),
@@ -181,7 +159,7 @@ def _outcome(per_sequence: Tensor, groups: _Groups, loss_mask: Tensor, segment: 
 
 
 def _advantage_stats(advantages: Tensor) -> dict[str, Stat]:
-    """Before whitening, which would make them say nothing."""
+    """Statistics before whitening, after which they would be constant."""
     return {"advantages/mean": Stat.of(advantages), "advantages/abs": Stat.of(advantages.abs())}
 
 
@@ -192,13 +170,13 @@ def _whiten(values: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """f32[T]: the values of the trained tokens at their places."""
+    """f32[T]: the values at the positions of the trained tokens."""
     return torch.zeros(len(loss_mask), device=values.device).masked_scatter(loss_mask, values.float())
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """``count`` values, their ``mean`` and the sum of their squared deviations from it; they add up exactly."""
+    """Mean and variance of values seen so far: ``count``, ``mean``, and the sum of squared deviations from it."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -206,14 +184,23 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Of the population; 0 of nothing."""
+        """The population's; 0 without values."""
         return (self.squares / self.count) ** 0.5 if self.count else 0.0
 
     def __add__(self, other: Moments) -> Moments:
-        """Of both together, without a difference of large numbers (Chan, Golub and LeVeque, 1979)."""
+        """Merge exactly, without a difference of large numbers (Chan, Golub and LeVeque, 1979)."""
         count = self.count + other.count
         if not count:
             return self
-        apart, share = other.mean - self.mean, other.count / count
-        squares = self.squares + other.squares + apart * apart * self.count * share
-        return Moments(count, self.mean + apart * share, squares)
+        difference, share = other.mean - self.mean, other.count / count
+        squares = self.squares + other.squares + difference * difference * self.count * share
+        return Moments(count, self.mean + difference * share, squares)
+
+    @staticmethod
+    def of(values: Tensor) -> Moments:
+        """The moments of values [N], in float64."""
+        values = values.double()
+        if not len(values):
+            return Moments()
+        mean = values.mean()
+        return Moments(float(len(values)), mean.item(), (values - mean).square().sum().item())

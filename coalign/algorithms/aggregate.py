@@ -1,8 +1,8 @@
-"""How per-token loss values become one number: weights whose denominators are global over an optimizer step.
+"""Weights that turn per-token loss values into one number, with denominators that are global over an optimizer step.
 
-A loss never divides. The framework counts tokens and sequences over all micro-batches and ranks of the step, and adds
-up ``value * weight``: so neither the loss nor its gradient depends on how the step was cut. A sequence without trained
-tokens counts nowhere, neither as a token nor as a sequence.
+A loss never divides. The framework counts tokens and sequences over all micro-batches and ranks of the step, and sums
+``value * weight``. So neither the loss nor its gradient depends on how the step was split. A sequence without trained
+tokens counts neither as tokens nor as a sequence.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from coalign.algorithms.segments import segment_count
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """What one optimizer step holds over all micro-batches and ranks: the denominators of its loss.
+class LossTotals:
+    """The denominators of a loss: counts of one optimizer step over all micro-batches and ranks.
 
     ``sequences`` counts those with trained tokens.
     """
@@ -27,8 +27,8 @@ class Totals:
     groups: float
 
 
-def trained_sequences(segment: Tensor, sequences: int) -> int:
-    """How many sequences have a trained token: what adds up to ``total_sequences``. ``segment``: of trained tokens."""
+def count_trained_sequences(segment: Tensor, sequences: int) -> int:
+    """The number of sequences with a trained token. ``segment`` is that of trained tokens."""
     return int((segment_count(segment, sequences) > 0).sum())
 
 
@@ -37,7 +37,7 @@ def aggregation_weights(
     sequences: int,
     *,
     aggregation: str,
-    totals: Totals,
+    totals: LossTotals,
     constant_length: int | None = None,
 ) -> Tensor:
     """f64[T]: the weight of each trained token.
@@ -47,7 +47,7 @@ def aggregation_weights(
     - ``sequence_mean_token_sum``: 1 / sequences
     - ``constant``: 1 / (sequences · constant_length)   (Dr. GRPO, 2503.20783)
 
-    A micro-batch holds whole sequences. Raises ValueError for another name, or `constant` without a length.
+    A micro-batch holds whole sequences. Raises ValueError for another name, or for `constant` without a length.
     """
     ones = torch.ones(len(segment), dtype=torch.float64, device=segment.device)
     if aggregation == "token_mean":
@@ -66,11 +66,11 @@ def aggregation_weights(
     )
 
 
-def sequence_weights(segment: Tensor, sequences: int, *, totals: Totals) -> Tensor:
-    """f64[N]: the weights for a loss with one value per sequence: the mean over the sequences with trained tokens."""
+def sequence_weights(segment: Tensor, sequences: int, *, totals: LossTotals) -> Tensor:
+    """f64[N]: the weights of a loss with one value per sequence: the mean over sequences with trained tokens."""
     return (segment_count(segment, sequences) > 0).double() / totals.sequences
 
 
-def group_weights(groups: int, *, totals: Totals, device: torch.device | str = "cpu") -> Tensor:
-    """f64[G]: the weights for a loss with one value per group: the mean over the groups."""
+def group_weights(groups: int, *, totals: LossTotals, device: torch.device | str = "cpu") -> Tensor:
+    """f64[G]: the weights of a loss with one value per group: the mean over the groups."""
     return torch.full((groups,), 1.0 / totals.groups, dtype=torch.float64, device=device)

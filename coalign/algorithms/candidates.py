@@ -1,10 +1,10 @@
-"""What losses ask of the next-token distribution beyond the token that came, straight from hidden states.
+"""Log-probs of several candidate tokens per position, and the collision probability, straight from hidden states.
 
-Log-probs of a few tokens: a teacher's likeliest (distillation), + and - (process rewards); and how peaked it is. The
-logits of a block of positions exist only while it is computed, forward and once more backward.
+Distillation reads the log-probs of a teacher's likeliest tokens, process rewards those of + and -. The logits of a
+block of positions exist only while it is computed, forward and once more backward.
 
-A vocabulary that several ranks share out: each computes the logits of its own tokens, and what is asked of all of
-them is put together. Every rank then has the same result and the same gradient of it.
+The vocabulary may be sharded over ranks: each computes the logits of its own tokens, and the results are combined.
+Every rank then has the same result and the same gradient of it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The tokens that this rank of ``group`` has: those from ``first`` on, as many as the weight has rows (at least
-    one), of ``size`` on all ranks."""
+    """The tokens of this rank of ``group``: from ``first`` on, one for each row of its weight (at least one).
+
+    ``size`` is the number of tokens on all ranks.
+    """
 
     group: dist.ProcessGroup
     first: int
     size: int
 
-    def greatest(self, x: Tensor) -> Tensor:
-        """Element by element over the ranks."""
+    def max(self, x: Tensor) -> Tensor:
+        """The element-wise maximum over the ranks."""
         x = x.clone()
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
     def sum(self, x: Tensor) -> Tensor:
-        """Element by element over the ranks. Differentiable: each rank takes the gradient as it is."""
+        """The element-wise sum over the ranks. Differentiable: each rank takes the gradient as it is."""
         return _Sum.apply(x, self.group)
 
     def logsumexp(self, x: Tensor) -> Tensor:
-        """Of the log-sum-exps [M] of all ranks. Differentiable, as ``sum`` is."""
-        top = self.greatest(x.detach())
+        """The log-sum-exp [M] over the ranks, of theirs. Differentiable, like ``sum``."""
+        top = self.max(x.detach())
         return self.sum((x - top).exp()).log() + top
 
-    def all(self, x: Tensor) -> Tensor:
-        """[M, k] on each of n ranks -> [M, n · k]."""
+    def gather_all(self, x: Tensor) -> Tensor:
+        """Gather [M, k] from each of n ranks into [M, n · k]."""
         parts = [torch.empty_like(x) for _ in range(self.group.size())]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, 1)
@@ -74,14 +76,14 @@ def candidate_logprobs(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    share: VocabularyShard | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """f32[M, K]: log-probs of ``candidates`` i64[M, K] after hidden [M, H]; logits as in `linear_logprobs`.
 
-    Differentiable in hidden, weight and bias; ``share`` as there. Raises ValueError for a candidate outside of the
+    Differentiable in hidden, weight and bias; ``shard`` as there. Raises ValueError for a candidate outside of the
     vocabulary.
     """
-    size = len(weight) if share is None else share.size
+    size = len(weight) if shard is None else shard.size
     if candidates.numel() and int(candidates.max()) >= size:
         raise ValueError(
             f"candidate token {int(candidates.max())} is outside of this model's vocabulary of {size}: "
@@ -90,12 +92,12 @@ def candidate_logprobs(
 
     def block(hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logits = _logits(hidden, weight, bias, temperature, scale, softcap)
-        if share is None:
+        if shard is None:
             return logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
-        own = ids - share.first
+        own = ids - shard.first
         here = (own >= 0) & (own < len(weight))
-        chosen = share.sum(logits.gather(1, own.clamp(0, len(weight) - 1)) * here)
-        return chosen - share.logsumexp(logits.logsumexp(1))[:, None]
+        chosen = shard.sum(logits.gather(1, own.clamp(0, len(weight) - 1)) * here)
+        return chosen - shard.logsumexp(logits.logsumexp(1))[:, None]
 
     size = _rows(hidden, weight)
     parts = zip(hidden.split(size), candidates.split(size), strict=True)
@@ -112,20 +114,26 @@ def top_logprobs(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    share: VocabularyShard | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` likeliest tokens after hidden [M, H], best first: i64[M, K], and their log-probs f32[M, K]. K is the
-    smaller of k and the vocabulary."""
+    """The ``k`` likeliest tokens after hidden [M, H], best first: i64[M, K], and their log-probs f32[M, K].
+
+    K is the smaller of k and the vocabulary.
+    """
     ids, logprobs = [], []
     for part in hidden.split(_rows(hidden, weight)):
         logits = _logits(part, weight, bias, temperature, scale, softcap)
         normaliser = logits.logsumexp(1)
         values, indices = logits.topk(min(k, len(weight)), dim=1)
-        if share is not None:
-            more = min(k, share.size) - values.shape[1]  # ranks change over equally many
-            values, indices = F.pad(values, (0, more), value=-torch.inf), F.pad(indices + share.first, (0, more))
-            values, indices, normaliser = share.all(values), share.all(indices), share.logsumexp(normaliser)
-            values, best = values.topk(min(k, share.size), dim=1)
+        if shard is not None:
+            more = min(k, shard.size) - values.shape[1]  # all ranks gather equally many
+            values, indices = F.pad(values, (0, more), value=-torch.inf), F.pad(indices + shard.first, (0, more))
+            values, indices, normaliser = (
+                shard.gather_all(values),
+                shard.gather_all(indices),
+                shard.logsumexp(normaliser),
+            )
+            values, best = values.topk(min(k, shard.size), dim=1)
             indices = indices.gather(1, best)
         ids.append(indices)
         logprobs.append(values - normaliser[:, None])
@@ -141,7 +149,7 @@ def log_collision(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    share: VocabularyShard | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """f32[M]: log Σ p² over the vocabulary after hidden [M, H], the log-prob that two draws agree."""
     parts = []
@@ -149,8 +157,8 @@ def log_collision(
         logits = _logits(part, weight, bias, temperature, scale, softcap)
         normaliser = logits.logsumexp(1)
         squares = logits.mul_(2).logsumexp(1)
-        if share is not None:
-            normaliser, squares = share.logsumexp(normaliser), share.logsumexp(squares)
+        if shard is not None:
+            normaliser, squares = shard.logsumexp(normaliser), shard.logsumexp(squares)
         parts.append(squares - 2 * normaliser)
     return torch.cat(parts)
 

@@ -1,4 +1,4 @@
-"""Several rewards as one: each brought to a common scale, bounded, weighed, and summed."""
+"""Combines several reward terms into one reward: normalises, clips, weighs and sums them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
+from coalign.algorithms.segments import RewardGroups
 
 EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class RewardTerm:
     """One part of a reward; see coalign.config.schema.RewardConfig."""
 
     name: str
@@ -24,22 +25,23 @@ class Term:
     clip: float | None = None
 
 
-def combine(values: Tensor, group: Tensor, terms: Sequence[Term], seen: Mapping[str, Moments]) -> Tensor:
+def combine(values: Tensor, group: Tensor, terms: Sequence[RewardTerm], running: Mapping[str, Moments]) -> Tensor:
     """The sum over terms of weight * clip(normalise(value)): f64[N].
 
-    values [terms, N], finite where the term has weight; group i64[N], in any order. A value is normalised to
-    (value - mean) / (std + 1e-6), of this batch, of its group (2601.05242: before the sum, so that no part drowns the
-    others), or as ``seen`` says of a `running` term by its name (ValueError where it has seen nothing). The standard
-    deviation is the population's. Values that are all equal become 0.
+    values [terms, N], finite where the term has weight; group i64[N], in any order. A value is normalised to (value -
+    mean) / (std + 1e-6) with the moments of this batch, of its group (2601.05242: before the sum, so that no term
+    outweighs the others), or for a `running` term with those in ``running`` (ValueError if they are empty). The
+    standard deviation is the population's. Values that are all equal become 0.
     """
     total = torch.zeros(values.shape[1], dtype=torch.float64)
     for term, own in zip(terms, values.double(), strict=True):
         if not term.weight:
             continue
         if term.normalise == "group":
-            own = _within_groups(own, group)
+            groups = RewardGroups(own, group)
+            own = groups.deviation / (groups.std(unbiased=False)[groups.member] + EPS)
         elif term.normalise != "none":
-            moments = seen[term.name] if term.normalise == "running" else moments_of(own)
+            moments = running[term.name] if term.normalise == "running" else Moments.of(own)
             if len(own) and not moments.count:
                 raise ValueError(
                     f"reward '{term.name}': there are no running moments to normalise it by; score samples before what "
@@ -48,19 +50,3 @@ def combine(values: Tensor, group: Tensor, terms: Sequence[Term], seen: Mapping[
             own = (own - moments.mean) / (moments.std + EPS)
         total += term.weight * (own if term.clip is None else own.clamp(-term.clip, term.clip))
     return total
-
-
-def moments_of(values: Tensor) -> Moments:
-    """Of values [N], in float64."""
-    values = values.double()
-    if not len(values):
-        return Moments()
-    mean = values.mean()
-    return Moments(float(len(values)), mean.item(), (values - mean).square().sum().item())
-
-
-def _within_groups(values: Tensor, group: Tensor) -> Tensor:
-    _, member, sizes = torch.unique(group, return_inverse=True, return_counts=True)
-    mean_of = lambda x: (x.new_zeros(len(sizes)).index_add_(0, member, x) / sizes)[member]  # noqa: E731
-    apart = values - mean_of(values)
-    return apart / (mean_of(apart.square()).sqrt() + EPS)

@@ -1,17 +1,12 @@
-"""From rewards to comparisons: which responses of a group are held against which others.
+"""Comparisons of the responses of a group: from rewards to preferences, and from preferences to pairs.
 
-Positional arguments are columns with one entry per sequence, [N]; the responses of a group stand side by side. Every
-function gives the columns that the pairwise losses read, and that a response which is compared with none has not:
-``preference`` f32[N], higher is better within a group, NaN for a response left out; ``margin`` f32[N], how much better
-it is than the worst of its group. Equal rewards make no pair, and a group of equal rewards none at all.
+The functions that a configuration names (`pairs`) take columns with one entry per sequence, [N], with the responses of
+a group side by side. They return the columns that the pairwise losses read: ``preference`` f32[N], higher is better
+within a group, NaN for a response that is not compared; ``margin`` f32[N], how much better it is than the worst of its
+group. Equal rewards make no pair. The attribute ``compares``, if there is one, is the most responses of a group that a
+function compares; otherwise that may be all.
 
-A function's attribute ``compares``, where there is one, is how many responses of a group it compares at most; otherwise
-these may be all.
-
-Metrics: ``pairs/count``, ``pairs/tied`` (groups without a pair), ``pairs/margin`` (the mean difference of rewards in a
-pair).
-
-All pairs of a better and a worse response in each group of a micro-batch.
+Metrics: ``pairs/count``, ``pairs/tied`` (groups without a pair), ``pairs/margin`` (mean reward difference of a pair).
 
 A group of n responses with different preferences has n(n - 1)/2 pairs, so chosen / rejected data and rankings of k
 responses (2203.02155, section 3.5) are one case.
@@ -26,12 +21,12 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.segments import segment_count, segment_sum
-from coalign.algorithms.traits import column, read
+from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, Stat, Total
 
 
 def best_worst(reward: Tensor, group: Tensor) -> dict[str, Any]:
-    """The best response of each group against its worst, of equals the first (2402.04792 with n = 2)."""
+    """The best response of each group against its worst, the first of equal ones (2402.04792 with n = 2)."""
     number, worst, best = _ranges(reward, group)
     ends = _first(reward == best, number) | _first(reward == worst, number)
     return _comparisons(reward, number, worst, ends & (worst < best))
@@ -47,7 +42,7 @@ def all_pairs(reward: Tensor, group: Tensor) -> dict[str, Any]:
 
 
 def _ranges(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The number of each response's group, i64[N] from 0, and the worst and the best reward in it, [N]."""
+    """The number of each response's group, i64[N] from 0, and the worst and best reward in it, [N]."""
     number = torch.unique_consecutive(group, return_inverse=True)[1]
     groups = torch.zeros(int(number.max()) + 1 if len(number) else 0)
     worst, best = (groups.scatter_reduce(0, number, reward, way, include_self=False) for way in ("amin", "amax"))
@@ -55,7 +50,7 @@ def _ranges(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first(chosen: Tensor, number: Tensor) -> Tensor:
-    """bool[N]: of the ``chosen`` responses the first in each group."""
+    """bool[N]: the first of the ``chosen`` responses in each group."""
     where = chosen.nonzero().flatten()
     fresh = torch.ones(len(where), dtype=torch.bool)
     fresh[1:] = number[where][1:] != number[where][:-1]
@@ -65,7 +60,7 @@ def _first(chosen: Tensor, number: Tensor) -> Tensor:
 def _comparisons(reward: Tensor, number: Tensor, worst: Tensor, compared: Tensor) -> dict[str, Any]:
     preference = torch.where(compared, reward, float("nan"))
     groups = len(number.unique())
-    pairs = preferred(preference, number, groups)
+    pairs = build_pairs(preference, number, groups)
     return {
         "preference": preference,
         "margin": reward - worst,
@@ -76,7 +71,7 @@ def _comparisons(reward: Tensor, number: Tensor, worst: Tensor, compared: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class PreferencePairs:
     """P pairs: sequence ``winner[p]`` is preferred to ``loser[p]`` of the same group ``group[p]``, 0..groups-1."""
 
     winner: Tensor  # i64[P]
@@ -89,7 +84,7 @@ class Pairs:
         return values[self.winner], values[self.loser]
 
     def difference(self, values: Tensor) -> Tensor:
-        """[P]: how much more the winner has of ``values`` [N]."""
+        """[P]: the winner's ``values`` [N] minus the loser's."""
         return values[self.winner] - values[self.loser]
 
     def mean(self, values: Tensor) -> Tensor:
@@ -97,7 +92,7 @@ class Pairs:
         return segment_sum(values, self.group, self.groups) / segment_count(self.group, self.groups).clamp(min=1)
 
 
-def preferred(preference: Tensor, group: Tensor, groups: int) -> Pairs:
+def build_pairs(preference: Tensor, group: Tensor, groups: int) -> PreferencePairs:
     """Every pair (i, j) of one group with ``preference[i] > preference[j]``; both [N], ``group`` never decreasing.
 
     Equal preferences make no pair. Work and memory grow with the sum of the squared group sizes.
@@ -109,9 +104,9 @@ def preferred(preference: Tensor, group: Tensor, groups: int) -> Pairs:
     second = (sizes.cumsum(0) - sizes)[group[first]] + position
     better = preference[first] > preference[second]
     winner = first[better]
-    return Pairs(winner, second[better], group[winner], groups)
+    return PreferencePairs(winner, second[better], group[winner], groups)
 
 
-def pairs_of(x: LossInput) -> Pairs:
-    """The pairs of a micro-batch, by its column `preference`; ValueError if it is missing."""
-    return preferred(column(x, "preference"), read(x, "group"), x.groups)
+def read_pairs(x: LossInput) -> PreferencePairs:
+    """The pairs of a micro-batch, from its column `preference`; ValueError if it is missing."""
+    return build_pairs(require_column(x, "preference"), require_input(x, "group"), x.groups)

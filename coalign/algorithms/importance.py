@@ -1,21 +1,21 @@
-"""Importance weights: what a sampled token counts for when the policy that sampled it is not the one that trains.
+"""Importance weights that correct for samples drawn from another policy than the trained one.
 
 The sampler differs from the trainer even at equal weights (another engine, another precision), and more so when it is
 some updates behind. The loss's own ratio is π/π_old, with π_old the *trainer's* policy before the first update of the
-batch (the proximal policy); the weight is π_old/π_rollout, a constant. Their product is the ratio to the sampler, and
-only its first factor is clipped by the loss: the decoupled objective (2110.00641; 2505.24298).
+batch (the proximal policy). The weight is π_old/π_rollout, a constant. Their product is the ratio to the sampler, and
+the loss clips only the first factor: the decoupled objective (2110.00641; 2505.24298).
 
 ========  ===============================================  ==========================================================
-level     weight                                           what it is
+level     weight                                           properties
 ========  ===============================================  ==========================================================
 token     w_t = π_old(t)/π_rollout(t)                      biased for sequences, low variance (truncated: TIS)
-sequence  (Π w_t)^(1/L): the geometric mean, for all t     comparable between lengths; meant for tight bounds, as GSPO's
+sequence  (Π w_t)^(1/L): the geometric mean, for all t     comparable between lengths; for tight bounds, like GSPO's
 product   Π w_t, for all t                                 unbiased; its variance grows with the length
 ========  ===============================================  ==========================================================
 
-Bounds make the variance finite: `truncate` clamps to them (truncated importance sampling; low = 0 and high = C > 1),
-`mask` lets go of what is outside (IcePop, 2510.18855, of tokens; at the two other levels a whole sequence leaves). What
-leaves still counts in the denominators of the loss.
+Bounds keep the variance finite: `truncate` clamps to them (truncated importance sampling: low = 0 and high = C > 1),
+`mask` sets weights outside to 0 (IcePop, 2510.18855, of tokens; at the other levels the whole sequence). Masked tokens
+still count in the denominators of the loss.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def importance_weights(
 ) -> tuple[Tensor, Stats]:
     """f64[T] without gradient: the weight of each trained token; 1 at level `none`.
 
-    ``old``, ``rollout``: [T] log-probs of the trained tokens, ``segment`` i64[T] and ``sequences`` as in LossInput. A
-    micro-batch holds whole sequences, so the weights do not depend on how a batch is cut.
+    ``old``, ``rollout``: [T] log-probs of the trained tokens; ``segment`` i64[T] and ``sequences`` as in LossInput. A
+    micro-batch holds whole sequences, so the weights do not depend on how a batch is split.
 
     Statistics, of tokens at the levels `none` and `token`, else of sequences: `ess` (effective sample size of the
-    weights before they are bounded, from 0 to 1), and with a level `is_weight` (mean after) and `is_outside` (the share
-    that was clamped or masked). ValueError for an unknown level or mode, and for bounds that do not hold 1.
+    unbounded weights, 0 to 1), and with a level `is_weight` (mean of the bounded ones) and `is_outside` (share clamped
+    or masked). ValueError for an unknown level or mode, and for bounds that exclude 1.
     """
     ratios = importance_ratios(old, rollout, segment, sequences, level="token" if level == "none" else level)
     per_sequence = level in ("sequence", "product")
@@ -73,7 +73,7 @@ def importance_weights(
 def importance_ratios(old: Tensor, rollout: Tensor, segment: Tensor, sequences: int, *, level: Level) -> Tensor:
     """f64[T] at level `token`, else f64[N]: π_old/π_rollout. Sequences without trained tokens have 1.
 
-    The logarithm is held within ±20.
+    The logarithm is clamped to ±20.
     """
     logs = old.double() - rollout.double()
     if level in ("sequence", "product"):
@@ -86,7 +86,7 @@ def importance_ratios(old: Tensor, rollout: Tensor, segment: Tensor, sequences: 
 
 
 def bound(ratios: Tensor, mode: Mode, low: float, high: float) -> Tensor:
-    """The ratios by `truncate` or `mask`; ValueError for another mode."""
+    """Truncate or mask the ratios; ValueError for another mode."""
     modes = {"truncate": truncate, "mask": mask}
     if mode not in modes:
         raise ValueError(f"loss.is_mode is '{mode}': expected truncate or mask")
@@ -94,21 +94,21 @@ def bound(ratios: Tensor, mode: Mode, low: float, high: float) -> Tensor:
 
 
 def truncate(ratios: Tensor, low: float, high: float) -> Tensor:
-    """Each within [low, high]: what is outside moves to the nearer bound."""
+    """Clamp each ratio to [low, high]."""
     return ratios.clamp(low, high)
 
 
 def mask(ratios: Tensor, low: float, high: float) -> Tensor:
-    """Those within [low, high], both included; 0 for the others."""
+    """Set ratios outside of [low, high] to 0."""
     return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
 
 
 @torch.no_grad()
 def mismatch_stats(old: Tensor, rollout: Tensor) -> Stats:
-    """How far the trainer is from the sampler on the sampled tokens, both [T].
+    """The trainer's distance from the sampler on the sampled tokens, both [T].
 
     `mismatch` and `mismatch_max`: |Δ log-prob|; `mismatch_kl`: KL(sampler ‖ trainer) by k3, nats per token; `ess`: the
-    effective sample size of the ratios of tokens, from 0 to 1.
+    effective sample size of the tokens' ratios, from 0 to 1.
     """
     distance = (old - rollout).abs()
     ratios = (old.double() - rollout.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -32,8 +32,8 @@ def k2(logprobs: Tensor, ref: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
     """e^(-d) - 1 + d, per token; the gradient with respect to log π is 1 - e^(-d).
 
-    -d is held at 10 from above (value at most e^10 - 11, about 22015), where the gradient is 0: a token that the policy
-    all but ruled out would otherwise overflow. Large positive d needs no bound: the value grows linearly.
+    -d is clamped to at most 10 (value at most e^10 - 11, about 22015), where the gradient is 0: otherwise a token that
+    the policy all but ruled out would overflow. Large positive d needs no bound: the value grows linearly.
     """
     log_ratio = (ref - logprobs).clamp(max=MAX_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
@@ -48,13 +48,13 @@ def estimate_kl(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
 
 
 class FixedKL:
-    """A coefficient that stays as it is."""
+    """A constant coefficient."""
 
     def __init__(self, *, coef: float) -> None:
         self.coef = coef
 
     def update(self, kl: float, *, samples: int) -> None:
-        """Nothing to learn from the divergence."""
+        """A constant ignores the divergence."""
 
     def state_dict(self) -> dict[str, float]:
         return {"coef": self.coef}
@@ -64,11 +64,11 @@ class FixedKL:
 
 
 class AdaptiveKL(FixedKL):
-    """A coefficient steered so that the divergence stays near ``target`` (1909.08593, section 2.2).
+    """A coefficient that is adjusted to keep the divergence near ``target`` (1909.08593, section 2.2).
 
-    ``target`` is in nats per response (the sum over its tokens, as in the paper and as `kl` of shape_reward);
-    ``horizon`` in samples: a divergence 20 % or more off for ``horizon`` samples changes the coefficient by a factor of
-    about e^±0.2.
+    ``target`` is in nats per response (the sum over its tokens, as in the paper and as `kl` of shape_reward).
+    ``horizon`` is in samples: a divergence that is off by 20 % or more for ``horizon`` samples changes the coefficient
+    by a factor of about e^±0.2.
     """
 
     def __init__(self, *, coef: float, target: float, horizon: int = 10_000) -> None:
@@ -79,7 +79,7 @@ class AdaptiveKL(FixedKL):
         self.horizon = horizon
 
     def update(self, kl: float, *, samples: int) -> None:
-        """Steer by the mean divergence ``kl`` of ``samples`` responses; ValueError if it is not finite."""
+        """Adjust by the mean divergence ``kl`` of ``samples`` responses; ValueError if it is not finite."""
         if not math.isfinite(kl):
             raise ValueError(f"the KL divergence of this step is {kl}; the coefficient cannot follow it")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

@@ -1,8 +1,8 @@
 """Log-probs and entropies of chosen tokens straight from hidden states, without the [M, V] matrix of logits.
 
-The vocabulary is walked in tiles. Forward keeps a running log-sum-exp per token. Backward computes each tile's logits
-once more, since the gradient that arrives per token is not known before, and turns them in place into the gradient. A
-tile's rows of the weight's gradient are complete after one matrix product, so nothing accumulates in low precision.
+The vocabulary is processed in tiles. Forward keeps a running log-sum-exp per token. Backward recomputes each tile's
+logits, since the incoming gradient per token is not known before, and turns them in place into the gradient. A tile's
+rows of the weight's gradient are complete after one matrix product, so nothing accumulates in low precision.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from coalign.algorithms.candidates import VocabularyShard
 
-# Logits held at once: what stays near a CPU's caches (measured), and what fills a GPU (not measured).
+# Logits in memory at once: a CPU's caches hold about so many (measured), and a GPU is busy with them (not measured).
 TILE = {"cpu": 2**21, "cuda": 2**26}
-ROWS = 64  # tiles hold a multiple of so many rows of the weight: odd widths cost a matrix product 10 % and more
+ROWS = 64  # tiles are multiples of this many weight rows: odd widths slow a matrix product by 10 % and more
 
 Tiles = Iterable[tuple[int, Tensor]]  # (first column, logits [M, columns] that may be overwritten)
 
@@ -34,18 +34,17 @@ def linear_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
-    share: VocabularyShard | None = None,
+    shard: VocabularyShard | None = None,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of ``targets`` i64[M] and, if asked for, the entropy of the whole distribution, in nats: f32[M] each.
+    """Log-probs of ``targets`` i64[M] and, if requested, the entropy of the whole distribution, in nats: f32[M] each.
 
-    Logits are z / temperature with z = scale · (hidden [M, H] weightᵀ [H, V] + bias [V]), or, in place of z,
-    softcap · tanh(z / softcap) (Gemma's final_logit_softcapping). Products run in the dtype of ``hidden``, whatever
-    autocast says, everything else in float32 (float64 for float64). Differentiable, once, in hidden, weight and bias
-    through both results. ``tile`` is how many logits exist at a time. A target outside of the vocabulary gives nan.
+    Logits are z / temperature with z = scale · (hidden [M, H] weightᵀ [H, V] + bias [V]), or with softcap · tanh(z /
+    softcap) in place of z (Gemma's final_logit_softcapping). Products run in the dtype of ``hidden``, whatever autocast
+    says, everything else in float32 (float64 for float64). Differentiable, once, in hidden, weight and bias through
+    both results. ``tile`` is the number of logits in memory at a time. A target outside of the vocabulary gives nan.
 
-    ``share``: weight and bias are a rank's share of the vocabulary. The gradient of hidden is then what this share adds
-    to it.
+    ``shard``: weight and bias are a rank's shard of the vocabulary. The gradient of hidden is then this shard's addend.
 
     Raises ValueError for a temperature that is not above 0.
     """
@@ -55,7 +54,7 @@ def linear_logprobs(
     inner, outer = (scale / temperature, None) if softcap is None else (scale / softcap, softcap / temperature)
     head = _Head(inner, outer, rows=_rows(tile, len(hidden)))
     with torch.autocast(hidden.device.type, enabled=False):
-        logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, head, entropy, share)
+        logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, head, entropy, shard)
     return logprobs, entropies
 
 
@@ -100,11 +99,11 @@ class _LinearLogprobs(torch.autograd.Function):
         targets: Tensor,
         head: _Head,
         entropy: bool,
-        share: VocabularyShard | None,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor | None]:
-        targets = targets - share.first if share else targets
+        targets = targets - shard.first if shard else targets
         tiles = head.tiles(hidden, weight.to(hidden.dtype), bias)
-        logprobs, normaliser, entropies = _reduce(tiles, targets, dtype=_exact(hidden), entropy=entropy, share=share)
+        logprobs, normaliser, entropies = _reduce(tiles, targets, dtype=_exact(hidden), entropy=entropy, shard=shard)
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies)
         ctx.head = head
         return logprobs, entropies
@@ -141,14 +140,13 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _rows(tile: int, tokens: int) -> int:
-    """How many rows of the weight make about ``tile`` logits."""
     return max(1, round(tile / max(1, tokens) / ROWS)) * ROWS
 
 
 def _reduce(
-    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool, share: VocabularyShard | None = None
+    tiles: Tiles, targets: Tensor, *, dtype: torch.dtype, entropy: bool, shard: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs, log-sum-exps and entropies in one walk over the vocabulary. All [M], in ``dtype``."""
+    """Log-probs, log-sum-exps and entropies in one pass over the vocabulary. All [M], in ``dtype``."""
     top = torch.full(targets.shape, torch.finfo(dtype).min, dtype=dtype, device=targets.device)
     total, moment, chosen = torch.zeros_like(top), torch.zeros_like(top), torch.full_like(top, float("nan"))
     for start, logits in tiles:
@@ -165,12 +163,12 @@ def _reduce(
             added = logits.exp_().sum(1)
         total = shrink * total + added
         top = higher
-    if share is not None:
-        own, top = top, share.greatest(top)
+    if shard is not None:
+        own, top = top, shard.max(top)
         shrink = (own - top).exp_()
         here = ~chosen.isnan()
         sums = shrink * total, shrink * (moment + total * (own - top)), chosen.nan_to_num_(0.0), here.to(dtype)
-        total, moment, chosen, found = share.sum(torch.stack(sums))
+        total, moment, chosen, found = shard.sum(torch.stack(sums))
         chosen = chosen.masked_fill(found == 0, float("nan"))
     log_total = total.log()
     sums = top + log_total
@@ -186,12 +184,13 @@ def _error(
     grad_entropy: Tensor | None,
     entropies: Tensor | None,
 ) -> Tensor:
-    """Minus the gradient with respect to this tile's logits, made in place; without entropy, divided by ``grad``."""
+    """Minus the gradient with respect to this tile's logits, in place; without entropy, divided by ``grad``."""
     where, inside = _locate(targets, start, logits)
     logits.sub_(normaliser[:, None])
     if entropies is None:
         error, peak = logits.exp_(), inside.to(logits.dtype)
     else:
+        assert grad_entropy is not None  # autograd passes zeros for an output that nobody used
         probabilities = logits.exp()
         error = logits.add_(entropies[:, None]).mul_(grad_entropy[:, None]).add_(grad[:, None]).mul_(probabilities)
         peak = inside * grad
@@ -199,13 +198,13 @@ def _error(
 
 
 def _locate(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(column of each target in this tile [M, 1], whether it lies there [M]), without waiting for a device."""
+    """(column of each target in this tile [M, 1], whether it is there [M]), without waiting for a device."""
     local = targets - start
     return local.clamp(0, logits.shape[1] - 1)[:, None], (local >= 0) & (local < logits.shape[1])
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with the sum in the dtype of ``total``."""
+    """total += a @ b, summed in the dtype of ``total``."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -213,5 +212,4 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
-    """The dtype in which sums and exponentials of ``tensor`` are taken."""
     return torch.promote_types(tensor.dtype, torch.float32)

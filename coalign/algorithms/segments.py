@@ -1,4 +1,4 @@
-"""Reductions over the sequences of a packed batch.
+"""Reductions over the sequences of a packed batch, and over groups of sequences.
 
 ``segment`` i64[T] says which sequence a token belongs to and never decreases; N sequences may include empty ones.
 """
@@ -20,10 +20,10 @@ def segment_sum(values: Tensor, segment: Tensor, sequences: int) -> Tensor:
 
 
 def discounted_sum(values: Tensor, segment: Tensor, factor: float) -> Tensor:
-    """[T]: y_t = values_t + factor * y_{t+1}, started anew at the end of each sequence.
+    """[T]: y_t = values_t + factor * y_{t+1}, restarted at the end of each sequence.
 
-    A doubling scan: after k rounds y_t covers 2^k entries, so T tokens take log L steps of work T for a longest
-    sequence of L entries, without a loop over tokens.
+    A doubling scan: after k rounds y_t covers 2^k entries, so a longest sequence of L entries takes log L rounds,
+    without a loop over tokens.
     """
     sums, step = values.clone(), 1
     while step < len(sums):
@@ -33,3 +33,26 @@ def discounted_sum(values: Tensor, segment: Tensor, factor: float) -> Tensor:
         sums[:-step] += torch.where(same, sums[step:] * factor**step, 0.0)
         step *= 2
     return sums
+
+
+class RewardGroups:
+    """Rewards [N] by group [N], in any order: ``member`` i64[N] numbers the groups, ``size`` and ``mean`` are [G], f64.
+
+    ``deviation`` f64[N] is the reward minus its group's mean, exactly 0 in a group of ``equal`` rewards.
+    """
+
+    def __init__(self, reward: Tensor, group: Tensor) -> None:
+        rewards = reward.double()
+        ids, self.member = torch.unique(group, return_inverse=True)
+        self.size = segment_count(self.member, len(ids))
+        extremes = rewards.new_zeros(2, len(ids))
+        extremes[0].scatter_reduce_(0, self.member, rewards, "amax", include_self=False)
+        extremes[1].scatter_reduce_(0, self.member, rewards, "amin", include_self=False)
+        self.equal = extremes[0] == extremes[1]
+        self.mean = segment_sum(rewards, self.member, len(ids)) / self.size
+        # Rounding of the mean must not turn equal rewards into advantages, which a tiny std would then magnify.
+        self.deviation = torch.where(self.equal[self.member], 0.0, rewards - self.mean[self.member])
+
+    def std(self, *, unbiased: bool) -> Tensor:
+        squares = segment_sum(self.deviation.square(), self.member, len(self.size))
+        return (squares / (self.size - int(unbiased)).clamp(min=1)).sqrt()

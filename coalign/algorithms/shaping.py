@@ -1,4 +1,4 @@
-"""What happens to rewards between the function or model that gives them and the advantages.
+"""Shapes rewards between the function or model that gives them and the advantages.
 
 Flow functions: positional arguments are columns, token columns [T] over all tokens, sequence columns [N].
 """
@@ -29,26 +29,24 @@ def shape_reward(
 ) -> dict[str, Any]:
     """token_rewards f32[T]: -kl_coef · kl_t at every trained token, plus the reward at the last one (2203.02155).
 
-    Of the reward, ``turn_weight`` times ``turn_rewards`` (what an environment gave, as far as it is part of it) stands
-    at the trained tokens that they stand at, and only the rest at the last one: whatever the weight, a response has as
-    much reward.
+    ``turn_weight`` times ``turn_rewards`` (from an environment, and part of the reward) is placed at the ends of the
+    turns, and only the rest of the reward at the last token. So the weight does not change a response's total.
 
-    The divergence is that of the policy which sampled, so it is measured with the sampler's log-probs: under that
-    policy k1 is unbiased, and the trainer need not run before the batch is complete. A sequence without a trained token
-    has nowhere to put its reward: all its token rewards are 0.
+    The divergence is measured with the sampler's log-probs: under that policy k1 is unbiased, and the trainer need not
+    run before the batch is complete. A sequence without a trained token has only zeros.
 
-    Metrics: ``kl`` in nats per response (what AdaptiveKL steers by), ``kl_per_token``. Without ``ref_logprobs`` there
+    Metrics: ``kl`` in nats per response (the input of AdaptiveKL) and ``kl_per_token``. Without ``ref_logprobs`` there
     are none, and a ``kl_coef`` other than 0 is a ValueError.
     """
     trained, sequences = segment[loss_mask], len(reward)
-    token_rewards, stats = torch.zeros_like(rollout_logprobs), {}
+    token_rewards, stats = torch.zeros_like(rollout_logprobs), dict[str, Stat]()
     counts = segment_count(trained, sequences)
     if ref_logprobs is not None:
         kl = estimate_kl(rollout_logprobs[loss_mask], ref_logprobs[loss_mask], estimator)
         token_rewards[loss_mask] = -kl_coef * kl
         stats = {"kl": Stat.of(segment_sum(kl, trained, sequences), counts > 0), "kl_per_token": Stat.of(kl)}
     elif kl_coef:
-        raise ValueError(f"kl_coef is {kl_coef}, and nobody produced the column `ref_logprobs`: run a reference")
+        raise ValueError(f"kl_coef is {kl_coef}, but the batch has no column `ref_logprobs`: run a reference")
     rest = reward.double()
     if turn_rewards is not None:
         of_turns = turn_weight * turn_rewards[loss_mask]
@@ -68,10 +66,10 @@ def sequence_kl_reward(
     *,
     kl_coef: float,
 ) -> dict[str, Any]:
-    """reward f32[N]: less ``kl_coef`` · (log π - log π_ref of the whole response), the k1 estimate summed over it.
+    """reward f32[N] minus ``kl_coef`` · (log π - log π_ref of the whole response), the k1 estimate summed over it.
 
-    So the divergence is part of what a baseline is taken of, as in RLOO (2402.14740). The log-probs are the sampler's,
-    and the metrics those of shape_reward.
+    So baselines include the divergence, as in RLOO (2402.14740). The log-probs are the sampler's, and the metrics those
+    of shape_reward.
     """
     trained, sequences = segment[loss_mask], len(reward)
     kl = estimate_kl(rollout_logprobs[loss_mask], ref_logprobs[loss_mask], "k1")
@@ -85,16 +83,15 @@ def sequence_kl_reward(
 
 
 def scale_truncated(reward: Tensor, status: Tensor, *, factor: float = 1.0, offset: float = 0.0) -> dict[str, Any]:
-    """reward f32[N]: factor · reward + offset of the responses that were cut short, the others as they are.
+    """reward f32[N]: factor · reward + offset for truncated responses, the others unchanged.
 
-    ProRL v2 scales what a response without an end may earn, by 0 to 1; ``factor`` 0 and a negative ``offset`` give each
-    of them that.
+    ProRL v2 scales the reward of a truncated response by 0 to 1; with ``factor`` 0, each gets ``offset``.
     """
     return {"reward": torch.where(status == int(Status.TRUNCATED), factor * reward + offset, reward)}
 
 
 def mask_truncated(loss_mask: Tensor, status: Tensor, segment: Tensor) -> dict[str, Any]:
-    """loss_mask bool[T]: without the responses that were cut short (DAPO's overlong filtering, 2503.14476).
+    """loss_mask bool[T] without truncated responses (DAPO's overlong filtering, 2503.14476).
 
     Their rewards still enter the baseline of their group; they count in no denominator of the loss.
     """

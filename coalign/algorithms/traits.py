@@ -1,6 +1,7 @@
-"""What a loss function says about itself, and how it reads its input.
+"""What a loss function declares about itself, and how it reads its input.
 
-``needs``, ``per`` and ``aggregations`` are attributes of the function; see coalign.types.LossInput and LossOutput.
+The declarations are the attributes ``needs``, ``per`` and ``aggregations`` of the function: see coalign.types.LossInput
+and LossOutput.
 """
 
 from __future__ import annotations
@@ -14,52 +15,52 @@ from torch import Tensor
 from coalign.types import Loss, LossInput
 
 
-def needs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of LossInput fields that ``loss`` reads with this configuration and that are not there unasked.
+def required_inputs(loss: Loss, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the LossInput fields that ``loss`` reads with these arguments and that exist only on request.
 
-    ``entropy``, ``candidate_logprobs`` and ``collision`` are then computed by the model; ``ref`` makes the recipe run a
-    reference.
-    ``loss.needs``, where there is one, is called with the loss's keyword arguments, its own defaults filled in.
+    The model computes ``entropy``, ``candidate_logprobs`` and ``collision``; ``ref`` makes the recipe run a reference.
+    The attribute ``loss.needs``, if there is one, is called with the loss's keyword arguments, defaults included.
     """
-    if not hasattr(loss, "needs"):
+    declared = getattr(loss, "needs", None)
+    if declared is None:
         return ()
     bound = signature(loss).bind(None, **arguments)
     bound.apply_defaults()
-    return tuple(loss.needs(**bound.kwargs))
+    return tuple(declared(**bound.kwargs))
 
 
-def per(loss: Loss) -> str:
-    """What the values of ``loss`` stand for: token, sequence, group or batch (see coalign.types.LossOutput)."""
+def value_unit(loss: Loss) -> str:
+    """What one value of ``loss`` belongs to: token, sequence, group or batch (see coalign.types.LossOutput)."""
     return getattr(loss, "per", "token")
 
 
 def check_aggregation(loss: Loss, name: str, aggregation: str, where: str = "loss") -> None:
-    """ValueError for an ``aggregation`` that has no effect on ``loss``, or that makes another objective of it.
+    """Raise ValueError for an ``aggregation`` that has no effect on ``loss``, or that the loss is not defined for.
 
-    ``loss.aggregations``, where there is one, names those that it is meant for. ``name`` is what the configuration at
-    ``where`` calls the loss.
+    ``loss.aggregations``, if there is one, lists those it is defined for. ``name`` is the loss's name in the
+    configuration at ``where``.
     """
-    said = f"{where}.aggregation is `{aggregation}`"
-    if per(loss) != "token" and aggregation != "token_mean":
+    setting = f"{where}.aggregation is `{aggregation}`"
+    if value_unit(loss) != "token" and aggregation != "token_mean":
         raise ValueError(
-            f"{said} and has no effect: `{name}` gives a value per {per(loss)}, of which the mean is taken"
+            f"{setting} and has no effect: `{name}` gives a value per {value_unit(loss)}, of which the mean is taken"
         )
-    meant: Sequence[str] = getattr(loss, "aggregations", (aggregation,))
-    if aggregation not in meant:
-        raise ValueError(f"{said}, which `{name}` is not defined for; expected {' or '.join(meant)}")
+    allowed: Sequence[str] = getattr(loss, "aggregations", (aggregation,))
+    if aggregation not in allowed:
+        raise ValueError(f"{setting}, which `{name}` is not defined for; expected {' or '.join(allowed)}")
 
 
-def read(x: LossInput, name: str, because: str | None = None) -> Tensor:
-    """The field ``name`` of the input. ValueError if it is missing; ``because`` names the setting that asks for it."""
-    column = getattr(x, name)
-    if column is None:
+def require_input(x: LossInput, name: str, because: str | None = None) -> Tensor:
+    """The field ``name`` of the input. ValueError if it is missing; ``because`` names the setting that needs it."""
+    value = getattr(x, name)
+    if value is None:
         reason = f" because loss.{because} is set" if because else ""
         raise ValueError(f"the loss needs `{name}`{reason}, but the batch does not have it")
-    return column
+    return value
 
 
-def column(x: LossInput, name: str, because: str | None = None) -> Any:
-    """The column ``name`` of the micro-batch. ValueError if it is missing; ``because`` as in `read`."""
+def require_column(x: LossInput, name: str, because: str | None = None) -> Any:
+    """The column ``name`` of the micro-batch. ValueError if it is missing; ``because`` as in `require_input`."""
     if name not in x.columns:
         reason = f" because loss.{because} is set" if because else ""
         raise ValueError(f"the loss needs the column `{name}`{reason}, but the batch has only {sorted(x.columns)}")

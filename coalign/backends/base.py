@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import Totals, trained_sequences
+from coalign.algorithms.aggregate import LossTotals, count_trained_sequences
 from coalign.algorithms.importance import mismatch_stats
 from coalign.algorithms.segments import segment_count
 from coalign.backends.layout import get_loss_mask
@@ -349,13 +349,15 @@ class TrainableModule(Module):
         self.run(micros, lambda micro, outputs: coef * measure(micro, outputs), needs=("plain",))
         return {"loss/ptx": merge_stats(seen).get("loss/nll", Stat(0.0, 0.0))}
 
-    def _count_totals(self, batch: Batch) -> Totals:
+    def _count_totals(self, batch: Batch) -> LossTotals:
         """The denominators of one update, over all ranks."""
         segment, group = batch.segment[get_loss_mask(batch)], groups_of(batch)
-        counts = len(segment), trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
-        return Totals(*self.all_reduce([float(count) for count in counts]))
+        counts = len(segment), count_trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
+        return LossTotals(*self.all_reduce([float(count) for count in counts]))
 
-    def _prepare(self, batch: Batch, objective: Objective, totals: Totals) -> tuple[list[Batch], Measure, list[Stats]]:
+    def _prepare(
+        self, batch: Batch, objective: Objective, totals: LossTotals
+    ) -> tuple[list[Batch], Measure, list[Stats]]:
         """The micro-batches, the function from (micro-batch, outputs) to a loss, and the list it adds statistics to."""
         seen: list[Stats] = [{"loss/value": Stat(0.0)}]
         parts = len(set(self.config.shares(self.context.world_size)))

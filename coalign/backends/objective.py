@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from coalign.algorithms.aggregate import Totals, aggregation_weights, group_weights, sequence_weights
+from coalign.algorithms.aggregate import LossTotals, aggregation_weights, group_weights, sequence_weights
 from coalign.algorithms.importance import mismatch_stats
-from coalign.algorithms.traits import check_aggregation, needs, per
+from coalign.algorithms.traits import check_aggregation, required_inputs, value_unit
 from coalign.backends.layout import get_loss_mask
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import LossConfig
@@ -54,8 +54,8 @@ class Objective:
         self.name = fn
         self.where = where
         self.loss = partial(loss, **arguments)
-        self.needs = needs(loss, arguments)
-        self.per = per(loss)
+        self.needs = required_inputs(loss, arguments)
+        self.per = value_unit(loss)
         self.aggregation = aggregation
         self.weights = partial(aggregation_weights, aggregation=aggregation, constant_length=constant_length)
 
@@ -70,7 +70,7 @@ class Objective:
             **config.arguments,
         )
 
-    def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: Totals) -> tuple[Tensor, Stats]:
+    def __call__(self, micro: Batch, outputs: Mapping[str, Tensor], totals: LossTotals) -> tuple[Tensor, Stats]:
         """The scalar to differentiate, and the loss's statistics.
 
         Where the batch has the sampler's log-probs, the statistics include how far the loss's anchor is from them
@@ -96,13 +96,13 @@ class Objective:
         """Whether the loss compares responses with each other, so that no token has an importance ratio of its own."""
         return self.per in ("group", "batch")
 
-    def count(self, totals: Totals) -> float:
+    def count(self, totals: LossTotals) -> float:
         """The number of values that the loss is the mean of: a step's weight when several steps are averaged."""
         if self.per == "token" and self.aggregation != "token_mean":
             return totals.sequences
         return {"token": totals.tokens, "sequence": totals.sequences, "group": totals.groups, "batch": 1.0}[self.per]
 
-    def _weights(self, x: LossInput, totals: Totals) -> Tensor:
+    def _weights(self, x: LossInput, totals: LossTotals) -> Tensor:
         if self.per == "token":
             return self.weights(x.segment, x.sequences, totals=totals)
         if self.per == "sequence":

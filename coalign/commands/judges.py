@@ -17,8 +17,7 @@ from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, prompt_text, text_of
 from coalign.engine.reward import terms_of
-from coalign.rewards.calls import Caller, RewardError, RewardFailure
-from coalign.rewards.calls import Outcome as RewardOutcome
+from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample
 
@@ -94,7 +93,7 @@ class RewardFunctionJudge(ResponseJudge):
         super().__init__()
         self._functions, self._terms = build_reward_functions(config.reward), terms_of(config.reward)
         self.compares = [function.name for function in self._functions if function.takes == "group"]
-        self._caller = Caller()
+        self._caller = RewardCaller()
         self._has_scored = False
 
     def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:

@@ -31,7 +31,7 @@ from coalign.data.messages import Message, as_messages
 from coalign.data.sources import BadRow
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
-from coalign.rewards.remote import Batches
+from coalign.rewards.remote import CallBatcher
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class RewardEndpoint:
         self._judge, self._config = judge, config
         self._expected = None if key is None else f"Bearer {key}".encode()
         at_once = _MODEL_BATCHES if config.reward_model else _FUNCTION_BATCHES
-        self._batches = Batches(self._score_batch, size=config.batch_size, at_once=at_once)
+        self._batches = CallBatcher(self._score_batch, size=config.batch_size, at_once=at_once)
         self._counts = {"scored": 0, "failed": 0}
 
     async def get_reward(self, request: Request) -> JSONResponse:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
-from coalign.algorithms.combine import Term, combine, moments_of
+from coalign.algorithms.combine import RewardTerm, combine
 from coalign.cluster.functions import merge_columns
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
@@ -94,7 +94,7 @@ class Reward:
 def combine_rewards(
     out: Batch,
     *scored: Batch,
-    terms: Sequence[Term],
+    terms: Sequence[RewardTerm],
     into: str,
     seen: Mapping[str, Moments] = MappingProxyType({}),
 ) -> tuple[Batch, Stats]:
@@ -114,7 +114,7 @@ def combine_rewards(
     return Batch(out.lengths, {}, {**columns, "status": status}), judged.stats(terms, into)
 
 
-def _first_failures(scored: Batch, terms: Sequence[Term]) -> str:
+def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
     """What each part that has weight said of the first row that it failed on, if it said anything."""
     text = ""
     for term in terms:
@@ -125,18 +125,18 @@ def _first_failures(scored: Batch, terms: Sequence[Term]) -> str:
     return text
 
 
-def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[Term]) -> Batch:
+def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm]) -> Batch:
     """The moments ``seen`` of `running` terms, with those of the rows that are trained on."""
     judged = Judged.of(out, scored, terms)
     names = _running(terms)
     before = _moments(seen, names)
     rows = judged.whole & judged.training
     own = {term.name: values for term, values in zip(terms, judged.values, strict=True)}
-    return _columns([before[name] + moments_of(own[name][rows]) for name in names])
+    return _columns([before[name] + Moments.of(own[name][rows]) for name in names])
 
 
 def combine_with_moments(
-    seen: Batch, out: Batch, *scored: Batch, terms: Sequence[Term], into: str
+    seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm], into: str
 ) -> tuple[Batch, Stats]:
     """`combine_rewards` by the moments ``seen`` of `running` terms."""
     return combine_rewards(out, *scored, terms=terms, into=into, seen=_moments(seen, _running(terms)))
@@ -153,7 +153,7 @@ class Judged:
     training: Tensor
 
     @staticmethod
-    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[Term]) -> Judged:
+    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> Judged:
         columns = merge_columns([out, *scored])
         rows = at_their_end(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
@@ -161,11 +161,11 @@ class Judged:
         weighty = torch.tensor([term.weight != 0 for term in terms])
         return Judged(values, rows, rows & values[weighty].isfinite().all(0), out["group"] >= 0)
 
-    def failed(self, terms: Sequence[Term]) -> dict[str, int]:
+    def failed(self, terms: Sequence[RewardTerm]) -> dict[str, int]:
         """Rows without a value, for each term."""
         return {t.name: int((self.rows & own.isnan()).sum()) for t, own in zip(terms, self.values, strict=True)}
 
-    def stats(self, terms: Sequence[Term], into: str) -> Stats:
+    def stats(self, terms: Sequence[RewardTerm], into: str) -> Stats:
         stats: Stats = {f"{into}/{name}/failed": Total(float(n)) for name, n in self.failed(terms).items() if n}
         for term, own in zip(terms, self.values, strict=True):
             there = own[own.isfinite()]
@@ -175,9 +175,9 @@ class Judged:
         return stats
 
 
-def terms_of(parts: Sequence[RewardConfig]) -> list[Term]:
+def terms_of(parts: Sequence[RewardConfig]) -> list[RewardTerm]:
     """How the parts of a reward are combined."""
-    return [Term(part.called, part.weight, part.normalise, part.clip) for part in parts]
+    return [RewardTerm(part.called, part.weight, part.normalise, part.clip) for part in parts]
 
 
 def reward_parts(config: RunConfig) -> list[RewardConfig]:
@@ -207,12 +207,12 @@ def describe_reward(parts: Sequence[RewardConfig], models: Mapping[str, ModelCon
     return "\n".join(["reward", *lines]) if lines else ""
 
 
-def _running(terms: Sequence[Term]) -> list[str]:
+def _running(terms: Sequence[RewardTerm]) -> list[str]:
     return [term.name for term in terms if term.weight and term.normalise == "running"]
 
 
-def _plain(terms: Sequence[Term]) -> list[Term]:
-    return [Term(term.name, term.weight) for term in terms]
+def _plain(terms: Sequence[RewardTerm]) -> list[RewardTerm]:
+    return [RewardTerm(term.name, term.weight) for term in terms]
 
 
 def _columns(moments: Sequence[Moments]) -> Batch:

@@ -1,7 +1,7 @@
-"""Environments: how a sample comes about. See docs/environments.md.
+"""Environments play the episodes of a roll-out: tools, users, games, agents. Start with ``episode.py``.
 
-An environment is a coroutine over one ``episode``, or over all episodes of a ``group``, as its first parameter's name
-says; keyword-only arguments are configuration::
+An environment is a coroutine over one ``episode``, or over all episodes of a ``group``, depending on the name of its
+first parameter. Keyword-only arguments are configuration (see docs/environments.md)::
 
     async def guess(episode, *, tries: int = 3):
         for _ in range(tries):

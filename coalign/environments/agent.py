@@ -1,4 +1,4 @@
-"""The environment that is somebody's agent, written against OpenAI's chat completions."""
+"""The environment that runs a user's agent, written against OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from coalign.config.functions import bind, resolve
-from coalign.environments.chat import Chat, ChatCompletion, Client, serve_chat
-from coalign.environments.conversation import call
+from coalign.environments.chat import ChatClient, ChatCompletion, ChatResource, serve_chat
+from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 
 
@@ -21,22 +21,23 @@ async def agent(
     parser: str = "hermes",
     serve_http: bool = False,
 ) -> None:
-    """``run(client, row, **arguments)``, a dotted path to a plain or async function, with the policy behind ``client``.
+    """Run a user's function ``run(client, row, **arguments)`` with the policy behind ``client``.
 
-    ``client.chat.completions.create(messages=…, tools=…)`` answers as OpenAI's client does (to be awaited in an async
-    function). With ``serve_http`` the function gets the address of an HTTP endpoint instead, for clients of its own
-    (``base_url``) or for other programs. Every request must go on with the conversation: see coalign.environments.chat. A
-    number that the function returns is the reward. ``parser``: how the model writes tool calls.
+    ``run`` is the dotted path of a plain or async function. ``client.chat.completions.create(messages=…, tools=…)``
+    answers like OpenAI's client (to be awaited in an async function). With ``serve_http`` the function gets the address
+    of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. Every request must continue
+    the conversation: see coalign.environments.chat. A number that the function returns is the reward. ``parser`` is the
+    format of the model's tool calls.
     """
     fn = resolve(run, "coalign.environments.agent")
     settings = bind(fn, arguments, "rollout.arguments")
-    client = Client(episode, resolve(parser, "coalign.environments.parsers"))
+    client = ChatClient(episode, resolve(parser, "coalign.environments.parsers"))
     if serve_http:
         async with serve_chat(client.chat.completions) as address:
-            value = await call(fn, address, episode.row, **settings)
+            value = await call_function(fn, address, episode.row, **settings)
     else:
-        own = client if inspect.iscoroutinefunction(fn) else BlockingClient(client)
-        value = await call(fn, own, episode.row, **settings)
+        suited = client if inspect.iscoroutinefunction(fn) else BlockingChatClient(client)
+        value = await call_function(fn, suited, episode.row, **settings)
     if value is not None:
         episode.reward(value)
 
@@ -49,15 +50,15 @@ def _check(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any]
 agent.check = _check
 
 
-class BlockingClient:
+class BlockingChatClient:
     """The client for a plain function in a thread: ``create`` returns the answer itself."""
 
-    def __init__(self, client: Client) -> None:
-        self.chat = Chat(_BlockingCompletions(client, asyncio.get_running_loop()))
+    def __init__(self, client: ChatClient) -> None:
+        self.chat = ChatResource(_BlockingCompletions(client, asyncio.get_running_loop()))
 
 
 class _BlockingCompletions:
-    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, client: ChatClient, loop: asyncio.AbstractEventLoop) -> None:
         self._client, self._loop = client, loop
 
     def create(self, **request: Any) -> ChatCompletion:

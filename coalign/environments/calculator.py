@@ -1,4 +1,4 @@
-"""Arithmetic that a policy may ask for: parsed, never evaluated as Python."""
+"""The calculator tool: evaluates arithmetic that is parsed, never run as Python."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from pydantic import Field
 
-_MOST_NODES = 200
-_MOST_BITS = 512  # of a number on the way
+_MAX_NODES = 200
+_MAX_BITS = 512  # of an intermediate number
 _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -29,7 +29,7 @@ def calculator(
     expression: Annotated[str, Field(description="numbers, + - * / // % ** and parentheses, e.g. (3 + 4) * 12.5")],
 ) -> str:
     """Works out an arithmetic expression and returns the number."""
-    return _written(evaluate(expression))
+    return _format(evaluate(expression))
 
 
 def evaluate(expression: str) -> Fraction:
@@ -37,13 +37,13 @@ def evaluate(expression: str) -> Fraction:
     for sign, usual in _SIGNS.items():
         expression = expression.replace(sign, usual)
     expression = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", expression).strip()  # 12,000
-    if len(expression) > 5 * _MOST_NODES:
+    if len(expression) > 5 * _MAX_NODES:
         raise ValueError("the expression is too long")
     try:
         tree = ast.parse(expression, mode="eval")
     except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError(f"not an arithmetic expression: {expression[:80]!r}") from error
-    if sum(1 for _ in ast.walk(tree)) > _MOST_NODES:
+    if sum(1 for _ in ast.walk(tree)) > _MAX_NODES:
         raise ValueError("the expression is too long")
     try:
         return _value(tree.body)
@@ -52,46 +52,47 @@ def evaluate(expression: str) -> Fraction:
 
 
 def _value(node: ast.expr) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(Fraction(repr(node.value)) if math.isfinite(node.value) else _refuse("the number is too large"))
+    if isinstance(node, ast.Constant) and not isinstance(node.value, bool) and isinstance(node.value, int | float):
+        return _check_size(
+            Fraction(repr(node.value)) if math.isfinite(node.value) else _refuse("the number is too large")
+        )
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return _power(_value(node.left), _value(node.right))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _bounded(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
-    return _refuse(f"only numbers, + - * / // % ** and parentheses are known, not {ast.unparse(node)[:40]!r}")
+        return _check_size(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+    _refuse(f"only numbers, + - * / // % ** and parentheses are known, not {ast.unparse(node)[:40]!r}")
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Exact for whole exponents, a rounded number otherwise; refused before anything large is computed."""
+    """Exact for integer exponents, else rounded to a float; refuses before it computes a huge number."""
     if exponent.denominator != 1:
         if base < 0:
             _refuse("a negative number has no such power")
         try:
-            return _bounded(Fraction(repr(float(base) ** float(exponent))))
+            return _check_size(Fraction(repr(float(base) ** float(exponent))))
         except (OverflowError, ValueError):
             _refuse("the number is too large")
-    if base not in (0, 1, -1) and _bits(base) * abs(exponent) > 2 * _MOST_BITS:
+    if base not in (0, 1, -1) and _bits(base) * abs(exponent) > 2 * _MAX_BITS:
         _refuse("the number is too large")
-    return _bounded(base ** int(exponent))
+    return _check_size(base ** int(exponent))
 
 
 def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
-def _bounded(value: Fraction) -> Fraction:
-    return value if _bits(value) <= _MOST_BITS else _refuse("the number is too large")
+def _check_size(value: Fraction) -> Fraction:
+    return value if _bits(value) <= _MAX_BITS else _refuse("the number is too large")
 
 
-def _refuse(why: str) -> Fraction:
+def _refuse(why: str) -> NoReturn:
     raise ValueError(why)
 
 
-def _written(value: Fraction) -> str:
-    """A whole number in full, any other with up to ten significant digits."""
+def _format(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     return f"{float(value):.10g}"

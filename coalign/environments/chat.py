@@ -1,9 +1,8 @@
 """An episode behind the interface of OpenAI's chat completions, so that agents written against that can be trained.
 
-The client holds the episode, not the messages: of what an agent sends, only what is new is rendered and appended; what
-the policy has said before stays the tokens that it chose.
-
-Chat completions over HTTP on this machine, for one episode: enough of HTTP/1.1 for the usual clients.
+The client holds the episode, not the messages. Only the new messages of a request are rendered and appended; the
+policy's earlier turns keep the tokens that were sampled. The same interface is served over HTTP on this machine, for
+one episode. The answer's classes are our own, because importing `openai.types.chat` takes 2 s and 500 modules.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,11 +21,12 @@ from coalign.environments.episode import Episode, Turn
 from coalign.environments.parsers import ToolRequest, hermes
 from coalign.types import Status
 
+CompletionsT = TypeVar("CompletionsT")
 Parser = Callable[[Turn], tuple[str, list[ToolRequest]]]
 
 
 class HistoryRewritten(ValueError):
-    """The messages do not go on with the conversation that the episode holds."""
+    """The messages do not continue the conversation that the episode holds."""
 
 
 class _Record(BaseModel):
@@ -50,13 +50,13 @@ class ChatMessage(_Record):
     role: Literal["assistant"] = "assistant"
 
 
-class Choice(_Record):
+class ChatChoice(_Record):
     message: ChatMessage
     finish_reason: Literal["stop", "length", "tool_calls"]
     index: int = 0
 
 
-class Usage(_Record):
+class TokenUsage(_Record):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -67,31 +67,19 @@ class ChatCompletion(_Record):
 
     id: str
     model: str
-    choices: list[Choice]
-    usage: Usage
+    choices: list[ChatChoice]
+    usage: TokenUsage
     created: int = 0
     object: Literal["chat.completion"] = "chat.completion"
 
 
-class Client:
-    """``await client.chat.completions.create(messages=…)`` takes the episode's next turn."""
-
-    def __init__(self, episode: Episode, parser: Parser = hermes) -> None:
-        self.chat = Chat(Completions(episode, parser))
-
-
-class Chat:
-    def __init__(self, completions: Any) -> None:
-        self.completions = completions
-
-
-class Completions:
-    """The conversation so far, as the agent has to send it. ``parser``: how the model writes tool calls."""
+class ChatCompletions:
+    """The conversation so far, which every request has to repeat. ``parser``: the format of the model's tool calls."""
 
     def __init__(self, episode: Episode, parser: Parser) -> None:
         self.episode = episode
         self.parser = parser
-        self._seen: list[tuple[Any, ...]] = []
+        self._history: list[tuple[Any, ...]] = []
         self._tools: Any = None
 
     async def create(
@@ -107,32 +95,34 @@ class Completions:
         stream: bool = False,
         **sampling: Any,
     ) -> ChatCompletion:
-        """The policy's answer to ``messages``, which begin with all that was said before, the policy's words included.
+        """The policy's answer to ``messages``, which begin with everything said before, the policy's turns included.
 
-        How tokens are drawn is the run's affair: ``temperature``, ``top_p``, ``seed`` and the like have no effect.
-        Raises HistoryRewritten where the messages do not go on with the conversation, ValueError for n > 1 and streams.
+        The run decides how tokens are sampled: ``temperature``, ``top_p``, ``seed`` and the like have no effect. Raises
+        HistoryRewritten if the messages do not continue the conversation, ValueError for n > 1 and for streams.
         """
         if n != 1 or stream:
             raise ValueError("a training episode gives one answer at a time (n=1), whole (stream=False)")
-        sent = [_plain(message) for message in messages]
-        self._read(sent, list(tools) if tools else None)
+        sent = [_to_dict(message) for message in messages]
+        self._append_new(sent, [dict(tool) for tool in tools] if tools else None)
         limit = max_completion_tokens or max_tokens
         before = len(self.episode.log.tokens)
         turn = await self.episode.generate(max_new_tokens=limit, stop=stop)
-        answer = self._answer(turn)
-        said = answer.model_dump(exclude_none=True)
-        self.episode.messages[-1] = _with_objects(said)
-        self._seen = [*map(_essence, sent), _essence(said)]
+        answer = self._to_message(turn)
+        message = answer.model_dump(exclude_none=True)
+        self.episode.messages[-1] = _with_objects(message)
+        self._history = [*map(_comparison_key, sent), _comparison_key(message)]
         total = len(self.episode.log.tokens)
         return ChatCompletion(
             id=f"{self.episode.group}-{self.episode.index}-{before}",
             model=model,
-            choices=[Choice(message=answer, finish_reason=_reason(turn, answer))],
-            usage=Usage(prompt_tokens=total - len(turn.tokens), completion_tokens=len(turn.tokens), total_tokens=total),
+            choices=[ChatChoice(message=answer, finish_reason=_finish_reason(turn, answer))],
+            usage=TokenUsage(
+                prompt_tokens=total - len(turn.tokens), completion_tokens=len(turn.tokens), total_tokens=total
+            ),
         )
 
-    def _answer(self, turn: Turn) -> ChatMessage:
-        """The turn with its tool calls apart; one that cannot be read stays text, and is counted."""
+    def _to_message(self, turn: Turn) -> ChatMessage:
+        """The turn as a message. If a tool call cannot be read, the turn stays text, and the failure is counted."""
         text, calls = self.parser(turn) if turn.status == Status.OK else (turn.text, [])
         if unreadable := sum(call.error is not None for call in calls):
             self.episode.count("tool_failed/bad_json", unreadable)
@@ -147,14 +137,13 @@ class Completions:
             tool_calls=[ToolCall(id=f"call_{at}_{i}", function=function) for i, function in enumerate(functions)],
         )
 
-    def _read(self, sent: list[dict[str, Any]], tools: list[Mapping[str, Any]] | None) -> None:
-        """Tell the episode what is new."""
-        if not self._seen:
+    def _append_new(self, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+        if not self._history:
             self._tools = tools
             self.episode.begin([_with_objects(message) for message in sent], tools=tools)
             return
-        known = len(self._seen)
-        for i, (before, now) in enumerate(zip(self._seen, map(_essence, sent), strict=False)):
+        known = len(self._history)
+        for i, (before, now) in enumerate(zip(self._history, map(_comparison_key, sent), strict=False)):
             if before != now:
                 raise HistoryRewritten(
                     f"message {i} is not what it was: {now[:2]} instead of {before[:2]}. Tokens that were sampled "
@@ -165,51 +154,67 @@ class Completions:
             what = "an answer that the policy did not give" if new else "no new message"
             raise HistoryRewritten(f"after {known} messages there is {what}; an episode has one answer at each point")
         if tools != self._tools:
-            raise HistoryRewritten("the tools are not those of the first call; they are part of the opening")
+            raise HistoryRewritten("the tools are not those of the first call; they are part of the prompt")
         self.episode.say(*map(_with_objects, new))
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    """A message as a dict; clients also send back the objects that they were given."""
-    given = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
-    return {**given, "content": text_of({"content": given.get("content") or ""})}
+class ChatResource(Generic[CompletionsT]):
+    def __init__(self, completions: CompletionsT) -> None:
+        self.completions = completions
 
 
-def _essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes two messages the same."""
+class ChatClient:
+    """``await client.chat.completions.create(messages=…)`` takes the episode's next turn."""
+
+    def __init__(self, episode: Episode, parser: Parser = hermes) -> None:
+        self.chat = ChatResource(ChatCompletions(episode, parser))
+
+
+def _to_dict(message: Any) -> dict[str, Any]:
+    """A message as a dict; clients also send back the objects that they received."""
+    plain = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
+    return {**plain, "content": text_of({"content": plain.get("content") or ""})}
+
+
+def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The parts of a message by which two messages are compared."""
     calls = [
-        (call["function"]["name"], _object(call["function"]["arguments"])) for call in message.get("tool_calls") or []
+        (call["function"]["name"], _parse_arguments(call["function"]["arguments"]))
+        for call in message.get("tool_calls") or []
     ]
     return message["role"], (message.get("content") or "").strip(), calls
 
 
 def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as chat templates want it: arguments as objects."""
-    made = {"content": "", **message}
+    """The message as chat templates expect it: tool arguments as objects, not JSON text."""
+    result = {"content": "", **message}
     if calls := message.get("tool_calls"):
-        made["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+        result["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _parse_arguments(call["function"]["arguments"])}}
             for call in calls
         ]
-    return made
+    return result
 
 
-def _object(arguments: Any) -> Any:
+def _parse_arguments(arguments: Any) -> Any:
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
-def _reason(turn: Turn, answer: ChatMessage) -> Literal["stop", "length", "tool_calls"]:
+def _finish_reason(turn: Turn, answer: ChatMessage) -> Literal["stop", "length", "tool_calls"]:
     if turn.status != Status.OK:
         return "length"
     return "tool_calls" if answer.tool_calls else "stop"
 
 
-_MOST_BYTES = 64 * 2**20  # of a request
+_MAX_BYTES = 64 * 2**20  # of a request
 
 
 @contextlib.asynccontextmanager
-async def serve_chat(completions: Completions) -> AsyncIterator[str]:
-    """Within this context POST <address>/chat/completions answers; the address ends in /v1. Local connections only."""
+async def serve_chat(completions: ChatCompletions) -> AsyncIterator[str]:
+    """Serve POST <address>/chat/completions to local connections within this context; the address ends in /v1.
+
+    Enough of HTTP/1.1 for the usual clients.
+    """
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -228,14 +233,14 @@ async def serve_chat(completions: Completions) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}/v1"
 
 
-async def _respond(completions: Completions, reader: asyncio.StreamReader) -> tuple[HTTPStatus, dict[str, Any]]:
-    """The answer to one request; what is wrong with it as OpenAI's API reports errors."""
+async def _respond(completions: ChatCompletions, reader: asyncio.StreamReader) -> tuple[HTTPStatus, dict[str, Any]]:
+    """The answer to one request; errors have the form of OpenAI's API."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     method, path, *_ = head.split(" ", 2)
     fields = dict(line.lower().split(":", 1) for line in head.split("\r\n")[1:] if ":" in line)
     length = int(fields.get("content-length", 0))
-    if length > _MOST_BYTES:
-        return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_MOST_BYTES} bytes")
+    if length > _MAX_BYTES:
+        return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_MAX_BYTES} bytes")
     body = await reader.readexactly(length)
     if (method, path) != ("POST", "/v1/chat/completions"):
         return _error(HTTPStatus.NOT_FOUND, f"there is only POST /v1/chat/completions, not {method} {path}")

@@ -1,9 +1,4 @@
-"""Who may play the user in `simulated_user`.
-
-Environments of plain conversation.
-
-The environment that a configuration names.
-"""
+"""Environments of plain conversation, and the lookup of the environment that a configuration names."""
 
 from __future__ import annotations
 
@@ -14,41 +9,43 @@ from typing import Any
 
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import RolloutConfig
-from coalign.environments.episode import Episode, call_in_thread
+from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentFunction
+from coalign.threads import call_in_thread
 
 
 def scripted(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], random: Random) -> str | None:
-    """What the row's list ``replies`` says, one after the other. ValueError for a row without it."""
-    said = sum(message["role"] == "assistant" for message in messages) - 1
-    asked = sum(message["role"] == "assistant" for message in row.get("messages") or [])  # before the episode
+    """The user's next message from the row's list ``replies``. ValueError for a row without it."""
+    answers = sum(message["role"] == "assistant" for message in messages)
+    before = sum(message["role"] == "assistant" for message in row.get("messages") or [])  # the episode
     if (replies := row.get("replies")) is None:
         raise ValueError(f"the row has no list `replies` of what the user says; it has {', '.join(sorted(row))}")
-    return replies[said - asked] if said - asked < len(replies) else None
+    position = answers - before - 1
+    return replies[position] if position < len(replies) else None
 
 
 async def single_turn(episode: Episode) -> None:
-    """A prompt and its response. Policies generate these without an episode: as fast, token by token the same."""
+    """A prompt and its response. Policies generate these without an episode: just as fast, and the same tokens."""
     await episode.generate()
 
 
 async def simulated_user(
     episode: Episode, *, user: str, max_turns: int = 4, tokens_per_turn: int | None = None
 ) -> None:
-    """A conversation with a function that plays the user, of at most ``max_turns`` turns of the policy.
+    """A conversation of at most ``max_turns`` turns with a function that plays the user.
 
-    ``user(messages, row, random)`` (a dotted path; plain or async) returns what the user says next, or None when there
-    is nothing more to say. ``random`` is the episode's own generator.
+    ``user(messages, row, random)`` (a dotted path; plain or async) returns what the user says next, or None to end the
+    conversation. ``random`` is the episode's own generator.
     """
     reply = resolve(user, "coalign.environments.conversation")
     for turns_left in reversed(range(max_turns)):
         turn = await episode.generate(max_new_tokens=tokens_per_turn)
         if not turns_left or not turn.tokens:
             return
-        said = await call(reply, list(episode.messages), episode.row, episode.random)
-        if said is None:
+        message = await call_function(reply, list(episode.messages), episode.row, episode.random)
+        if message is None:
             return
-        episode.say({"role": "user", "content": said})
+        episode.say({"role": "user", "content": message})
 
 
 def _check_user(samples: Mapping[str, int], *, user: str, **_: Any) -> None:
@@ -58,18 +55,18 @@ def _check_user(samples: Mapping[str, int], *, user: str, **_: Any) -> None:
 simulated_user.check = _check_user
 
 
-async def call(function: Any, *arguments: Any, **keywords: Any) -> Any:
-    """What a plain or async function returns; a plain one runs in a thread, so it may take its time."""
+async def call_function(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Call a plain or async function; a plain one runs in a thread, so it may block."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*arguments, **keywords)
     return await call_in_thread(function, *arguments, **keywords)
 
 
 def find_environment(config: RolloutConfig) -> EnvironmentFunction | None:
-    """What `rollout` asks for; None for `single_turn`, which policies do by themselves.
+    """The environment that `rollout` names; None for `single_turn`, which policies do without an episode.
 
-    Raises ConfigError for wrong arguments, ValueError where there is no such function, TypeError for a function that is
-    no environment.
+    Raises ConfigError for wrong arguments, ValueError for an unknown function, TypeError for a function that is not an
+    environment.
     """
     fn = resolve(config.fn, "coalign.environments")
     arguments = bind(fn, config.arguments, "rollout")

@@ -1,9 +1,4 @@
-"""One sample as an environment sees it: a conversation with the policy, kept as a log of tokens.
-
-Calls of plain functions that an event loop can wait for.
-
-The time that an environment takes for itself.
-"""
+"""One sample as an environment sees it: a conversation with the policy, kept as a log of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,37 +19,8 @@ from coalign.environments.rendering import Rendering
 from coalign.types import Status
 
 
-async def call_in_thread(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """What the function returns or raises, from a thread of its own.
-
-    A thread cannot be stopped: one that nobody waits for any more is left to itself, and ends with the process.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if outcome.done():
-            return  # cancelled
-        if error is None:
-            outcome.set_result(result)
-        else:
-            outcome.set_exception(error)
-
-    def work() -> None:
-        result = error = None
-        try:
-            result = function(*arguments, **keywords)
-        except BaseException as raised:
-            error = RuntimeError("StopIteration") if isinstance(raised, StopIteration) else raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, name=f"environment:{getattr(function, '__name__', '')}", daemon=True).start()
-    return await outcome
-
-
-class Clock:
-    """Runs while nobody waits for the policy, and rings once ``seconds`` are over. On one event loop."""
+class EnvironmentClock:
+    """Measures the time that an environment takes besides the policy's turns, and calls ``ring`` after ``seconds``."""
 
     def __init__(self, seconds: float, ring: Callable[[], None]) -> None:
         self.seconds = seconds
@@ -86,7 +51,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stands still within; contexts may overlap."""
+        """Pause the clock within; contexts may overlap."""
         self._pauses += 1
         self.stop()
         try:
@@ -97,11 +62,11 @@ class Clock:
                 self.start()
 
 
-_EITHER = "between two turns an environment says messages (Episode.say) or writes text (Episode.write), not both"
+_NOT_BOTH = "between two turns an environment says messages (Episode.say) or writes text (Episode.write), not both"
 
 
 class PolicyResponse(Protocol):
-    """tokens i32[R], logprobs f32[R], versions i32[R], and how they end."""
+    """tokens i32[R], logprobs f32[R], versions i32[R], and how the response ended."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -109,38 +74,38 @@ class PolicyResponse(Protocol):
     status: Status
 
 
-class Policy(Protocol):
-    """Who takes the turns."""
+class EpisodePolicy(Protocol):
+    """Generates the turns of episodes."""
 
-    room: int | None  # tokens of the longest sequence that fits
+    capacity: int | None  # tokens of the longest sequence that fits; None: unlimited
 
     async def respond(
-        self, tokens: list[int], *, group: int, index: int, opening: int, limit: int, stop: tuple[str, ...] | None
+        self, tokens: list[int], *, group: int, index: int, prompt_length: int, limit: int, stop: tuple[str, ...] | None
     ) -> PolicyResponse:
-        """The answer to ``tokens``, of which the first ``opening`` came before the first turn."""
+        """Generate the continuation of ``tokens``, of which the first ``prompt_length`` precede the first turn."""
         ...
 
     def forget(self, group: int, index: int) -> None:
-        """No more turns of this sample."""
+        """No more turns of this sample will follow."""
         ...
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str: ...
 
 
 class EpisodeOver(RuntimeError):
-    """The environment went on with an episode that has been ended from outside (a timeout, or enough others)."""
+    """The environment continued an episode that was ended from outside (a timeout, or enough complete groups)."""
 
 
-class NothingLeft(RuntimeError):
-    """The environment asked for another turn after one for which no tokens were left. That ends its episode."""
+class OutOfTokens(RuntimeError):
+    """The environment asked for another turn after an empty one. That ends its episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said. ``text`` leaves special tokens out, ``raw`` keeps them.
+    """One turn of the policy. ``text`` leaves special tokens out, ``raw`` keeps them.
 
-    OK: it ended by itself. TRUNCATED: by a limit, of this turn, of the episode, or of the context; where nothing was
-    left, it has no tokens.
+    ``status`` is OK if the turn ended by itself, TRUNCATED if it reached a limit of this turn, the episode or the
+    context. With no tokens left it is empty.
     """
 
     text: str
@@ -150,8 +115,8 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Log:
-    """Columns of a sample, token by token. See coalign.types."""
+class EpisodeLog:
+    """The columns of a sample, one entry for each token. See coalign.types."""
 
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
@@ -160,7 +125,7 @@ class Log:
     turn_rewards: list[float] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float] = (), versions: Sequence[int] = ()) -> None:
-        """Tokens of the policy with their log-probs and versions; without these, tokens that nobody chose."""
+        """Add the policy's tokens with their log-probs and versions; without those, tokens that nobody sampled."""
         count, chosen = len(tokens), len(logprobs) > 0
         self.tokens += tokens
         self.loss_mask += [chosen] * count
@@ -170,14 +135,14 @@ class Log:
 
 
 class Episode:
-    """One sample on its way.
+    """One sample while it is played.
 
-    ``row`` is the data set's; ``group`` and ``index`` say which draw and which of its samples this is; ``random`` is a
-    generator of its own, the same in every run of the same seed. ``messages`` is the conversation so far as people read
-    it, ``log`` the tokens.
+    ``row`` is the data set's row; ``group`` and ``index`` say which draw and which of its samples this is. ``random``
+    is this episode's own generator, the same in every run of the same seed. ``messages`` is the conversation so far as
+    people read it, ``log`` its tokens.
     """
 
-    clock: Clock  # of the environment's call that plays this episode
+    clock: EnvironmentClock  # of the environment's call that plays this episode
 
     def __init__(
         self,
@@ -188,7 +153,7 @@ class Episode:
         seed: int,
         prompt: Sequence[int],
         max_new_tokens: int,
-        policy: Policy,
+        policy: EpisodePolicy,
         rendering: Rendering,
     ) -> None:
         self.row = row
@@ -197,68 +162,70 @@ class Episode:
         self.seed = seed
         self.random = random.Random(f"{seed}/{group}/{index}")
         self.messages: list[Message] = [*(row.get("messages") or [])]
-        self.log = Log()
+        self.log = EpisodeLog()
         self.counts: Counter[str] = Counter()
         self.status = Status.OK
         self.prompt_length = 0
         self._prompt = list(prompt)
-        self._render_opening = False  # from the messages; otherwise it is the prompt
+        self._render_prompt = False  # from the messages; otherwise the tokens of `prompt` are used
         self._tools: Tools | None = as_tools(row["tools"], "tools") if row.get("tools") else None
-        self._said: list[Message] = []  # since the last turn, and not in the log yet
-        self._written: list[int] = []  # likewise
-        self._answer: list[int] | None = None  # the last turn
+        self._new_messages: list[Message] = []  # since the last turn, not in the log yet
+        self._new_tokens: list[int] = []  # likewise
+        self._answer: list[int] | None = None  # tokens of the last turn
         self._left = max_new_tokens
         self._policy, self._rendering = policy, rendering
         self._generating = self._over = False
 
-    # ---- what an environment calls -----------------------------------------------------------------------------------
+    # ---- for environments --------------------------------------------------------------------------------------------
 
     def begin(self, messages: Sequence[Message] | None = None, *, tools: Tools | None = None) -> None:
-        """Open with other messages than the row's, or show the policy ``tools`` (JSON Schema functions).
+        """Replace the row's messages before the first turn, or show the policy ``tools`` (JSON Schema functions).
 
-        RuntimeError after the first turn.
+        Raises RuntimeError after the first turn.
         """
         if self._answer is not None:
             raise RuntimeError("Episode.begin comes before the first turn; later, messages are added with `say`")
         self.messages = self.messages if messages is None else [*messages]
         self._tools = self._tools if tools is None else tools
-        self._render_opening = True
+        self._render_prompt = True
 
     def say(self, *messages: Message) -> None:
-        """The environment's messages (tool results, a user's words), which the policy reads before its next turn.
+        """Add the environment's messages (tool results, a user's words), which the policy reads before its next turn.
 
-        Their tokens are not trained on. What the policy does not get to read leaves no tokens. RuntimeError together
-        with `write`.
+        Their tokens are not trained on. Messages after the last turn leave no tokens. RuntimeError together with
+        `write`.
         """
-        self._check()
-        if self._written:
-            raise RuntimeError(_EITHER)
+        self._check_open()
+        if self._new_tokens:
+            raise RuntimeError(_NOT_BOTH)
         self.messages += messages
-        self._said += messages
+        self._new_messages += messages
 
     def write(self, text: str) -> None:
-        """Add a text as it is, without a chat template; not trained on. RuntimeError together with `say`."""
-        self._check()
-        if self._said:
-            raise RuntimeError(_EITHER)
+        """Add plain text without a chat template; not trained on. RuntimeError together with `say`."""
+        self._check_open()
+        if self._new_messages:
+            raise RuntimeError(_NOT_BOTH)
         self.messages.append({"role": "user", "content": text})
-        self._written += self._rendering.text(text)
+        self._new_tokens += self._rendering.tokenize(text)
 
     async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
-        """The policy's next turn, of at most ``max_new_tokens``; ``stop``: strings that end it (None: the run's).
+        """The policy's next turn, of at most ``max_new_tokens``.
 
-        `max_new_tokens` of the run's sampling settings limits all turns together, and the room that there is (in the
-        context, the KV cache, a micro-batch) everybody's tokens; once nothing is left there is one empty turn
-        (TRUNCATED), then NothingLeft. Raises RenderingError for a template that does not say what messages
-        add, ValueError for an opening that leaves no room for a token.
+        ``stop``: strings that end it (None: those of the run).
+
+        The run's `max_new_tokens` limits all turns together, and the capacity (of the context, the KV cache, a
+        micro-batch) limits all tokens. Without tokens left, there is one empty turn (TRUNCATED), and after it
+        OutOfTokens is raised. Raises RenderingError if the chat template does not define what messages add, ValueError
+        if the prompt leaves no tokens for a first turn.
         """
-        self._check()
+        self._check_open()
         if self._answer == []:
-            raise NothingLeft(f"group {self.group}, index {self.index} has used all its tokens")
+            raise OutOfTokens(f"group {self.group}, index {self.index} has used all its tokens")
         if self._generating:
             raise RuntimeError("an episode generates one turn at a time")
         fresh, before = self._unread(), self._left
-        left = self._room(len(fresh))
+        left = self._tokens_left(len(fresh))
         turn = Turn("", "", [], Status.TRUNCATED)
         if left > 0:
             self.log.add(fresh)
@@ -266,16 +233,16 @@ class Episode:
             limit = left if max_new_tokens is None else min(left, max_new_tokens)
             turn = await self._respond(limit, (stop,) if isinstance(stop, str) else stop)
         elif self._answer is None:
-            raise ValueError(f"the opening has {len(fresh)} tokens, and {self._policy.room} fit")
+            raise ValueError(f"the prompt has {len(fresh)} tokens, and {self._policy.capacity} fit")
         if turn.status == Status.TRUNCATED and len(turn.tokens) == max(left, 0) < before:
             self.counts["out_of_room"] += 1
-        self._said, self._written = [], []
+        self._new_messages, self._new_tokens = [], []
         self.status, self._answer = turn.status, turn.tokens
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
 
     def reward(self, value: float) -> None:
-        """What the last turn was worth; adds to what it was given before. ValueError for no finite number."""
+        """Add to the reward of the last turn. ValueError for a value that is not finite."""
         if not math.isfinite(value):
             raise ValueError(f"the reward of a turn is {value}; expected a finite number")
         if not any(self.log.loss_mask):
@@ -284,15 +251,15 @@ class Episode:
         self.log.turn_rewards[last] += float(value)
 
     def count(self, name: str, value: float = 1.0) -> None:
-        """Add to a number of this episode; the metric `episode/<name>` is its mean over episodes."""
-        self.counts[name] += value
+        """Add to a count of this episode; the metric `episode/<name>` is its mean over episodes."""
+        self.counts[name] += value  # pyright: ignore[reportArgumentType]  (Counter adds floats too; its stubs say int)
 
-    # ---- what runs it calls ------------------------------------------------------------------------------------------
+    # ---- for the runner ----------------------------------------------------------------------------------------------
 
     def close(self, status: Status | None = None) -> None:
-        """Nothing is added any more. ``status``: another than that of the last turn.
+        """End the episode, with ``status`` in place of the last turn's if given.
 
-        An episode without a turn says nothing about the policy: it is dropped, as one that failed is (`episode/empty`).
+        An episode without a turn is dropped like a failed one (status ERROR) and counted in `episode/empty`.
         """
         if self._over:
             return
@@ -306,36 +273,44 @@ class Episode:
             self.log.add(self._prompt)
         self.prompt_length = self.prompt_length or len(self.log.tokens)
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if self._over:
             raise EpisodeOver(f"group {self.group}, index {self.index} has ended")
 
-    def _room(self, fresh: int) -> int:
-        """Tokens that the policy may still choose after ``fresh`` more of others."""
-        room = self._policy.room
-        return self._left if room is None else min(self._left, room - len(self.log.tokens) - fresh)
+    def _tokens_left(self, fresh: int) -> int:
+        """Tokens that the policy may still sample after ``fresh`` more of others."""
+        capacity = self._policy.capacity
+        return self._left if capacity is None else min(self._left, capacity - len(self.log.tokens) - fresh)
 
     def _unread(self) -> list[int]:
-        """The tokens that the policy has not seen: the opening, or what has come since its last turn."""
+        """The tokens that the policy has not read: the prompt, or those added since its last turn."""
         if self._answer is not None:
-            said = self._rendering.following(self._answer, self._said, self._tools) if self._said else []
-        elif self._said or self._render_opening:
-            said = self._rendering.opening(self.messages, self._tools)
+            tokens = (
+                self._rendering.render_messages(self._answer, self._new_messages, self._tools)
+                if self._new_messages
+                else []
+            )
+        elif self._new_messages or self._render_prompt:
+            tokens = self._rendering.render_prompt(self.messages, self._tools)
         else:
-            said = self._prompt
-        return said + self._written
+            tokens = self._prompt
+        return tokens + self._new_tokens
 
     async def _respond(self, limit: int, stop: Sequence[str] | None) -> Turn:
-        asked = {"group": self.group, "index": self.index, "opening": self.prompt_length, "limit": limit}
         self._generating = True
         try:
             with self.clock.paused():
                 answer = await self._policy.respond(
-                    list(self.log.tokens), stop=None if stop is None else tuple(stop), **asked
+                    list(self.log.tokens),
+                    group=self.group,
+                    index=self.index,
+                    prompt_length=self.prompt_length,
+                    limit=limit,
+                    stop=None if stop is None else tuple(stop),
                 )
         finally:
             self._generating = False
-        self._check()
+        self._check_open()
         self.counts["turns"] += 1
         tokens = answer.tokens.tolist()
         self.log.add(tokens, answer.logprobs.tolist(), answer.versions.tolist())

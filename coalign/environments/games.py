@@ -1,6 +1,6 @@
-"""Games as rules: what may be done, who is next, who has won. They know nothing of policies.
+"""Games, and the environments that play them: against an opponent, against a simulator, or the policy against itself.
 
-Environments of games: against an opponent, alone against a simulator, or the policy against itself.
+The game classes are only rules; they know nothing of policies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Protocol
 
 from coalign.config.functions import bind, resolve
-from coalign.environments.conversation import call
+from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 
 
@@ -22,17 +22,17 @@ class IllegalMove(ValueError):
 
 
 class Game(Protocol):
-    """A game of ``players`` (1 or 2), who are numbered from 0. Built by ``rules(random, **settings)``."""
+    """A game of ``players`` (1 or 2), who are numbered from 0. Created by ``rules(random, **settings)``."""
 
     players: int
 
     @property
     def turn(self) -> int | None:
-        """Whose move it is; None when the game is over."""
+        """The player to move; None when the game is over."""
         ...
 
     def introduction(self, player: int) -> str:
-        """The rules and the position, for one who is about to make the first move of theirs."""
+        """The rules and the position, for a player's first move."""
         ...
 
     def view(self, player: int) -> str:
@@ -40,21 +40,23 @@ class Game(Protocol):
         ...
 
     def moves(self) -> list[str]:
-        """What the one who is next may do."""
+        """The legal moves of the player to move."""
         ...
 
     def play(self, move: str) -> None:
-        """IllegalMove if the rules do not allow it."""
+        """Make a move. IllegalMove if the rules do not allow it."""
         ...
 
     def score(self, player: int) -> float:
-        """What the outcome is worth to a player, once the game is over: 1 for a win, -1 for a loss, say."""
+        """The outcome's value for a player once the game is over: 1 for a win, -1 for a loss, for example."""
         ...
 
 
 class Nim:
-    """One heap; each move takes 1 to ``most`` sticks; who takes the last one wins. With a heap of a multiple of
-    ``most`` + 1 the second player can force a win, otherwise the first."""
+    """One heap; each move takes 1 to ``most`` sticks, and whoever takes the last one wins.
+
+    From a heap of a multiple of ``most`` + 1 the second player can force a win, otherwise the first.
+    """
 
     players = 2
 
@@ -90,11 +92,11 @@ class Nim:
         self._next = 1 - self._next
 
     def score(self, player: int) -> float:
-        return -1.0 if self._next == player else 1.0  # who would be next has lost
+        return -1.0 if self._next == player else 1.0  # the player who would be next has lost
 
 
 class GuessTheNumber:
-    """A number from 1 to ``highest`` is to be found in ``tries`` guesses; each answer says higher or lower."""
+    """Find a number from 1 to ``highest`` in ``tries`` guesses; each answer says higher or lower."""
 
     players = 1
 
@@ -144,24 +146,24 @@ async def game(
     illegal: float = -1.0,
     tries: int = 1,
 ) -> None:
-    """One game against ``opponent``, a function (game, random) that returns a move: plain or async.
+    """Play one game against ``opponent``, a plain or async function (game, random) that returns a move.
 
-    rules: a class of coalign.environments.games or a dotted path to one (`settings` are its keyword arguments). starts:
-    whether the policy has the first move (None: by chance, the same within a group). The outcome is the reward. A
-    policy that makes no legal move in ``tries`` attempts, or runs out of tokens, has lost: ``illegal``.
+    rules: a class of this module or a dotted path; `settings` are its keyword arguments. starts: whether the policy
+    moves first (None: drawn at random, the same for a whole group). The outcome is the reward. A policy that makes no
+    legal move in ``tries`` attempts, or runs out of tokens, has lost and gets ``illegal``.
     """
-    board = _board(rules, settings, episode)
-    answer = resolve(opponent, "coalign.environments.games")
+    board = _new_game(rules, settings, episode)
+    find_move = resolve(opponent, "coalign.environments.games")
     same_in_group = Random(f"{episode.seed}/{episode.group}/starts")
-    me = 0 if board.players == 1 or (same_in_group.random() < 0.5 if starts is None else starts) else 1
-    player = _Player(episode, me, tries)
+    own = 0 if board.players == 1 or (same_in_group.random() < 0.5 if starts is None else starts) else 1
+    player = _Player(episode, own, tries)
     while (turn := board.turn) is not None:
-        if turn != me:
-            board.play(await call(answer, board, episode.random))
+        if turn != own:
+            board.play(await call_function(find_move, board, episode.random))
         elif not await player.move(board):
             episode.reward(illegal)
             return
-    episode.reward(board.score(me))
+    episode.reward(board.score(own))
 
 
 async def self_play(
@@ -172,21 +174,21 @@ async def self_play(
     illegal: float = -1.0,
     tries: int = 1,
 ) -> None:
-    """The policy against itself: samples 0 and 1 of a prompt play each other, 2 and 3, …; both sides are trained, but
-    for one who has had no turn before the game was over.
+    """The policy plays itself: samples 0 and 1 of a prompt play each other, 2 and 3, and so on; both sides are trained.
 
-    Who makes no legal move in ``tries`` attempts has lost (``illegal``), and the other one has won (1). The samples of
-    a group start from the same position. Needs an even `runtime.samples_per_prompt`, and `runtime.eval_samples`.
+    A player that makes no legal move in ``tries`` attempts has lost (``illegal``), and the other has won (1). A player
+    without a turn before the game is over gets no reward. All games of a group start from the same position. Needs an
+    even `runtime.samples_per_prompt` and `runtime.eval_samples`.
     """
-    _pair_up({f"the number of samples of group {group[0].group}": len(group)})
-    sides = [
+    _check_even({f"the number of samples of group {group[0].group}": len(group)})
+    pairs = [
         (_Player(first, 0, tries), _Player(second, 1, tries))
         for first, second in zip(group[::2], group[1::2], strict=True)
     ]
-    await asyncio.gather(*(_match(_board(rules, settings, group[0]), pair, illegal) for pair in sides))
+    await asyncio.gather(*(_play_match(_new_game(rules, settings, group[0]), pair, illegal) for pair in pairs))
 
 
-async def _match(board: Game, players: Sequence[_Player], illegal: float) -> None:
+async def _play_match(board: Game, players: Sequence[_Player], illegal: float) -> None:
     while (turn := board.turn) is not None:
         if not await players[turn].move(board):
             players[turn].episode.reward(illegal)
@@ -202,7 +204,7 @@ def random_mover(board: Game, random: Random) -> str:
 
 
 class _Player:
-    """A policy at the board."""
+    """A policy as a player."""
 
     def __init__(self, episode: Episode, number: int, tries: int) -> None:
         self.episode = episode
@@ -211,7 +213,7 @@ class _Player:
         self.moved = False
 
     async def move(self, board: Game) -> bool:
-        """Let the policy move; whether it did."""
+        """Let the policy move; whether it made a legal move."""
         if self.moved:
             self._tell(board.view(self.number))
         else:
@@ -219,9 +221,9 @@ class _Player:
         self.moved = True
         for tries_left in reversed(range(self.tries)):
             turn = await self.episode.generate()
-            said = _MOVE.findall(turn.text)
+            written = _MOVE.findall(turn.text)
             try:
-                board.play(said[-1].strip() if said else "")
+                board.play(written[-1].strip() if written else "")
                 return True
             except IllegalMove as error:
                 self.episode.count("illegal_moves")
@@ -231,7 +233,7 @@ class _Player:
         return False
 
     def reward(self, value: float) -> None:
-        """What the outcome is worth; nothing for one who has never moved."""
+        """Reward the player; nothing for one that has never moved."""
         if self.moved:
             self.episode.reward(value)
 
@@ -239,17 +241,17 @@ class _Player:
         self.episode.say({"role": "user", "content": text})
 
 
-def _board(rules: str, settings: Mapping[str, Any], episode: Episode) -> Game:
-    """The same starting position for all samples of a group, as baselines compare them."""
-    return _rules(rules, settings)(Random(f"{episode.seed}/{episode.group}"))
+def _new_game(rules: str, settings: Mapping[str, Any], episode: Episode) -> Game:
+    """A new game, with the same starting position for all samples of a group."""
+    return _find_rules(rules, settings)(Random(f"{episode.seed}/{episode.group}"))
 
 
-def _rules(name: str, settings: Mapping[str, Any]) -> Callable[[Random], Game]:
-    make = resolve(name, "coalign.environments.games")
-    return partial(make, **bind(make, settings, "rollout.settings"))
+def _find_rules(name: str, settings: Mapping[str, Any]) -> Callable[[Random], Game]:
+    cls = resolve(name, "coalign.environments.games")
+    return partial(cls, **bind(cls, settings, "rollout.settings"))
 
 
-def _pair_up(samples: Mapping[str, int]) -> None:
+def _check_even(samples: Mapping[str, int]) -> None:
     for key, count in samples.items():
         if count % 2:
             raise ValueError(f"{key} is {count}: `self_play` pairs the samples of a prompt; make it even")
@@ -258,16 +260,16 @@ def _pair_up(samples: Mapping[str, int]) -> None:
 def _check_game(
     samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], opponent: str, **_: Any
 ) -> None:
-    _rules(rules, settings)
+    _find_rules(rules, settings)
     resolve(opponent, "coalign.environments.games")
 
 
 def _check_self_play(samples: Mapping[str, int], *, rules: str, settings: Mapping[str, Any], **_: Any) -> None:
-    if (players := _rules(rules, settings)(Random(0)).players) != 2:
+    if (players := _find_rules(rules, settings)(Random(0)).players) != 2:
         raise ValueError(
             f"rollout.rules: `{rules}` is a game for {players} player, and `self_play` needs 2; use `game`"
         )
-    _pair_up(samples)
+    _check_even(samples)
 
 
 game.check = _check_game

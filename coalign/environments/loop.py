@@ -1,26 +1,25 @@
-"""Runs environments: coroutines on an event loop in a thread of its own, while the policy computes in another one."""
+"""Runs environments as coroutines on an event loop in its own thread, while the policy computes in another thread."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from coalign.environments.episode import Clock, Episode, NothingLeft
+from coalign.environments.episode import EnvironmentClock, Episode, OutOfTokens
+from coalign.threads import EventLoopThread
 from coalign.types import Status
 
-_GRACE = 10.0  # seconds beyond an environment's timeout after which its event loop counts as blocked
+_GRACE = 10.0  # seconds after an environment's timeout at which its event loop counts as blocked
 
 
 class EnvironmentBlocked(RuntimeError):
-    """An environment does not give the event loop back."""
+    """An environment blocks the event loop."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,16 @@ class EnvironmentFunction:
     grouped: bool = field(init=False)
 
     def check(self, samples: Mapping[str, int]) -> None:
-        """Let the function refuse (ValueError) its arguments or the numbers of samples of a prompt, given by the keys
-        that set them: its attribute ``check``, if it has one, is called as ``check(samples, **arguments)``."""
+        """Let the function refuse (ValueError) its arguments, or the number of samples of a prompt.
+
+        Calls the function's attribute ``check``, if there is one, as ``check(samples, **arguments)``. ``samples`` maps
+        the configuration keys of those numbers to their values.
+        """
         if hasattr(self.fn, "check"):
             self.fn.check(samples, **self.arguments)
 
     def split(self, episodes: Sequence[Episode]) -> list[list[Episode]]:
-        """The episodes of each call."""
+        """Split the episodes into those of each call."""
         if self.grouped:
             return [list(some) for _, some in groupby(episodes, key=lambda episode: episode.group)]
         return [[episode] for episode in episodes]
@@ -60,7 +62,7 @@ class EnvironmentCall:
     """One call of an environment, and how it failed."""
 
     episodes: list[Episode]
-    clock: Clock
+    clock: EnvironmentClock
     over: bool = False
     error: BaseException | None = None
     reason: str = ""
@@ -73,49 +75,44 @@ class EnvironmentCall:
         self.reason, self.error = reason, error
 
 
-class EnvironmentLoop:
-    """An event loop that lives as long as its owner, so that environments may keep clients open between batches."""
+class EnvironmentLoop(EventLoopThread):
+    """An event loop that lives as long as its owner, so environments may keep clients open between batches."""
 
     def __init__(self) -> None:
-        self.events = asyncio.new_event_loop()
-        self.news = threading.Event()  # an environment is done, or wants something of the policy
-        self.thread = threading.Thread(target=self._run, name="environments", daemon=True)
-        self.thread.start()
+        super().__init__("environments")
+        self.news = threading.Event()  # an environment has ended, or asks for a turn
 
     def start(
-        self, environment: EnvironmentFunction, episodes: Sequence[Episode], *, enough: int | None = None
+        self, environment: EnvironmentFunction, episodes: Sequence[Episode], *, min_groups: int | None = None
     ) -> EnvironmentBatch:
-        """Start the environment of every episode, or group of them; one batch at a time. ``enough``: see
-        EnvironmentBatch."""
-        running = EnvironmentBatch(self, environment, episodes, enough)
-        self.events.call_soon_threadsafe(running.begin)
+        """Start the environment of every episode or group; one batch at a time.
+
+        ``min_groups``: see EnvironmentBatch.
+        """
+        running = EnvironmentBatch(self, environment, episodes, min_groups)
+        self.call_soon(running.begin)
         return running
-
-    def close(self) -> None:
-        """Stop the loop. What still runs on it is left to itself."""
-        self.events.call_soon_threadsafe(self.events.stop)
-
-    def _run(self) -> None:
-        self.events.run_forever()
-        self.events.run_until_complete(asyncio.sleep(0))  # what was cancelled last hears of it
-        self.events.close()
 
 
 class EnvironmentBatch:
-    """The environments of one batch. Once ``enough`` groups are done, the episodes of the others end as PARTIAL."""
+    """The environments of one batch. Once ``min_groups`` groups are complete, all other episodes end as PARTIAL."""
 
     def __init__(
-        self, loop: EnvironmentLoop, environment: EnvironmentFunction, episodes: Sequence[Episode], enough: int | None
+        self,
+        loop: EnvironmentLoop,
+        environment: EnvironmentFunction,
+        episodes: Sequence[Episode],
+        min_groups: int | None,
     ) -> None:
         self.loop = loop
         self.environment = environment
         self.calls = [self._call(episodes) for episodes in environment.split(episodes)]
-        self._enough = enough
-        self._left = Counter(call.group for call in self.calls)  # calls of each group that are not done
-        self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # those under way
+        self._min_groups = min_groups
+        self._left = Counter(call.group for call in self.calls)  # running calls of each group
+        self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # of running calls
         self._done = not self.calls
 
-    # ---- for the thread on which the policy computes -----------------------------------------------------------------
+    # ---- for the policy's thread -------------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
@@ -123,22 +120,22 @@ class EnvironmentBatch:
 
     @property
     def finished(self) -> int:
-        """Episodes that have ended."""
+        """The number of episodes that have ended."""
         return sum(len(call.episodes) for call in self.calls if call.over)
 
     def wait(self) -> None:
-        """Until there is news. Raises EnvironmentBlocked if an environment holds up the loop, timeouts included."""
+        """Wait for news. Raises EnvironmentBlocked if an environment blocks the loop, and with it all timeouts."""
         if not self.loop.news.wait(self.environment.timeout + _GRACE):
-            where = "".join(traceback.format_stack(sys._current_frames()[self.loop.thread.ident]))
             raise EnvironmentBlocked(
                 f"an environment has blocked its event loop for {self.environment.timeout:g} s: it must await whatever "
-                f"takes time (coalign.environments.episode.call_in_thread for plain functions). It is here:\n{where}"
+                "takes time (coalign.threads.call_in_thread for plain functions). It is here:\n"
+                + self.loop.format_stack()
             )
         self.loop.news.clear()
 
     def stop(self) -> None:
-        """End what has not ended (PARTIAL), when nothing is computed any more."""
-        self.loop.events.call_soon_threadsafe(self._cut)
+        """End the remaining episodes (PARTIAL) once the policy computes nothing any more."""
+        self.loop.call_soon(self._cut)
 
     # ---- on the event loop -------------------------------------------------------------------------------------------
 
@@ -148,7 +145,7 @@ class EnvironmentBatch:
         self._check()
 
     def _call(self, episodes: list[Episode]) -> EnvironmentCall:
-        call = EnvironmentCall(episodes, Clock(self.environment.timeout, lambda: self._expire(call)))
+        call = EnvironmentCall(episodes, EnvironmentClock(self.environment.timeout, lambda: self._expire(call)))
         for episode in episodes:
             episode.clock = call.clock
         return call
@@ -159,10 +156,10 @@ class EnvironmentBatch:
             argument = call.episodes if self.environment.grouped else call.episodes[0]
             await self.environment.fn(argument, **self.environment.arguments)
         except asyncio.CancelledError as error:
-            if call in self._tasks:  # nobody here did that
+            if call in self._tasks:  # the environment cancelled itself
                 call.fail("cancelled", error)
-        except NothingLeft:
-            pass  # it has gone on after its last turn; there is no more to come
+        except OutOfTokens:
+            pass  # the episodes keep what they have
         except (Exception, SystemExit) as error:
             call.fail(type(error).__name__, error)
         self._settle(call, Status.ERROR if call.error else None)
@@ -175,7 +172,7 @@ class EnvironmentBatch:
         self._check()
 
     def _settle(self, call: EnvironmentCall, status: Status | None) -> None:
-        """The call is over, whatever its task still does."""
+        """End the call, whatever its task still does."""
         task = self._tasks.pop(call, None)
         if task is None:
             return
@@ -189,7 +186,7 @@ class EnvironmentBatch:
 
     def _check(self) -> None:
         complete = sum(not left for left in self._left.values())
-        if self._enough is not None and complete >= self._enough:
+        if self._min_groups is not None and complete >= self._min_groups:
             self._cut()
         self._done = not self._tasks
         self.loop.news.set()

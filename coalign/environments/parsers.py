@@ -1,4 +1,4 @@
-"""How models write tool calls: functions from a turn to what it says besides, and the calls in it."""
+"""Formats of tool calls: functions from a turn to its text and the tool calls in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ToolError(Exception):
-    """Why a call has no result; ``reason`` is what it is counted under."""
+    """Why a call has no result; ``reason`` is the metric it is counted under."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """What the policy wants of a tool; ``error`` if that cannot be read."""
+    """A tool call of the policy; ``error`` if it cannot be read."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -33,14 +33,16 @@ class ToolRequest:
 
 
 def hermes(turn: Turn) -> tuple[str, list[ToolRequest]]:
-    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them: Hermes, Qwen2.5, Qwen3. The end of the
-    turn ends a call, too."""
+    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them: Hermes, Qwen2.5, Qwen3.
+
+    The end of the turn also ends a call.
+    """
     calls = [_read(inside, "arguments") for inside in _TAGGED.findall(turn.raw)] if "<tool_call>" in turn.raw else []
     return _TAGGED.sub("", turn.text).strip(), calls
 
 
 def llama(turn: Turn) -> tuple[str, list[ToolRequest]]:
-    """A turn that is nothing but {"name": …, "parameters": {…}}: Llama 3.1 and later. Anything else is text."""
+    """A turn that is only {"name": …, "parameters": {…}}: Llama 3.1 and later. Any other turn is text."""
     text = turn.text.strip()
     if not re.match(r'\{\s*"(name|type)"', text):
         return text, []
@@ -49,11 +51,11 @@ def llama(turn: Turn) -> tuple[str, list[ToolRequest]]:
 
 def _read(text: str, key: str) -> ToolRequest:
     try:
-        said = json.loads(text)
+        call = json.loads(text)
     except ValueError as error:
         return ToolRequest("", error=ToolError("bad_json", f"the call is no valid JSON: {error}"))
-    name = said.get("name") if isinstance(said, dict) else None
-    arguments = said.get(key, {}) if isinstance(said, dict) else None
+    name = call.get("name") if isinstance(call, dict) else None
+    arguments = call.get(key, {}) if isinstance(call, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolRequest("", error=ToolError("bad_json", f'a call is an object {{"name": …, "{key}": {{…}}}}'))
     return ToolRequest(name, arguments)

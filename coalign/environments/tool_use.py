@@ -8,7 +8,7 @@ from typing import Any
 from coalign.config.functions import resolve
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolRequest
-from coalign.environments.rendering import call_id
+from coalign.environments.rendering import format_call_id
 from coalign.environments.tools import Toolbox
 from coalign.types import Status
 
@@ -23,22 +23,22 @@ async def tool_use(
     tool_timeout: float = 30.0,
     max_result_chars: int = 4000,
 ) -> None:
-    """Turn after turn, the policy calls tools and reads their results, until a turn calls none, or ``max_turns``.
+    """Let the policy call tools and read their results, turn after turn, until a turn calls none, or for ``max_turns``.
 
-    The chat template shows the tools in the prompt; ``parser`` says how the model writes calls (a function of
-    coalign.environments.parsers, or a dotted path). Calls of one turn run side by side. A call that cannot be read, an
-    unknown tool, wrong arguments, an exception, and no result within ``tool_timeout`` seconds are told to the policy,
-    and counted. A turn that was cut calls nothing.
+    The chat template shows the tools in the prompt. ``parser`` is the format of the calls: a function of
+    coalign.environments.parsers, or a dotted path. The calls of one turn run concurrently. A call that cannot be read,
+    an unknown tool, wrong arguments, an exception, or no result within ``tool_timeout`` seconds is reported to the
+    policy, and counted. A truncated turn calls nothing.
     """
     read = resolve(parser, "coalign.environments.parsers")
-    box = Toolbox.of(tools, timeout=tool_timeout, max_chars=max_result_chars)
+    box = Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
     episode.begin(tools=box.descriptions)
     for turns_left in reversed(range(max_turns)):
         turn = await episode.generate(max_new_tokens=tokens_per_turn)
         text, calls = read(turn) if turn.status == Status.OK else (turn.text, [])
         if not calls:
             return
-        episode.messages[-1] = _as_message(text, calls)
+        episode.messages[-1] = _to_message(text, calls)
         if not turns_left:
             episode.count("out_of_turns")
             return
@@ -49,17 +49,16 @@ def _check(
     samples: Mapping[str, int], *, tools: list[Any], parser: str, tool_timeout: float, max_result_chars: int, **_: Any
 ) -> None:
     resolve(parser, "coalign.environments.parsers")
-    Toolbox.of(tools, timeout=tool_timeout, max_chars=max_result_chars)
+    Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
 
 
 tool_use.check = _check
 
 
-def _as_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:
-    """The turn as chat templates have it."""
+def _to_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:
     readable = [
         {
-            "id": call_id(i),
+            "id": format_call_id(i),
             "type": "function",
             "function": {"name": call.name, "arguments": dict(call.arguments)},
         }

@@ -1,8 +1,8 @@
-"""Python functions as tools: their description for the policy, and what comes of its calls.
+"""Python functions as tools: their descriptions for the policy, and the results of its calls.
 
-A tool is a function, plain or async. Its positional parameters, with annotations, are what the policy gives; its
-docstring says what it does. Keyword-only parameters are configuration. A first parameter called ``episode`` gets the
-Episode (for state that belongs to it, or its random numbers).
+A tool is a plain or async function. Its annotated positional parameters are the arguments that the policy gives, its
+docstring describes it to the policy, and keyword-only parameters are configuration. A first parameter called
+``episode`` gets the Episode, for state or random numbers that belong to it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from coalign.config.functions import bind, resolve
 from coalign.environments.calculator import calculator
-from coalign.environments.conversation import call
+from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolError, ToolRequest
-from coalign.environments.rendering import call_id
+from coalign.environments.rendering import format_call_id
 
 __all__ = ["calculator"]
 
@@ -33,51 +33,52 @@ class Tool:
 
     name: str
     fn: Callable[..., Any]
-    takes: type[BaseModel]
+    arguments: type[BaseModel]
     description: Mapping[str, Any]  # as chat templates expect it: {"type": "function", "function": {…}}
-    of_episode: bool = False
+    takes_episode: bool = False
     configuration: Mapping[str, Any] = field(default_factory=dict)
 
     async def __call__(self, episode: Episode, arguments: Mapping[str, Any]) -> str:
-        """The result as a text. Raises ToolError for arguments that do not fit, and whatever the function raises."""
+        """The result as text. Raises ToolError for arguments that do not fit, and whatever the function raises."""
         try:
-            given = self.takes.model_validate(arguments)
+            checked = self.arguments.model_validate(arguments)
         except ValidationError as error:
-            raise ToolError("bad_arguments", _first_problem(error)) from error
-        values = {name: getattr(given, name) for name in self.takes.model_fields}
-        first = [episode] if self.of_episode else []
-        result = await call(self.fn, *first, **values, **self.configuration)
+            raise ToolError("bad_arguments", _first_error(error)) from error
+        values = {name: getattr(checked, name) for name in self.arguments.model_fields}
+        first = [episode] if self.takes_episode else []
+        result = await call_function(self.fn, *first, **values, **self.configuration)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def tool(config: str | Mapping[str, Any], where: str = "rollout.tools[0]") -> Tool:
-    """The tool that a configuration names: a short name of this module or a dotted path, or {fn: …, its arguments}.
+def build_tool(config: str | Mapping[str, Any], where: str = "rollout.tools[0]") -> Tool:
+    """Build the tool that a configuration names: a short name, a dotted path, or {fn: …, its configuration}.
 
-    Raises ConfigError for wrong arguments, ValueError where there is no such function; ``where`` is the key.
+    A short name is one of this module. Raises ConfigError for wrong arguments, ValueError for an unknown function;
+    ``where`` is the configuration key for messages.
     """
-    given = {"fn": config} if isinstance(config, str) else config
-    if not isinstance(given, Mapping) or not isinstance(given.get("fn"), str):
+    settings = {"fn": config} if isinstance(config, str) else config
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("fn"), str):
         raise ValueError(f"{where} is {config!r:.60}; expected the name of a function, or a mapping with `fn`")
     try:
-        fn = resolve(given["fn"], "coalign.environments.tools")
+        fn = resolve(settings["fn"], "coalign.environments.tools")
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    name, takes, description, of_episode = _describe(fn)
-    arguments = {key: value for key, value in given.items() if key != "fn"}
-    return Tool(name, fn, takes, description, of_episode, bind(fn, arguments, where))
+    model, description, takes_episode = _describe(fn)
+    arguments = {key: value for key, value in settings.items() if key != "fn"}
+    return Tool(fn.__name__, fn, model, description, takes_episode, bind(fn, arguments, where))
 
 
 @functools.cache
-def _describe(fn: Callable[..., Any]) -> tuple[str, type[BaseModel], dict[str, Any], bool]:
-    """Name, model of the arguments, JSON Schema, and whether it wants the episode."""
+def _describe(fn: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any], bool]:
+    """(model of the arguments, description in JSON Schema, whether the function takes the episode)."""
     hints = get_type_hints(fn, include_extras=True)
-    given = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    of_episode = bool(given) and given[0].name == "episode"
-    parameters = {
-        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default) for p in given[of_episode:]
+    positional = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    takes_episode = bool(positional) and positional[0].name == "episode"
+    parameters: dict[str, Any] = {
+        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default) for p in positional[takes_episode:]
     }
-    takes = create_model(fn.__name__, __config__=ConfigDict(extra="forbid"), **parameters)
-    schema = takes.model_json_schema()
+    model = create_model(fn.__name__, __config__=ConfigDict(extra="forbid"), **parameters)
+    schema = model.model_json_schema()
     properties = {
         name: {key: value for key, value in about.items() if key != "title"}
         for name, about in schema.get("properties", {}).items()
@@ -86,7 +87,7 @@ def _describe(fn: Callable[..., Any]) -> tuple[str, type[BaseModel], dict[str, A
     if "$defs" in schema:
         shape["$defs"] = schema["$defs"]
     about = {"name": fn.__name__, "description": inspect.getdoc(fn) or "", "parameters": shape}
-    return fn.__name__, takes, {"type": "function", "function": about}, of_episode
+    return model, {"type": "function", "function": about}, takes_episode
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class Toolbox:
     max_chars: int
 
     @staticmethod
-    def of(configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int) -> Toolbox:
-        """Raises what `tool` raises, and ValueError for two tools of the same name."""
-        tools = [tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
+    def build(configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int) -> Toolbox:
+        """Build every tool. Raises what `build_tool` raises, and ValueError for two tools of the same name."""
+        tools = [build_tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
         names = [each.name for each in tools]
         for i, name in enumerate(names):
             if name in names[:i]:
@@ -112,18 +113,20 @@ class Toolbox:
         return [dict(each.description) for each in self.tools.values()]
 
     async def answer(self, episode: Episode, calls: Sequence[ToolRequest]) -> list[dict[str, Any]]:
-        """The tools' messages, in the order of the calls, which run side by side. A failure is a message, too; it is
-        counted (`episode/tool_failed/<reason>`)."""
-        results = await asyncio.gather(*(self._answer(episode, each) for each in calls))
+        """The tools' messages, in the order of the calls, which run concurrently.
+
+        A failed call gets a message too, and is counted in `episode/tool_failed/<reason>`.
+        """
+        results = await asyncio.gather(*(self._answer_call(episode, each) for each in calls))
         return [
-            {"role": "tool", "tool_call_id": call_id(i), "name": each.name or "tool", "content": result}
+            {"role": "tool", "tool_call_id": format_call_id(i), "name": each.name or "tool", "content": result}
             for i, (each, result) in enumerate(zip(calls, results, strict=True))
         ]
 
-    async def _answer(self, episode: Episode, asked: ToolRequest) -> str:
+    async def _answer_call(self, episode: Episode, request: ToolRequest) -> str:
         episode.count("tool_calls")
         try:
-            result = await self._result(episode, asked)
+            result = await self._call_tool(episode, request)
         except ToolError as error:
             episode.count(f"tool_failed/{error.reason}")
             result = f"Error: {error}"
@@ -131,14 +134,14 @@ class Toolbox:
             result = f"{result[: self.max_chars]}… ({len(result)} characters)"
         return result
 
-    async def _result(self, episode: Episode, asked: ToolRequest) -> str:
-        if asked.error is not None:
-            raise asked.error
-        if asked.name not in self.tools:
-            raise ToolError("unknown_tool", f"there is no tool '{asked.name}'; there are: {', '.join(self.tools)}")
+    async def _call_tool(self, episode: Episode, request: ToolRequest) -> str:
+        if request.error is not None:
+            raise request.error
+        if request.name not in self.tools:
+            raise ToolError("unknown_tool", f"there is no tool '{request.name}'; there are: {', '.join(self.tools)}")
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                return await self.tools[asked.name](episode, asked.arguments)
+                return await self.tools[request.name](episode, request.arguments)
         except ToolError:
             raise
         except Exception as error:
@@ -147,7 +150,7 @@ class Toolbox:
             raise ToolError("raised", f"{type(error).__name__}: {error}") from error
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_error(error: ValidationError) -> str:
     problem = error.errors()[0]
     where = ".".join(map(str, problem["loc"]))
     return f"argument '{where}': {problem['msg']}"

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from rich.table import Table
 
-from coalign.algorithms.aggregate import Totals
+from coalign.algorithms.aggregate import LossTotals
 from coalign.backends.base import Module
 from coalign.backends.objective import Objective, loss_input
 from coalign.cluster.base import Cluster, planned
@@ -92,7 +92,7 @@ def _try_loss(model: PlannedModel, objective: Objective, call: TracedCall) -> li
         outputs["candidate_logprobs"] = torch.zeros(batch["candidates"][trained].shape)
     have: LossInput = loss_input(batch, outputs)
     try:
-        _, stats = objective(batch, outputs, Totals(1.0, 1.0, 1.0))
+        _, stats = objective(batch, outputs, LossTotals(1.0, 1.0, 1.0))
     except (TypeError, AttributeError, ValueError) as problem:
         missing = sorted(
             f for f in ("ref", "advantages", "returns", "old_values", "scores") if getattr(have, f) is None

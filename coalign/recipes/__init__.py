@@ -1,7 +1,7 @@
-"""Recipes: each is an ``Engine`` with the flow of one algorithm and its defaults. `algorithm` names one of ``CLASSES``.
+"""Recipes: each is an ``Engine`` with the flow of one algorithm and its defaults; `algorithm` names one of ``CLASSES``.
 
-Start with ``grpo.py``. ``online.py`` has what recipes with roll-outs share, ``offline.py`` what those share that learn
-from a data set. Relatives stand together in one file.
+Start with ``grpo.py``. ``online.py`` is the base of recipes with roll-outs, ``offline.py`` of those that learn from a
+data set. Related recipes share a file.
 """
 
 CLASSES = {

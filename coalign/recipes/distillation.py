@@ -1,4 +1,4 @@
-"""distill
+"""Distillation from a teacher: on the responses of a data set, or on the student's own."""
 
 on_policy_distillation
 """
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 
 
 class Distill(Offline):
-    """Knowledge distillation: the student follows the teacher's distribution over the responses of a data set (1503.02531).
+    """Knowledge distillation: the student learns the teacher's distribution over a data set's responses (1503.02531).
 
-    The teacher tells the log-probs of its `models.teacher.candidates` likeliest tokens at every position.
-
+    The teacher computes the log-probs of its `models.teacher.candidates` likeliest tokens at every position.
     Conversations in, a student out. Teacher and student share a tokenizer.
     """
 
@@ -49,13 +48,13 @@ class Distill(Offline):
 
 
 class OnPolicyDistillation(Online):
-    """On-policy distillation (2306.13649): the student learns from what a teacher thinks of the student's own responses.
+    """On-policy distillation: the student learns from the teacher's log-probs of its own responses (2306.13649).
 
     Policy, teacher and trainer; student and teacher share a tokenizer. A reward, if there is one, is for evaluation.
 
-    The loss decides what the teacher is asked. `policy_gradient`: the log-prob of each token that the student chose,
-    which becomes its advantage (`reverse_kl`). `distillation` (GKD, all data on-policy): the log-probs of the teacher's
-    `models.teacher.candidates` likeliest tokens there.
+    The loss decides what the teacher computes. `policy_gradient`: the log-prob of each token that the student sampled,
+    which becomes its advantage (`reverse_kl`). `distillation` (GKD with on-policy data only): the log-probs of the
+    teacher's `models.teacher.candidates` likeliest tokens.
     """
 
     teacher: DistModel[Scorer]
@@ -113,5 +112,5 @@ class OnPolicyDistillation(Online):
 
 
 def teacher_kl(rollout_logprobs, ref_logprobs, loss_mask):
-    """KL(student ‖ teacher) in nats per token, as the student's own samples show it."""
+    """KL(student ‖ teacher) in nats per token, estimated on the student's own samples."""
     return {"teacher_kl": Stat.of(rollout_logprobs - ref_logprobs, loss_mask)}

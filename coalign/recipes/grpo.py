@@ -1,24 +1,14 @@
-"""grpo
-
-dr_grpo
-
-dapo
-
-gspo
-
-cispo
-"""
+"""GRPO and its relatives: the samples of a prompt are compared with each other."""
 
 from coalign.engine.reference import with_reference_where_read
-from coalign.recipes.online import Online, need_several_samples
+from coalign.recipes.online import Online, require_several_samples
 
 
 class GRPO(Online):
     """Group Relative Policy Optimisation (2402.03300): the mean reward of a prompt's n samples is the baseline.
 
-    Policy, reward and trainer, and a frozen reference where the loss asks for it (`loss.kl_coef` above 0).
-
-    The divergence from the reference enters in the loss (k3 by default) and nowhere else: `kl` is refused.
+    Policy, reward and trainer, and a frozen reference if the loss needs it (`loss.kl_coef` above 0). The divergence
+    from the reference is only part of the loss (k3 by default): `kl` is refused.
     """
 
     defaults = {
@@ -34,7 +24,7 @@ class GRPO(Online):
 
     @classmethod
     def check(cls, config, loss):
-        need_several_samples(config)
+        require_several_samples(config)
         if config.kl:
             raise ValueError(
                 f"kl: in `{config.algorithm}` the divergence from the reference is part of the loss; set loss.kl_coef "
@@ -45,9 +35,8 @@ class GRPO(Online):
 class DrGRPO(GRPO):
     """Dr. GRPO (2503.20783): GRPO without the two divisions that favour easy prompts and long wrong answers.
 
-    A group's advantages are not divided by its standard deviation, nor a response's sum by its own length.
-
-    That sum is divided by a constant instead, the most tokens that a response may have.
+    A group's advantages are not divided by its standard deviation, nor a response's sum by its own length. That sum is
+    divided by a constant instead: the response's token limit.
     """
 
     defaults = {
@@ -63,11 +52,10 @@ class DrGRPO(GRPO):
 
 
 class DAPO(GRPO):
-    """DAPO (2503.14476): GRPO with a higher upper clip, other prompts for those that teach nothing, and no cut answers.
+    """DAPO (2503.14476): GRPO with clip-higher, token mean, dynamic sampling and overlong filtering.
 
-    Clip-higher, token mean, dynamic sampling (`filter`), overlong filtering (`truncated`).
-
-    The soft punishment of long responses is a reward function beside the others: `length_penalty`.
+    `filter` drops prompts whose samples all earn the same, and `truncated` takes truncated responses out of the loss.
+    The soft punishment of long responses is one more reward function: `length_penalty`.
     """
 
     defaults = {
@@ -79,9 +67,9 @@ class DAPO(GRPO):
 
 
 class GSPO(GRPO):
-    """Group Sequence Policy Optimisation (2507.18071): one importance ratio per response, and its clip.
+    """Group Sequence Policy Optimisation (2507.18071): one clipped importance ratio per response.
 
-    `loss.form: token` is GSPO-token. The clip range is far below PPO's: the ratio is a mean over the response.
+    `loss.form: token` is GSPO-token. The clip range is far below PPO's, because the ratio is a mean over the response.
     """
 
     defaults = {**GRPO.defaults, "loss": {"fn": "gspo", "aggregation": "sequence_mean_token_mean"}}

@@ -1,4 +1,4 @@
-"""What recipes that learn from a data set have in common: no roll-out, one model that learns, perhaps a reference."""
+"""The base of recipes that learn from a data set: no roll-out, one trained model, perhaps a reference."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Offline(Engine):
-    """Rows of the data set in, one trained model out; evaluation is the loss and its statistics on held-out rows.
+    """Data set rows in, one trained model out; evaluation is the loss and its statistics on held-out rows.
 
-    ``reference`` is there when the loss reads its log-probs.
+    There is a ``reference`` if the loss reads its log-probs.
     """
 
     trainer: DistModel[Trainable]
@@ -39,7 +39,7 @@ class Offline(Engine):
         return self.join(batch, self.reference.forward_step(batch)) if self.reference else batch
 
     def prepare(self, batch: BatchRef | Future) -> Any:
-        """What is added to a batch with the weights of the moment, right before it is learned from or evaluated."""
+        """Add what depends on the current weights, right before a batch is trained or evaluated on."""
         return batch
 
     def train_flow(self, batch: BatchRef) -> Any:

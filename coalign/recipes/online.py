@@ -1,4 +1,4 @@
-"""What recipes with roll-outs have in common: models, flow, and a divergence from the reference within the reward."""
+"""The bases of recipes with roll-outs: models, flow, and the divergence from the reference as a part of the reward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Online(Engine):
     """Prompts in, a policy out that earns more reward.
 
-    ``scores`` names the models that say something of a sample; those that a configuration does without are left out.
+    ``scores`` names the models that score samples; a configuration may leave some out.
     """
 
     trainer: DistModel[Trainable]
@@ -60,9 +60,9 @@ class Online(Engine):
 
 
 class KLInReward(Online):
-    """The divergence from the reference is a cost within the reward (section `kl`), and nowhere else.
+    """The divergence from the reference is subtracted from the reward (section `kl`), and is not part of the loss.
 
-    It is charged at each token (k1). Its coefficient is fixed or adaptive; without `kl`, or with `kl.coef` 0, there is
+    It is charged at each token (k1), with a fixed or adaptive coefficient. Without `kl`, or with `kl.coef` 0, there is
     no reference.
     """
 
@@ -104,14 +104,14 @@ class KLInReward(Online):
 
 
 class KLOfResponse(KLInReward):
-    """A response is one action: its whole divergence is subtracted from its reward, before anything is compared."""
+    """A response is one action: its whole divergence is subtracted from its reward before baselines are computed."""
 
     def charged(self, batch: BatchRef | Future) -> Any:
         return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if self.reference else batch
 
 
-def need_several_samples(config: RunConfig) -> None:
-    """Refuse (ValueError) one sample per prompt where the other ones are its baseline."""
+def require_several_samples(config: RunConfig) -> None:
+    """Raise ValueError for one sample per prompt, if the others are its baseline."""
     if config.runtime.samples_per_prompt == 1:
         raise ValueError(
             f"runtime.samples_per_prompt is 1: `{config.algorithm}` compares the samples of one prompt, and with one "

@@ -1,4 +1,4 @@
-"""Direct preference optimisation on the policy's own responses, compared by their rewards (2402.04792)."""
+"""Direct preference optimisation on the policy's own responses, paired by their rewards (2402.04792)."""
 
 from coalign.data.batch import Batch
 from coalign.engine.reference import with_reference_where_read
@@ -6,10 +6,11 @@ from coalign.recipes.online import Online
 
 
 class OnlineDPO(Online):
-    """Policy, reward and trainer, and a frozen reference where the loss reads it; any pairwise loss.
+    """Online DPO: samples responses, pairs them by reward, and trains with any pairwise loss.
 
-    `pairs` says which of a prompt's n responses are compared: `best_worst`, or `all_pairs` with different rewards. The
-    divergence from the reference enters through the loss (`loss.beta`), and nowhere else.
+    Policy, reward and trainer, and a frozen reference if the loss reads it. `pairs` selects which of a prompt's n
+    responses are compared: `best_worst`, or `all_pairs` with different rewards. The divergence from the reference is
+    only part of the loss (`loss.beta`).
     """
 
     scores = ("reward",)  # the reference reads only what is compared

@@ -1,7 +1,4 @@
-"""ppo
-
-rlaif
-"""
+"""PPO with a value model, and GRPO with the feedback of a judge (RLAIF)."""
 
 from __future__ import annotations
 
@@ -16,13 +13,11 @@ if TYPE_CHECKING:
 
 
 class PPO(KLInReward):
-    """Proximal Policy Optimisation from a reward model or function (1707.06347, 2203.02155) with a per-token KL penalty.
+    """Proximal Policy Optimisation with a value model and a KL penalty per token (1707.06347, 2203.02155).
 
-    Policy, reference, reward, trainer, and a value model that learns beside the trainer.
-
-    The divergence from the reference enters in the reward (k1 per token), with a fixed or adaptive coefficient, and
-    nowhere else: `loss.kl_coef` above 0 is refused. With `models.trainer.learns_after: k` the value model warms up
-    alone for k steps.
+    Policy, reference, reward, trainer, and a value model that is trained beside the trainer. The divergence from the
+    reference is only part of the reward (k1 per token), with a fixed or adaptive coefficient: `loss.kl_coef` above 0 is
+    refused. With `models.trainer.learns_after: k` the value model trains alone for the first k steps.
     """
 
     value: DistModel[Trainable]
@@ -54,11 +49,10 @@ class PPO(KLInReward):
 class RLAIF(GRPO):
     """Reinforcement learning from AI feedback (2212.08073, 2309.00267): a language model judges the responses.
 
-    GRPO whose reward is what the model `judge` thinks of a response: by default its grade.
-
-    `models.judge.judge: pairwise` has it compare the responses to a prompt; with `module: preference` it does so by the
-    probabilities of two labels, and writes nothing. Other parts of the reward go beside it: `reward: [{model: judge},
-    {fn: …}]`. A judge goes into any other recipe in the same way: `algorithm: online_dpo`, `reward: {model: judge}`.
+    GRPO whose reward is the verdict of the model `judge`, by default its grade. With `models.judge.judge: pairwise` it
+    compares the responses to a prompt; with `module: preference` it does so by the probabilities of two labels, without
+    generating text. Other reward terms go beside it: `reward: [{model: judge}, {fn: …}]`. Any other recipe can use a
+    judge in the same way: `algorithm: online_dpo`, `reward: {model: judge}`.
     """
 
     defaults = {

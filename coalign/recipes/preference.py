@@ -1,20 +1,13 @@
-"""dpo
-
-simpo
-
-orpo
-
-kto
-"""
+"""Preference optimisation from a data set: DPO, SimPO and ORPO on comparisons, KTO on single judged responses."""
 
 from coalign.data.transforms import mismatch, with_reference_point
 from coalign.recipes.offline import Offline
 
 
 class DPO(Offline):
-    """Direct preference optimisation (2305.18290) and the losses of its kind: `loss: {fn: dpo | ipo | …}`.
+    """Direct preference optimisation (2305.18290) and its relatives: `loss: {fn: dpo | ipo | …}`.
 
-    Comparisons in, a policy out that prefers what was preferred, without a reward model.
+    Comparisons in, a policy out that prefers the chosen responses, without a reward model.
     """
 
     source = "preferences"
@@ -28,9 +21,9 @@ class DPO(Offline):
 
 
 class SimPO(Offline):
-    """Simple preference optimisation (2405.14734): length-normalised log-probs and a target margin, without a reference.
+    """SimPO (2405.14734): preference optimisation with length-normalised log-probs and a target margin.
 
-    Comparisons in, a policy out.
+    Comparisons in, a policy out, without a reference.
     """
 
     source = "preferences"
@@ -41,9 +34,9 @@ class SimPO(Offline):
 
 
 class ORPO(Offline):
-    """Odds ratio preference optimisation (2403.07691): likelihood and preference in one loss, without a reference.
+    """ORPO (2403.07691): likelihood and odds-ratio preference in one loss.
 
-    Comparisons in, a policy out.
+    Comparisons in, a policy out, without a reference.
     """
 
     source = "preferences"
@@ -56,10 +49,9 @@ class ORPO(Offline):
 class KTO(Offline):
     """Kahneman-Tversky optimisation (2402.01306): single responses, each desirable or not.
 
-    Labelled responses in, a policy out.
-
-    The reference point z0 is how far the policy is from the reference on average, measured on responses that belong to
-    other prompts of the same step. It needs a forward pass of both models with the weights of the moment.
+    Labelled responses in, a policy out. The reference point z0 is the mean divergence of the policy from the reference,
+    measured on responses paired with other prompts of the same step. It takes a forward pass of both models with the
+    current weights.
     """
 
     source = "labelled"

@@ -1,25 +1,17 @@
-"""reinforce_pp
-
-reinforce_pp_baseline
-
-rloo
-
-remax
-"""
+"""REINFORCE with a baseline: REINFORCE++, RLOO and ReMax."""
 
 import torch
 
 from coalign.data.batch import Batch
 from coalign.recipes.grpo import GRPO
-from coalign.recipes.online import KLInReward, KLOfResponse, need_several_samples
+from coalign.recipes.online import KLInReward, KLOfResponse, require_several_samples
 from coalign.types import Status
 
 
 class ReinforcePP(KLInReward):
     """REINFORCE++ (2501.03262): PPO's clipped objective on whitened returns, without a value model or groups.
 
-    The divergence from the reference is charged at each token (k1): a token's return holds all that comes after it.
-
+    The divergence from the reference is charged at each token (k1), so a token's return includes that of later tokens.
     One sample per prompt is enough.
     """
 
@@ -34,9 +26,8 @@ class ReinforcePP(KLInReward):
 class ReinforcePPBaseline(GRPO):
     """REINFORCE++ with a group baseline (2501.03262): deviations from the group's mean, whitened over the whole batch.
 
-    Unlike GRPO it scales all groups by one standard deviation, so an easy prompt counts no more than a hard one.
-
-    The divergence from the reference enters in the loss (k2).
+    Unlike GRPO it scales all groups by one standard deviation, so an easy prompt counts no more than a hard one. The
+    divergence from the reference is part of the loss (k2).
     """
 
     defaults = {
@@ -47,10 +38,10 @@ class ReinforcePPBaseline(GRPO):
 
 
 class RLOO(KLOfResponse):
-    """REINFORCE leave-one-out (2402.14740): a sample's baseline is the mean reward of the *other* samples of its prompt.
+    """REINFORCE leave-one-out (2402.14740): the baseline is the mean reward of the prompt's *other* samples.
 
-    A response is one action: its whole divergence from the reference is subtracted from its reward, before the
-    baseline is taken.
+    A response is one action: its whole divergence from the reference is subtracted from its reward, before the baseline
+    is computed.
     """
 
     defaults = {
@@ -64,15 +55,14 @@ class RLOO(KLOfResponse):
     @classmethod
     def check(cls, config, loss):
         super().check(config, loss)
-        need_several_samples(config)
+        require_several_samples(config)
 
 
 class ReMax(KLOfResponse):
     """ReMax (2310.10505): the reward of the greedy response to a prompt is the baseline of its samples.
 
-    Besides its samples each prompt gets one greedy response, which is scored and not trained on.
-
-    The divergence from the reference is subtracted from the rewards of the samples, not from their baseline.
+    Each prompt gets one more, greedy response, which is scored and not trained on. The divergence from the reference is
+    subtracted from the rewards of the samples, not from their baseline.
     """
 
     defaults = {
@@ -85,7 +75,7 @@ class ReMax(KLOfResponse):
 
     def env_flow(self, prompts):
         out = self.generate(prompts)
-        scored = self.scored(out)  # first: the baseline is normalised by the moments of these samples, too
+        scored = self.scored(out)  # first: the baseline is normalised by the moments of these samples
         greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
         return self.transform(with_baseline, scored, greedy)
@@ -102,9 +92,9 @@ def prompts_of(samples: Batch) -> Batch:
 
 
 def with_baseline(samples: Batch, greedy: Batch) -> Batch:
-    """The samples with the column ``baseline``, that of the greedy response of their group.
+    """Add the column ``baseline``: the reward of the greedy response of the sample's group.
 
-    Samples of a group without one (its reward failed) have nothing to be compared with and become ERROR.
+    Samples of a group without one (its reward failed) cannot be compared and become ERROR.
     """
     known = dict(zip(greedy["group"].tolist(), greedy["baseline"].tolist(), strict=True))
     baseline = torch.tensor([known.get(group, float("nan")) for group in samples["group"].tolist()])

@@ -1,7 +1,4 @@
-"""reward_model
-
-process_reward
-"""
+"""Reward models from comparisons, and process reward models from judged steps."""
 
 from coalign.recipes.offline import Offline
 
@@ -27,10 +24,9 @@ class RewardModel(Offline):
 
 
 class ProcessReward(Offline):
-    """Process reward modelling: is each step of a solution right? (2305.20050, 2312.08935)
+    """Process reward modelling: a language model judges each step of a solution (2305.20050, 2312.08935).
 
-    The language model answers with `+` or `-` after every step, where its answer is read but never part of the text.
-
+    After every step the model predicts `+` or `-`; the prediction is read there and never becomes part of the text.
     Solutions with judged steps in, a language model that judges steps out.
     """
 

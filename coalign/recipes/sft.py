@@ -1,9 +1,4 @@
-"""sft
-
-conditional_sft
-
-pretrain
-"""
+"""Supervised fine-tuning, conditional fine-tuning, and continued pre-training."""
 
 from coalign.recipes.offline import Offline
 
@@ -22,23 +17,19 @@ class SFT(Offline):
 
 
 class ConditionalSFT(SFT):
-    """Conditional SFT (SteerLM, 2310.05344; 2308.12050): the response is learned given the score that somebody gave it.
+    """Conditional SFT (SteerLM, 2310.05344; 2308.12050): each prompt ends with the score of its response.
 
     At inference the prompt asks for the highest score. The rows need a key `score`.
-
-    SFT whose prompts end with the score of the response that follows.
     """
 
     defaults = {**SFT.defaults, "data": {"prompt_format": "{prompt} <rm_score>: {score:.2f} "}}
 
 
 class Pretrain(Offline):
-    """Continued pre-training: every token of the documents is learned, in steps of a number of tokens.
+    """Continued pre-training on every token of documents, in steps of a number of tokens.
 
-    Documents lie side by side in one packed row and attend to themselves alone; one longer than `data.max_tokens` is cut
-    into pieces.
-
-    Documents in, a language model out.
+    Documents are packed side by side in one row and attend only to themselves; one longer than `data.max_tokens` is cut
+    into pieces. Documents in, a language model out.
     """
 
     source = "documents"

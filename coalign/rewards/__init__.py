@@ -1,6 +1,6 @@
-"""Reward functions: plain Python functions of finished samples.
+"""Reward functions: plain Python functions of finished samples. `rules.py` has the simplest; `calls.py` calls them.
 
-**What a function takes** is said by the name of its first parameter:
+**What a function takes** depends on the name of its first parameter:
 
 ======================================================  ==========================================================
 ``def f(sample: Sample, *, k=1) -> float``              one sample a call (any name but the two below)
@@ -8,35 +8,34 @@
 ``def f(samples: list[Sample], *, k=1) -> list[float]``  everything this worker scores at once: batched services
 ======================================================  ==========================================================
 
-Each may be ``async def``; samples and functions are scored concurrently, functions that wait for a network should be
-async. A plain function runs in a thread of its own, so it must not use signals, and one that never returns cannot be
-stopped: after a few such threads the run ends with an error. Keyword-only arguments are configuration::
+Each may be ``async def``; functions that wait for a network should be. All calls run concurrently. A plain function
+runs in a thread of its own, so it must not use signals. A thread that never returns cannot be stopped: after a few of
+them the run ends with an error. Keyword-only arguments are configuration::
 
     reward:
       - {fn: math, weight: 1.0}                                  # a function of this package
       - {fn: "my_rewards:polite", weight: 0.2, timeout: 5, words: [please, thanks]}
 
-What must be kept between calls (a client, a cache) is kept by an object: a class is made once, with the configuration
-as its keyword arguments, and then called like a function. An async one may say how many calls at the same time are of
-use: ``self.at_once``.
+A class keeps state between calls (a client, a cache): it is instantiated once, with the configuration as its keyword
+arguments, and then called like a function. The attribute ``self.at_once`` limits the concurrent calls of an async one.
 
-**What it sees**: ``sample.response`` (special tokens left out; ``sample.raw_response`` has them), ``sample.prompt``
-(as the model saw it), ``sample.messages`` (the conversation, response included), ``sample.meta`` (the data set's row:
-ground truth, unit tests, …), ``sample.status`` and the tokens. Samples whose generation failed are not shown, so a
-group may have fewer than n. A function must not change a sample: others read the same one.
+**What it sees**: ``sample.response`` (without special tokens; ``sample.raw_response`` has them), ``sample.prompt`` (as
+the model saw it), ``sample.messages`` (the conversation, response included), ``sample.meta`` (the data set's row:
+ground truth, unit tests, …), ``sample.status`` and the tokens. Samples whose generation failed are left out, so a group
+may have fewer than n. A function must not change a sample: others read the same one.
 
-**What it returns**: a finite number for each sample (bool, NumPy and zero-dimensional tensors too). 0.0 is a reward. Or
-a dict with the key ``"reward"``; its other entries are logged as ``reward/<name>/<entry>``.
+**What it returns**: a finite number for each sample (bool, NumPy and zero-dimensional tensors too); 0.0 is a reward. Or
+a dict with the key ``"reward"``, whose other entries are logged as ``reward/<name>/<entry>``.
 
-**The reward** of a sample is the sum over functions of weight * value; how reward models join in, and values are
-brought to one scale, is in docs/rewards.md. The batch gets the columns ``reward`` and ``reward/<name>``, where the name
-is the function's or the configuration's ``name``. A function of weight 0 is only logged, as ``reward/<name>/mean``.
+**The reward** of a sample is the sum over functions of weight * value; docs/rewards.md says how reward models join in
+and how values are normalised. The batch gets the columns ``reward`` and ``reward/<name>``, where the name is the
+function's or the configuration's ``name``. A function of weight 0 is only logged, as ``reward/<name>/mean``.
 
-**Failure** is an exception, None, NaN, infinity, something that is no number, a list of the wrong length, or no answer
+**Failure** is an exception, None, NaN, infinity, anything that is no number, a list of the wrong length, or no answer
 within ``timeout`` seconds. The call is repeated ``retries`` times, after growing pauses (``TryLater`` of
-coalign.rewards.calls asks for a longer one, ``GiveUp`` for no repetition); then its samples get status ERROR and the
+coalign.rewards.calls asks for a longer one, ``GiveUp`` for no retry). After that its samples get status ERROR and the
 reward NaN, leave the batch before any baseline sees them, and are counted in ``reward/failed/<reason>``. If no sample
-of a batch could be scored the run stops with the function's own traceback.
+of a batch could be scored, the run stops with the function's own traceback.
 """
 
 from coalign.rewards.choice import multiple_choice

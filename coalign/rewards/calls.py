@@ -1,6 +1,6 @@
-"""Calls reward functions: many at once, each with a deadline and retries, and says exactly what went wrong.
+"""Calls reward functions concurrently, with a deadline for each call, retries, and a reason for every failure.
 
-A failure is never turned into a number. It does not know batches, models or where the samples come from.
+A failure never becomes a number. This module knows nothing of batches, models or where samples come from.
 """
 
 from __future__ import annotations
@@ -10,30 +10,29 @@ import inspect
 import itertools
 import math
 import random
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from coalign.rewards.threads import OutOfTime, Settled, ThreadPool, TooManyHung
+from coalign.threads import CallResult, CallTimeout, EventLoopThread, ThreadPool, TooManyHung
 from coalign.types import Sample
 
-_TASKS = 256  # calls at once of the async functions that do not say how many
-_BACKOFF = 0.1  # seconds before the first retry, doubled for each further one, up to …
-_LONGEST_PAUSE = 60.0  # … this, which is also as long as a service may ask us to wait
+_TASKS = 256  # concurrent calls of the async functions that do not set `at_once`
+_BACKOFF = 0.1  # seconds before the first retry, doubled for each further one
+_LONGEST_PAUSE = 60.0  # upper limit of a pause, whatever the backoff or the service asks for
 
 
 class RewardError(RuntimeError):
-    """No sample could be scored, or too many calls never came back."""
+    """No sample could be scored, or too many calls never returned."""
 
 
 class GiveUp(RuntimeError):
-    """Raised by a function that would fail again: the call is not repeated."""
+    """A reward function raises this to say that a retry would fail too: the call is not repeated."""
 
 
 class TryLater(RuntimeError):
-    """Raised by a function that knows how many seconds to wait before it is called again."""
+    """A reward function raises this to be called again after at least ``seconds``."""
 
     def __init__(self, message: str, seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -50,15 +49,15 @@ class RewardFailure(NamedTuple):
         return f"{self.reason}: {type(self.error).__name__}: {self.error}"
 
 
-Outcome = dict[str, float] | RewardFailure  # {"reward": value, further entries for the log}
+RewardOutcome = dict[str, float] | RewardFailure  # {"reward": value, further entries for the log}
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with its place in the run. Of a class one object is made, with ``arguments``, and called.
+    """A reward function with its name, weight and limits. A class is instantiated once, with ``arguments``.
 
-    ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call.
-    An async function may say by an attribute ``at_once`` how many calls of it are worth making at the same time.
+    ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call. An
+    async function's attribute ``at_once``, if it has one, is how many of its calls may run concurrently.
     """
 
     name: str
@@ -68,7 +67,7 @@ class RewardFunction:
     timeout: float = 30.0
     retries: int = 2
     takes: str = field(init=False)
-    waits: bool = field(init=False)
+    is_async: bool = field(init=False)
     at_once: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,14 +81,14 @@ class RewardFunction:
             )
         object.__setattr__(self, "takes", first.name if first.name in ("group", "samples") else "sample")
         object.__setattr__(self, "at_once", getattr(self.fn, "at_once", None))
-        object.__setattr__(self, "waits", any(map(inspect.iscoroutinefunction, (self.fn, type(self.fn).__call__))))
+        object.__setattr__(self, "is_async", any(map(inspect.iscoroutinefunction, (self.fn, type(self.fn).__call__))))
 
     def call(self, argument: Any) -> Any:
-        """The function's result, or an awaitable of it, for one unit."""
+        """Call the function once; an async one returns an awaitable."""
         return self.fn(argument, **self.arguments)
 
-    def units(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """The samples of each call, in order."""
+    def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Split the samples into those of each call, in order."""
         if self.takes == "sample":
             return [[sample] for sample in samples]
         if self.takes == "samples":
@@ -97,59 +96,51 @@ class RewardFunction:
         return [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.group)]
 
 
-class Caller:
+class RewardCaller:
     """Scores samples with several functions concurrently, on an event loop in a thread of its own.
 
-    The loop lives as long as the Caller, so an async function may keep its client open between calls.
+    The loop lives until ``close``, so async functions may keep their clients open between calls.
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = EventLoopThread("rewards")
         self._threads, self._tasks = ThreadPool(), asyncio.Semaphore(_TASKS)
-        self._random = random.Random()  # its own: the person's `random.seed` stays as it is
-        threading.Thread(target=self._run, name="rewards", daemon=True).start()
+        self._random = random.Random()  # separate, so the user's `random.seed` keeps its effect
 
-    def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
-        """For each function the outcome of every sample, in order. Raises RewardError if too many threads hang."""
-        future = asyncio.run_coroutine_threadsafe(self._score(functions, samples), self._loop)
+    def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
+        """For each function the outcome of every sample, in order.
+
+        Raises RewardError if too many threads hang, or if an async function blocks the event loop.
+        """
+        future = self._loop.submit(self._score(functions, samples))
         patience = max((function.timeout for function in functions), default=0.0)
         while not wait([future], timeout=patience).done:
-            self._check_loop(functions, patience)
+            if self._loop.is_blocked(patience):  # the deadlines run on the same loop, so they cannot end such a call
+                names = ", ".join(f"'{function.name}'" for function in functions if function.is_async)
+                raise RewardError(
+                    f"an async reward function ({names}) has blocked its event loop for {patience:g} s: it must await "
+                    "whatever takes time (an async HTTP client, asyncio.sleep, asyncio.to_thread), or be a plain `def`"
+                )
         return future.result()
 
     def close(self) -> None:
-        """Stop the loop. Calls that still run are left to themselves."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _run(self) -> None:
-        self._loop.run_forever()
+        """Stop the loop. Calls that still run are abandoned."""
         self._loop.close()
 
-    def _check_loop(self, functions: Sequence[RewardFunction], patience: float) -> None:
-        """An async function that blocks holds up the loop, the deadlines included: nobody else could tell."""
-        alive = threading.Event()
-        self._loop.call_soon_threadsafe(alive.set)
-        if not alive.wait(patience):
-            names = ", ".join(f"'{function.name}'" for function in functions if function.waits)
-            raise RewardError(
-                f"an async reward function ({names}) has blocked its event loop for {patience:g} s: it must await "
-                "whatever takes time (an async HTTP client, asyncio.sleep, asyncio.to_thread), or be a plain `def`"
-            )
-
-    async def _score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[Outcome]]:
+    async def _score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
         try:
             async with asyncio.TaskGroup() as running:
-                tasks = [running.create_task(self._persist(function, samples)) for function in functions]
+                tasks = [running.create_task(self._call_with_retries(function, samples)) for function in functions]
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _persist(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Outcome]:
-        """Repeat the calls that failed until none does or the retries are used up; the last attempt counts."""
-        units = function.units(samples)
+    async def _call_with_retries(self, function: RewardFunction, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        """Repeat failed calls until none fails or the retries are used up; the last attempt counts."""
+        units = function.split(samples)
         outcomes = await self._attempt(function, units)
         for attempt in range(function.retries):
-            repeat = [i for i, unit in enumerate(outcomes) if any(map(_worth_repeating, unit))]
+            repeat = [i for i, unit in enumerate(outcomes) if any(map(_is_worth_repeating, unit))]
             if not repeat:
                 break
             await asyncio.sleep(self._pause(attempt, [one for i in repeat for one in outcomes[i]]))
@@ -157,32 +148,32 @@ class Caller:
                 outcomes[i] = unit
         return list(itertools.chain.from_iterable(outcomes))
 
-    def _pause(self, attempt: int, outcomes: Sequence[Outcome]) -> float:
-        """Seconds before the next attempt: as long as was asked for, at least a backoff whose random part keeps the
-        workers of a run from coming back all at once."""
+    def _pause(self, attempt: int, outcomes: Sequence[RewardOutcome]) -> float:
+        """Seconds before the next attempt: the longest that was asked for, or the backoff if that is more."""
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, RewardFailure)]
         asked = max((error.seconds for error in errors if isinstance(error, TryLater)), default=0.0)
-        return min(max(asked, _BACKOFF * 2**attempt) * self._random.uniform(1.0, 1.5), _LONGEST_PAUSE)
+        jitter = self._random.uniform(1.0, 1.5)  # so that the workers of a run do not all come back at once
+        return min(max(asked, _BACKOFF * 2**attempt) * jitter, _LONGEST_PAUSE)
 
-    async def _attempt(self, function: RewardFunction, units: list[list[Sample]]) -> list[list[Outcome]]:
+    async def _attempt(self, function: RewardFunction, units: list[list[Sample]]) -> list[list[RewardOutcome]]:
         arguments = [unit[0] for unit in units] if function.takes == "sample" else units
-        if function.waits:
+        if function.is_async:
             free = asyncio.Semaphore(function.at_once) if function.at_once else self._tasks
-            settled = await asyncio.gather(*(self._await(function, argument, free) for argument in arguments))
+            results = await asyncio.gather(*(self._await(function, argument, free) for argument in arguments))
         else:
-            settled = await self._in_threads(function, arguments)
-        return [_outcomes(function, *one, len(unit)) for one, unit in zip(settled, units, strict=True)]
+            results = await self._in_threads(function, arguments)
+        return [_to_outcomes(function, *result, len(unit)) for result, unit in zip(results, units, strict=True)]
 
-    async def _await(self, function: RewardFunction, argument: Any, free: asyncio.Semaphore) -> Settled:
+    async def _await(self, function: RewardFunction, argument: Any, free: asyncio.Semaphore) -> CallResult:
         async with free:
-            task = asyncio.ensure_future(_settled(function.call, argument))
+            task = asyncio.ensure_future(_catch(function, argument))
             done, _ = await asyncio.wait({task}, timeout=function.timeout)
         if done:
             return task.result()
         task.cancel()
-        return None, OutOfTime(function.timeout)
+        return None, CallTimeout(function.timeout)
 
-    async def _in_threads(self, function: RewardFunction, arguments: Sequence[Any]) -> list[Settled]:
+    async def _in_threads(self, function: RewardFunction, arguments: Sequence[Any]) -> list[CallResult]:
         try:
             return await self._threads.run(function.call, arguments, function.timeout)
         except* TooManyHung as hung:
@@ -193,57 +184,54 @@ class Caller:
             ) from None
 
 
-async def _settled(call: Callable[[Any], Any], argument: Any) -> Settled:
+async def _catch(function: RewardFunction, argument: Any) -> CallResult:
     try:
-        return await call(argument), None
+        return await function.call(argument), None
     except asyncio.CancelledError:
         raise
     except BaseException as error:
         return None, error
 
 
-def _worth_repeating(outcome: Outcome) -> bool:
+def _is_worth_repeating(outcome: RewardOutcome) -> bool:
     return isinstance(outcome, RewardFailure) and not isinstance(outcome.error, GiveUp)
 
 
-def _outcomes(function: RewardFunction, returned: Any, error: BaseException | None, expected: int) -> list[Outcome]:
+def _to_outcomes(
+    function: RewardFunction, returned: Any, error: BaseException | None, expected: int
+) -> list[RewardOutcome]:
     if error is not None:
-        return [RewardFailure("timeout" if isinstance(error, OutOfTime) else "raised", error)] * expected
+        return [RewardFailure("timeout" if isinstance(error, CallTimeout) else "raised", error)] * expected
     return read_outcomes(function, returned, expected)
 
 
-def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> list[Outcome]:
-    """What a call returned, as one outcome for each of its ``expected`` samples."""
+def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> list[RewardOutcome]:
+    """Turn what a call returned into one outcome for each of its ``expected`` samples."""
     if function.takes == "sample":
-        return [_outcome(returned)]
+        return [_to_outcome(returned)]
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, (list, tuple)):
-        error = TypeError(f"returned {_shown(returned)} for {expected} samples; expected a list of {expected} numbers")
+        error = TypeError(f"returned {_quote(returned)} for {expected} samples; expected a list of {expected} numbers")
         return [RewardFailure("wrong_type", error)] * expected
     if len(values) != expected:
         error = ValueError(f"returned {len(values)} values for {expected} samples")
         return [RewardFailure("wrong_length", error)] * expected
-    return [_outcome(value) for value in values]
+    return [_to_outcome(value) for value in values]
 
 
-def _outcome(value: Any) -> Outcome:
+def _to_outcome(value: Any) -> RewardOutcome:
     entries = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in entries:
-        return RewardFailure("wrong_type", TypeError(f"returned a dict without the key 'reward': {_shown(value)}"))
+        return RewardFailure("wrong_type", TypeError(f"returned a dict without the key 'reward': {_quote(value)}"))
     for name, entry in entries.items():
+        of = "" if name == "reward" else f" for '{name}'"
         if not hasattr(entry, "__float__") or getattr(entry, "ndim", 0):
-            return RewardFailure("wrong_type", TypeError(f"returned {_shown(entry)}{_of(name)}; expected a number"))
+            return RewardFailure("wrong_type", TypeError(f"returned {_quote(entry)}{of}; expected a number"))
         entries[name] = float(entry)
         if not math.isfinite(entries[name]):
-            return RewardFailure(
-                "not_finite", ValueError(f"returned {entries[name]}{_of(name)}; expected a finite number")
-            )
+            return RewardFailure("not_finite", ValueError(f"returned {entries[name]}{of}; expected a finite number"))
     return entries
 
 
-def _of(name: str) -> str:
-    return "" if name == "reward" else f" for '{name}'"
-
-
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.80}" if value is not None else "None"

@@ -1,4 +1,4 @@
-"""Multiple choice: which letter did the response settle on?"""
+"""The multiple-choice reward: reads the letter that a response chooses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from coalign.rewards.rules import truth
+from coalign.rewards.rules import read_truth
 from coalign.types import Sample
 
 _DECORATION = r"[\s*_$`\"'(\[{<]*(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{\s*)*[\s*_$`\"'(\[{<]*"
@@ -17,33 +17,32 @@ _MARK = re.compile(
     rf"####|\\boxed(?=\s*\{{)|\banswer{_SAYS}|\b(?:correct|right|best|final)\s+(?:option|choice){_SAYS}",
     re.IGNORECASE,
 )
-_LONGEST = 200  # characters behind a mark
+_LONGEST = 200  # characters read after a mark
 
 
 def multiple_choice(
     sample: Sample, *, answer_key: str = "answer", choices: Annotated[str, Field(min_length=2)] = "ABCDE"
 ) -> float:
-    """1.0 if the letter that the response settles on is that of ``row[answer_key]``, else 0.0.
+    """1.0 if the response chooses the letter in ``row[answer_key]``, else 0.0.
 
-    The truth is one of ``choices`` (`B`, `(B)`, `B. Paris`), or an index from 0 if the row has a whole number. The
-    prediction is read after `</think>`, by this policy:
+    The truth is one of ``choices`` (`B`, `(B)`, `B. Paris`), or an index from 0 if the row has an integer. The
+    response's letter is read after `</think>`:
 
-    1. the letter right behind the last mark that has one: `####`, `\\boxed{}`, "answer is", "answer:", "correct (right,
+    1. the letter right after the last mark that has one: `####`, `\\boxed{}`, "answer is", "answer:", "correct (right,
        best, final) option is" or "choice is", with or without brackets, quotes, bold;
-    2. without such a mark, a last line that holds nothing but a letter (`B`, `(b)`, `**B.**`), or that begins with one
+    2. without such a mark, a last line that holds only a letter (`B`, `(b)`, `**B.**`), or that begins with a letter
        and a bracket or full stop (`B) Paris`);
-    3. else none. Nor does a letter count that further letters follow ("A or B", "A, C"), that is a word ("A train"), or
-       that merely occurs in the text.
+    3. else none. A letter does not count if more letters follow ("A or B", "A, C"), if it is a word ("A train"), or if
+       it only occurs somewhere in the text.
 
-    Small letters count where nothing but punctuation follows. Raises ValueError for a truth that is none of the
-    choices.
+    Small letters count if only punctuation follows. Raises ValueError for a truth that is none of the choices.
     """
     expected = _truth(sample, answer_key, choices)
-    return float(settled(sample.response.rpartition("</think>")[2], choices) == expected)
+    return float(find_choice(sample.response.rpartition("</think>")[2], choices) == expected)
 
 
-def settled(text: str, choices: str) -> str | None:
-    """The choice that a text settles on, as it stands in ``choices``; None if on none."""
+def find_choice(text: str, choices: str) -> str | None:
+    """The letter that a text chooses, spelled as in ``choices``; None if it chooses none."""
     marks = list(_MARK.finditer(text))
     for mark in reversed(marks[-10:]):
         if letter := _letter(text[mark.end() : mark.end() + _LONGEST].partition("\n")[0], choices):
@@ -59,14 +58,14 @@ def _truth(sample: Sample, answer_key: str, choices: str) -> str:
         if 0 <= value < len(choices):
             return choices[value]
         raise ValueError(f"the row's '{answer_key}' is {value}; expected an index from 0 to {len(choices) - 1}")
-    said = truth(sample, answer_key)
-    if letter := _letter(said, choices):
+    text = read_truth(sample, answer_key)
+    if letter := _letter(text, choices):
         return letter
-    raise ValueError(f"the row's '{answer_key}' is {said[:80]!r}, none of the choices {choices} (set `choices`)")
+    raise ValueError(f"the row's '{answer_key}' is {text[:80]!r}, none of the choices {choices} (set `choices`)")
 
 
 def _letter(text: str, choices: str) -> str | None:
-    """The choice that ``text`` begins with, decoration aside."""
+    """The choice that ``text`` begins with, after brackets and markup."""
     found = _patterns(choices)[0].match(text)
     if not found:
         return None
@@ -82,7 +81,7 @@ def _letter(text: str, choices: str) -> str | None:
 
 @cache
 def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-    """A decorated letter; a line that is one, or an option of a list; a second letter that goes with the first."""
+    """Patterns of a letter with its markup, a line that is a letter or an option, and a second letter."""
     both = re.escape(choices) if not choices.isalpha() else choices.upper() + choices.lower()
     letter = rf"{_DECORATION}(?P<letter>[{both}])(?!['’]?\w)"
     alone = re.compile(rf"{_DECORATION}[{both}](?:[\W_]*$|[)\].:*]+\s)")

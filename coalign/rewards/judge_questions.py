@@ -1,7 +1,7 @@
-"""What a language model that judges is asked about the responses to a prompt, and what its answers are worth.
+"""The questions that a judge model is asked about the responses to a prompt, and the rewards its answers mean.
 
-A judging is a class whose keyword-only arguments are configuration: `models.judge.judge: {fn: pairwise, opponents: 2}`.
-One of one's own is named by its dotted path (``my.pkg:Class``).
+Keyword-only arguments are configuration: `models.judge.judge: {fn: pairwise, opponents: 2}`. A class of your own with
+the methods of JudgeQuestions is named by its dotted path (``my.pkg:Class``).
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from coalign.types import Sample
 Messages = list[dict[str, Any]]
 
 
-class Judging(Protocol):
-    """How a judge is used. What cannot be read is never a reward: a response without one fails, counted as such."""
+class JudgeQuestions(Protocol):
+    """How a judge is used. An answer that cannot be read is never a reward: a response without one fails."""
 
     def ask(self, group: Sequence[Sample]) -> list[Messages]:
         """The questions about the responses to one prompt."""
+        ...
 
     def verdict(self, answer: str) -> float | None:
-        """What one answer says, 0 .. 1; None if it cannot be read."""
+        """Read one answer as a number, 0 .. 1; None if it cannot be read."""
+        ...
 
     def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
-        """The reward of each response, from the verdicts on the group's questions in their order; None: it has none."""
+        """The reward of each response from the verdicts on the group's questions, in order; None: it has none."""
+        ...
 
 
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
@@ -63,10 +66,10 @@ and stop."""
 
 
 class Pointwise:
-    """A grade for each response by itself, brought to 0 .. 1.
+    """Grades each response by itself, scaled to 0 .. 1.
 
-    ``template`` has the fields prompt, response, low, high. ``pattern`` finds the grade (its first group; of several
-    the last one); a number outside of ``low`` .. ``high`` is no grade.
+    ``template`` has the fields prompt, response, low and high. The first group of ``pattern``, where it matches last,
+    is the grade; a number outside of ``low`` .. ``high`` is no grade.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Pointwise:
 
     def ask(self, group: Sequence[Sample]) -> list[Messages]:
         fields = {"low": f"{self.low:g}", "high": f"{self.high:g}"}
-        return [user(self.template.format(prompt=questions_of(s), response=s.response, **fields)) for s in group]
+        return [user_message(self.template.format(prompt=prompt_text(s), response=s.response, **fields)) for s in group]
 
     def verdict(self, answer: str) -> float | None:
         found = self.pattern.findall(answer)
@@ -99,16 +102,15 @@ class Pointwise:
 
 
 class Pairwise:
-    """Comparisons of two responses; the reward of each is the share of its comparisons that it wins, 0 .. 1.
+    """Compares responses two at a time; the reward of each is the share of its comparisons that it wins, 0 .. 1.
 
-    Two responses are shown twice, each of them first once, so that a judge which prefers the first one (2306.05685,
-    section 3.3) calls a tie: 1, ½ or 0 in both orders, and their mean. If one of the two answers cannot be read, the
-    comparison does not count. Every response meets the ``opponents`` that follow it in the group (None: all others), or
-    only the text that the data set's row has under ``against``: then the reward tells how good a response is, and not
-    just how good for its group.
+    Each pair is judged in both orders and the two results (1, ½ or 0) are averaged, because judges tend to prefer the
+    first response (2306.05685, section 3.3). If either answer cannot be read, the comparison does not count. Every
+    response meets the ``opponents`` that follow it in the group (None: all others). With ``against`` it meets only the
+    text under that key of the data set's row, and the reward does not depend on the rest of the group.
 
-    ``template`` has the fields prompt, first, second, first_label, second_label, tie. ``pattern`` finds the verdict
-    (its first group; of several the last one), which is one of the two ``labels`` or ``tie``.
+    ``template`` has the fields prompt, first, second, first_label, second_label and tie. The first group of
+    ``pattern``, where it matches last, is the verdict: one of the two ``labels`` or ``tie``.
     """
 
     def __init__(
@@ -157,8 +159,7 @@ class Pairwise:
         return [w / m if m else None for w, m in zip(won, met, strict=True)]
 
     def matches(self, responses: int) -> list[tuple[int, int | None]]:
-        """Who meets whom: every response the ``opponents`` that follow it, the first ones after the last; or the row's
-        text (None)."""
+        """The pairs: every response with the ``opponents`` next ones (cyclically), or with the row's text (None)."""
         if self.against is not None:
             return [(i, None) for i in range(responses)]
         reach = responses - 1 if self.opponents is None else min(self.opponents, responses - 1)
@@ -175,20 +176,20 @@ class Pairwise:
 
     def _question(self, about: Sample, first: str, second: str) -> Messages:
         labels = {"first_label": self.labels[0], "second_label": self.labels[1], "tie": self.tie}
-        return user(self.template.format(prompt=questions_of(about), first=first, second=second, **labels))
+        return user_message(self.template.format(prompt=prompt_text(about), first=first, second=second, **labels))
 
 
-def user(text: str) -> Messages:
+def user_message(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
 
-def questions_of(sample: Sample) -> str:
+def prompt_text(sample: Sample) -> str:
     """The prompt as people read it: that of the data set's row, else as the model saw it."""
     return sample.meta.get("prompt", sample.prompt)
 
 
 def check_template(template: str, fields: set[str]) -> None:
-    """ValueError for a field in braces that nobody fills in."""
+    """Raise ValueError for a field in braces that is not one of ``fields``."""
     named = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     if unknown := named - fields:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Is the final answer right? Reads the answer out of a worked solution and compares it with the ground truth.
+"""The math reward: reads the final answer out of a worked solution and compares it with the ground truth.
 
-It does not grade the reasoning, and it does not compute: `2+2` is not accepted for 4, so a model cannot be paid for
-restating the problem. Numbers are compared exactly (as fractions); answers that are none are left to math-verify.
+It does not grade the reasoning, and it does not compute: `2+2` is not accepted for 4, so a model earns nothing by
+restating the problem. Numbers are compared exactly (as fractions); other answers are left to math-verify.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from coalign.rewards.rules import truth
+from coalign.rewards.rules import read_truth
 from coalign.rewards.symbolic import equivalent
 from coalign.types import Sample
 
-# Beyond these a response is babble, and reading it would take quadratic time.
+# Longer answers and more marks are nonsense, and reading them would take quadratic time.
 _LONGEST = 400  # characters of an answer
 _MARKS = 10  # of an answer, from the last one back
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
@@ -29,24 +29,23 @@ _MARK = re.compile(rf"{_STRICT_MARK.pattern}|(?im:{_PHRASE})")
 def math(sample: Sample, *, answer_key: str = "answer", strict: bool = False) -> float:
     """1.0 if the final answer of the response equals that of ``row[answer_key]``, else 0.0.
 
-    Ground truth: after ``####`` (GSM8K), in ``\\boxed{}`` (MATH), after "the answer is" / "A:", else the whole text or
-    number. Prediction: the last such mark in the response (after ``</think>`` if there is one), else the last number.
-    ``strict`` accepts only ``####`` and ``\\boxed{}`` from the response. Thousands commas, currency signs, units and
-    percent signs are ignored, so 50% equals 50 and not 0.5; fractions and decimals are equal when exactly equal. A
-    truth that is a number takes a prediction that is one. Other truths (roots, intervals, polynomials) match as text
-    or by math-verify.
+    Ground truth: what follows ``####`` (GSM8K), is in ``\\boxed{}`` (MATH), or follows "the answer is" / "A:"; else the
+    whole value. Prediction: the last such mark in the response (after ``</think>``, if any), else the last number.
+    ``strict`` accepts only ``####`` and ``\\boxed{}`` in the response. Thousands commas, currency signs, units and
+    percent signs are ignored, so 50% equals 50 and not 0.5. A truth that is a number needs a prediction that is the
+    same number. Other truths (roots, intervals, polynomials) match as text or by math-verify.
 
-    Raises KeyError / ValueError for a row without a ground truth, ModuleNotFoundError if math-verify is needed and
+    Raises KeyError or ValueError for a row without a ground truth, ModuleNotFoundError if math-verify is needed and
     missing.
     """
-    gold = truth(sample, answer_key)
+    gold = read_truth(sample, answer_key)
     gold = final_answer(gold) or gold
     predicted = final_answer(sample.response.rpartition("</think>")[2], strict=strict, last_number=not strict)
     return float(predicted is not None and same_answer(gold, predicted))
 
 
 def final_answer(text: str, *, strict: bool = False, last_number: bool = False) -> str | None:
-    """What stands behind the last mark of an answer in ``text``; None if there is none.
+    """The text after the last answer mark; None if there is no mark.
 
     ``last_number`` falls back on the last number of the text; only ``####`` and ``\\boxed{}`` are ``strict`` marks.
     """
@@ -61,7 +60,7 @@ def final_answer(text: str, *, strict: bool = False, last_number: bool = False) 
 
 
 def same_answer(gold: str, predicted: str) -> bool:
-    """Whether two final answers are equal: as numbers, as text, or, where the truth is an expression, symbolically."""
+    """Whether two final answers are equal: as numbers, as text, or, if the truth is an expression, symbolically."""
     if (expected := number(gold)) is not None:
         return expected == number(predicted)
     if _plain(gold) == _plain(predicted):
@@ -71,7 +70,7 @@ def same_answer(gold: str, predicted: str) -> bool:
 
 
 def number(answer: str) -> Fraction | None:
-    """The number that an answer states, None if it states none or is an expression (`2+2`, `\\sqrt{2}`).
+    """The number that an answer states; None for none, or for an expression (`2+2`, `\\sqrt{2}`).
 
     `1,000`, `$5.00`, `50\\%`, `\\frac{3}{4}`, `1 1/2`, `18 dollars`, `x = 7`, `She makes $18 a day` all state one; of
     several in running text it is the first.
@@ -85,7 +84,8 @@ def number(answer: str) -> Fraction | None:
     if re.search(r"[\\^{}()\[\]*+]|[0-9]\s*[-/]\s*[^\W_]", text):
         return None
     found = _NUMBER.search(text)
-    return _fraction(_FRACTION.match(found.group())) if found else None
+    stated = _FRACTION.match(found.group()) if found else None
+    return _fraction(stated) if stated else None
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:
@@ -97,7 +97,7 @@ def _fraction(match: re.Match[str]) -> Fraction | None:
 
 
 def _plain_number(answer: str) -> str:
-    """An answer with the notations of numbers brought down to `-1,234.5/6`."""
+    """An answer with its number notations simplified to `-1,234.5/6`."""
     text = _plain(answer).replace("{,}", ",").replace("−", "-")
     text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))", r" \1\2/\3\4 ", text)
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", text)
@@ -105,7 +105,6 @@ def _plain_number(answer: str) -> str:
 
 
 def _plain(answer: str) -> str:
-    """An answer without the decoration that never changes its meaning."""
     text = (
         re.sub(r"\\(?:left|right|displaystyle)\b|\*\*|\\[()\[\]]", "", answer).replace("\\%", "%").replace("\\$", "$")
     )
@@ -113,7 +112,7 @@ def _plain(answer: str) -> str:
 
 
 def _braced(text: str) -> str | None:
-    """What stands before the closing brace of a group that is already open; None if it never closes."""
+    """The text before the closing brace of a group that is already open; None if it never closes."""
     depth = 1
     for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")

@@ -1,8 +1,6 @@
-"""Rewards from a service over HTTP, in the format of OpenRLHF's `/get_reward`; `coalign serve-reward` is one.
+"""The `remote` reward: a service over HTTP in the format of OpenRLHF's `/get_reward` (`coalign serve-reward` is one).
 
-A circuit breaker: stops calling what does not answer, and tries again after a pause.
-
-Single calls gathered into batches: what arrives while others are under way goes out together.
+CallBatcher gathers single calls into batched requests; CircuitBreaker pauses calls to a service that does not answer.
 """
 
 from __future__ import annotations
@@ -26,10 +24,18 @@ from coalign.config.schema.base import Several
 from coalign.rewards.calls import GiveUp, TryLater
 from coalign.types import Sample
 
+log = logging.getLogger(__name__)
 
-class Breaker:
-    """Closed, it admits every call. ``failures`` in a row open it: it admits none for ``pause`` seconds, then a single
-    trial (half-open), whose outcome closes it or opens it again. ``clock`` in seconds."""
+_CONNECT_SECONDS = 5.0  # an unreachable machine is reported sooner than a slow answer
+_BUSY = (408, 425, 429)  # statuses below 500 after which the same request may succeed later
+
+
+class CircuitBreaker:
+    """Stops calls to a failing service, and tries again after a pause.
+
+    Closed, it admits every call. ``failures`` in a row open it: for ``pause`` seconds it admits none, then a single
+    trial (half-open), which closes it or opens it again. ``clock`` is in seconds.
+    """
 
     def __init__(self, failures: int, pause: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._pause, self._clock = failures, pause, clock
@@ -40,7 +46,7 @@ class Breaker:
 
     @property
     def left(self) -> float:
-        """Seconds until a call is let through; 0.0 if one is now."""
+        """Seconds until a call is admitted; 0.0 if one is admitted now."""
         return 0.0 if self._until is None else max(0.0, self._until - self._clock())
 
     def admits(self) -> bool:
@@ -56,7 +62,7 @@ class Breaker:
         self.streak, self._until, self._trying = 0, None, False
 
     def failed(self, why: str) -> bool:
-        """Count a failure; whether the breaker is open now."""
+        """Count a failure; whether the breaker is now open."""
         self.streak, self.last = self.streak + 1, why
         if self._trying or self.streak >= self._limit:
             self._until = self._clock() + self._pause
@@ -67,13 +73,13 @@ class Breaker:
 Item = TypeVar("Item")
 
 
-class Batches(Generic[Item]):
-    """``await batches(item)`` is the item's part of what ``run([items])`` returns, one result for each, in order
-    (ValueError for another number).
+class CallBatcher(Generic[Item]):
+    """Gathers single calls into batches: ``await batcher(item)`` returns the item's result of ``run(items)``.
 
-    Nothing waits for a batch to fill: items that come in the same turn of the event loop, or while ``at_once`` batches
-    run, share one of at most ``size``. A result that is an exception is raised to its caller only; what ``run`` raises,
-    to all of the batch. A batch is cancelled once nobody waits for any of it. Belongs to one event loop.
+    ``run`` returns one result for each item, in order (ValueError for another number). No batch waits to fill: items
+    that arrive in the same turn of the event loop, or while ``at_once`` batches run, share a batch of at most ``size``.
+    A result that is an exception is raised to its own caller; what ``run`` raises, to all callers of the batch. A batch
+    is cancelled once nobody waits for it. Belongs to one event loop.
     """
 
     def __init__(self, run: Callable[[list[Item]], Awaitable[Sequence[Any]]], *, size: int, at_once: int) -> None:
@@ -90,7 +96,7 @@ class Batches(Generic[Item]):
         loop = asyncio.get_running_loop()
         result = loop.create_future()
         self._waiting.append((item, result))
-        loop.call_soon(self._start)  # behind all that comes in this turn of the loop
+        loop.call_soon(self._start)  # after everything else in this turn of the loop
         return await result
 
     def _start(self) -> None:
@@ -131,20 +137,15 @@ class Batches(Generic[Item]):
 def _cancel_with_all(results: list[asyncio.Future[Any]], task: asyncio.Task[None]) -> None:
     left = len(results)
 
-    def gone(result: asyncio.Future[Any]) -> None:
+    def count_cancelled(result: asyncio.Future[Any]) -> None:
         nonlocal left
         left -= result.cancelled()
         if not left:
             task.cancel()
 
     for result in results:
-        result.add_done_callback(gone)
+        result.add_done_callback(count_cancelled)
 
-
-log = logging.getLogger(__name__)
-
-_CONNECT_SECONDS = 5.0  # a machine that is not there is found out sooner than a slow answer
-_BUSY = (408, 425, 429)  # the statuses below 500 that say: the same request may succeed later
 
 OPTIONAL: dict[str, Callable[[Sample], Any]] = {
     "messages": lambda sample: sample.messages,
@@ -155,13 +156,13 @@ OPTIONAL: dict[str, Callable[[Sample], Any]] = {
 
 
 class ServiceError(RuntimeError):
-    """The service did not answer, or not with rewards. Another attempt may do better."""
+    """The service did not answer, or not with rewards. A retry may succeed."""
 
 
 def _endpoint(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise ValueError(f"is {shown(url)!r}; expected http://HOST:PORT/PATH")
+        raise ValueError(f"is {hide_query(url)!r}; expected http://HOST:PORT/PATH")
     if parts.password is not None or parts.username is not None:
         raise ValueError(
             "holds a user's name or password, which every copy of the configuration would show; put the "
@@ -174,26 +175,27 @@ Url = Annotated[str, AfterValidator(_endpoint)]
 
 
 class Remote:
-    """The reward that a service returns. POST `{"query": [prompt + response, …], "prompts": […], "labels": […]}` is
-    answered by `{"rewards": [number, …]}`, one for each query. Numbers for each query in its `extra_logs` are logged.
+    """The reward that a service returns for prompt and response.
 
-    - ``url``: of one or several services, taken in turn.
-    - ``batch_size`` samples go into a request (fewer, if fewer are waiting), ``concurrency`` requests at once.
-    - ``label_key``: the row's key that `labels` are taken from; null for rows that have none.
-    - ``send``: further lists, beside the three: `messages` (the conversation, response included), `responses`, `tokens`
-      (of the response, as they were trained) and `rows` (the data set's). `[]` sends just what OpenRLHF does.
-    - ``extra``: entries of every request's body, as they are.
-    - ``api_key_env``: environment variable that holds a key; it is sent as `Authorization: Bearer …`.
-    - ``open_after`` failures in a row, a service is not called for ``pause`` seconds, then once, to see.
+    POST `{"query": [prompt + response, …], "prompts": […], "labels": […]}` is answered by `{"rewards": [number, …]}`,
+    one for each query. Numbers for each query in the answer's `extra_logs` are logged.
 
-    **Who retries.** This object never does: a failed request fails its samples, and the framework calls again for
-    those, with the reward's own `retries` and `timeout`, at least after what `Retry-After` says, at the next service
-    in turn. Not repeated: a status of 400 to 499 other than 408, 425 and 429, and samples that a service answered
-    without a reward (null). While all services are resting, calls fail at once; retries go on, so enough of them
-    outlast a restart.
+    - ``url``: one service or several, called in turn.
+    - ``batch_size``: samples in a request (fewer if fewer are waiting); ``concurrency``: requests at the same time.
+    - ``label_key``: the row's key for `labels`; rows without it send null.
+    - ``send``: further lists to send: `messages` (the conversation, response included), `responses`, `tokens` (the
+      number of trained ones) and `rows` (of the data set). `[]` sends only what OpenRLHF does.
+    - ``extra``: entries added to the body of every request.
+    - ``api_key_env``: the environment variable with a key, which is sent as `Authorization: Bearer …`.
+    - ``open_after`` failures in a row, a service gets no call for ``pause`` seconds, then one as a trial.
 
-    Connections are not kept: between two calls lies a training step, and a service may hang up meanwhile.
-    Raises ValueError if the environment variable is not set, or ``extra`` overwrites what is sent.
+    **Retries** are the framework's: this object makes none. A failed request fails its samples, which are sent again to
+    the next service by the reward's own `retries` and `timeout`, not before `Retry-After`. There is no retry for a
+    status of 400 to 499 other than 408, 425 and 429, nor for samples that got no reward (null). While the breakers of
+    all services are open, calls fail at once; enough retries outlast a restart of the service.
+
+    Connections are not kept alive: a training step lies between two calls, and the service may hang up meanwhile.
+    Raises ValueError if the environment variable is not set, or if ``extra`` overwrites a key of the request.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class Remote:
         batch_size: PositiveInt = 32,
         concurrency: PositiveInt = 8,
         label_key: str = "answer",
-        send: list[Literal["messages", "responses", "rows", "tokens"]] = ("messages", "tokens"),
+        send: Sequence[Literal["messages", "responses", "rows", "tokens"]] = ("messages", "tokens"),
         extra: dict[str, Any] | None = None,
         api_key_env: str | None = None,
         open_after: PositiveInt = 5,
@@ -215,29 +217,29 @@ class Remote:
         self._label_key, self._send, self._extra = label_key, tuple(send), dict(extra or {})
         if taken := {"query", "prompts", "labels", *OPTIONAL} & set(self._extra):
             raise ValueError(f"remote: extra has {sorted(taken)}, which are the samples' own; choose other names")
-        self._services = {one: Breaker(open_after, pause) for one in url}
+        self._services = {one: CircuitBreaker(open_after, pause) for one in url}
         self._turns = itertools.cycle(self._services.items())
         self._client = httpx2.AsyncClient(
             headers={"Content-Type": "application/json"} | _authorization(api_key_env),
             timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS),  # the framework's deadline ends a request
             limits=httpx2.Limits(max_keepalive_connections=0),
         )
-        self._unanswered = httpx2.HTTPError
-        self._batches = Batches(self._scored, size=batch_size, at_once=concurrency)
+        self._connection_error = httpx2.HTTPError
+        self._batcher = CallBatcher(self._request_rewards, size=batch_size, at_once=concurrency)
 
     async def __call__(self, sample: Sample) -> dict[str, float]:
         """Raises GiveUp, TryLater or ServiceError."""
-        return await self._batches(sample)
+        return await self._batcher(sample)
 
-    async def _scored(self, samples: Sequence[Sample]) -> list[Any]:
-        """One request: for each sample its entries, or the exception that stands for them."""
+    async def _request_rewards(self, samples: Sequence[Sample]) -> list[Any]:
+        """Send one request; for each sample its entries, or the exception to raise."""
         body = self._body(samples)
         url, breaker = self._next_service()
         try:
             answer = await self._post(url, body)
-            results = read_answer(answer, len(samples), shown(url))
+            results = read_answer(answer, len(samples), hide_query(url))
         except (GiveUp, TryLater):
-            breaker.succeeded()  # it is there, and says what it wants
+            breaker.succeeded()  # the service works, and refused this request
             raise
         except BaseException as error:  # a deadline comes as a cancellation
             self._note_failure(url, breaker, str(error) or "no answer in time")
@@ -256,25 +258,25 @@ class Remote:
         except (TypeError, ValueError) as error:
             raise GiveUp(f"remote: these samples cannot be sent as JSON: {error}") from error
 
-    def _next_service(self) -> tuple[str, Breaker]:
+    def _next_service(self) -> tuple[str, CircuitBreaker]:
         for url, breaker in itertools.islice(self._turns, len(self._services)):
             if breaker.admits():
                 return url, breaker
         resting = "; ".join(
-            f"{shown(url)} ({breaker.streak} failures in a row, the last: {breaker.last}; "
+            f"{hide_query(url)} ({breaker.streak} failures in a row, the last: {breaker.last}; "
             f"to be tried again in {breaker.left:.0f} s)"
             for url, breaker in self._services.items()
         )
         raise ServiceError(f"the circuit is open, no request was made: {resting}")
 
     async def _post(self, url: str, body: bytes) -> Any:
-        """The JSON of the answer. ServiceError if there is none; GiveUp, TryLater as the status says."""
+        """The JSON of the answer. Raises ServiceError if there is none; GiveUp or TryLater, as the status says."""
         try:
             response = await self._client.post(url, content=body)
-        except self._unanswered as error:
-            raise ServiceError(f"{shown(url)}: {type(error).__name__}: {error}") from error
-        status, said = response.status_code, " ".join(response.text[:200].split())
-        message = f"{shown(url)} answered {status}: {said}"
+        except self._connection_error as error:
+            raise ServiceError(f"{hide_query(url)}: {type(error).__name__}: {error}") from error
+        status, excerpt = response.status_code, " ".join(response.text[:200].split())
+        message = f"{hide_query(url)} answered {status}: {excerpt}"
         seconds = _retry_after(response.headers.get("Retry-After"))
         if status in _BUSY or (status >= 500 and seconds is not None):
             raise TryLater(message, seconds or 0.0)
@@ -285,23 +287,18 @@ class Remote:
         try:
             return json.loads(response.content)
         except ValueError as error:
-            raise ServiceError(f"{shown(url)}: the answer is no JSON: {said}") from error
+            raise ServiceError(f"{hide_query(url)}: the answer is no JSON: {excerpt}") from error
 
-    def _note_failure(self, url: str, breaker: Breaker, why: str) -> None:
+    def _note_failure(self, url: str, breaker: CircuitBreaker, why: str) -> None:
         if breaker.failed(why):
-            log.warning(
-                "%s: %d failures in a row, no requests for %.0f s; the last: %s",
-                shown(url),
-                breaker.streak,
-                breaker.left,
-                why,
-            )
+            message = "%s: %d failures in a row, no requests for %.0f s; the last: %s"
+            log.warning(message, hide_query(url), breaker.streak, breaker.left, why)
 
 
 def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
     """The entries of each sample in a service's answer, or a GiveUp where it has no reward.
 
-    Raises ServiceError for what is no list of ``expected`` rewards.
+    Raises ServiceError for anything but a list of ``expected`` rewards.
     """
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(rewards, list):
@@ -319,13 +316,13 @@ def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
     return results
 
 
-def shown(url: str) -> str:
-    """A URL without its query, which may hold a secret."""
+def hide_query(url: str) -> str:
+    """The URL without its query, which may hold a secret."""
     return urlsplit(url)._replace(query="", fragment="").geturl()
 
 
 def _numbers(logs: Any, expected: int) -> dict[str, list[float]]:
-    """What of `extra_logs` is a number for each sample; the format leaves open what else there may be."""
+    """The entries of `extra_logs` that are one number for each sample; the format allows anything there."""
     return {
         name: values
         for name, values in (logs.items() if isinstance(logs, dict) else ())

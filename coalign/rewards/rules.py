@@ -1,26 +1,20 @@
-"""Rewards that need nothing but the text.
-
-Does a response repeat itself, and does it keep to its script?
-
-Rewards for how long a response is, in tokens that the model chose.
-
-The reward that an environment gave.
-"""
+"""Rewards by rule: from the response's text, its length, or the rewards of its environment."""
 
 from __future__ import annotations
 
 import math
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from coalign.rewards.nested import Nested, Valuing
+from coalign.rewards.nested import NestedFunction, ValueFunction
 from coalign.types import Sample
 
 
-def truth(sample: Sample, answer_key: str) -> str:
+def read_truth(sample: Sample, answer_key: str) -> str:
     """The ground truth in the data set's row. Raises KeyError or ValueError, naming the key, if there is none."""
     if answer_key not in sample.meta:
         raise KeyError(f"the row has no '{answer_key}' to compare with; it has {sorted(sample.meta)} (set answer_key)")
@@ -31,14 +25,14 @@ def truth(sample: Sample, answer_key: str) -> str:
 
 
 def exact_match(sample: Sample, *, answer_key: str = "answer", ignore_case: bool = False) -> float:
-    """1.0 if the response is the ground truth, spaces around it aside."""
-    response, answer = sample.response.strip(), truth(sample, answer_key)
+    """1.0 if the response is the ground truth, ignoring spaces around it."""
+    response, answer = sample.response.strip(), read_truth(sample, answer_key)
     return float(response.lower() == answer.lower() if ignore_case else response == answer)
 
 
 def contains(sample: Sample, *, answer_key: str = "answer", ignore_case: bool = False) -> float:
     """1.0 if the ground truth occurs in the response."""
-    response, answer = sample.response, truth(sample, answer_key)
+    response, answer = sample.response, read_truth(sample, answer_key)
     return float(answer.lower() in response.lower() if ignore_case else answer in response)
 
 
@@ -50,35 +44,34 @@ def regex(sample: Sample, *, pattern: str) -> float:
 def tags(
     sample: Sample,
     *,
-    tags: Annotated[list[str], Field(min_length=1)] = ("think", "answer"),
+    tags: Annotated[Sequence[str], Field(min_length=1)] = ("think", "answer"),
     opened: bool = False,
     text_outside: bool = False,
 ) -> float:
-    """1.0 if the response is `<think>…</think> <answer>…</answer>`: every one of ``tags`` opened once and closed once,
-    one after the other in this order, something inside each, and nothing but space outside. Else 0.0.
+    """1.0 if the response is `<think>…</think> <answer>…</answer>`, else 0.0.
 
-    ``opened``: the prompt has already opened the first one. ``text_outside``: text before, between and behind is fine.
+    Each of ``tags`` must open once and close once, in this order, with text inside and only space outside. ``opened``:
+    the prompt has already opened the first tag. ``text_outside`` allows text before, between and after them.
     """
     text = f"<{tags[0]}>" * opened + sample.response
-    place = 0
+    end = 0
     for tag in tags:
         start, stop = f"<{tag}>", f"</{tag}>"
         if text.count(start) != 1 or text.count(stop) != 1:
             return 0.0
         first, last = text.index(start), text.index(stop)
-        outside, inside = text[place:first], text[first + len(start) : last]
-        if first < place or not inside.strip() or (outside.strip() and not text_outside):
+        outside, inside = text[end:first], text[first + len(start) : last]
+        if first < end or not inside.strip() or (outside.strip() and not text_outside):
             return 0.0
-        place = last + len(stop)
-    return float(text_outside or not text[place:].strip())
+        end = last + len(stop)
+    return float(text_outside or not text[end:].strip())
 
 
 def repetition_penalty(sample: Sample, *, n: PositiveInt = 4, unit: Literal["words", "characters"] = "words") -> float:
-    """Minus the share of the response's n-grams that stood in it before: 0.0 where all differ, towards -1.0 for one
-    that is repeated on and on; 0.0 for fewer than n units.
+    """Minus the share of the response's n-grams that repeat an earlier one: 0.0 if all differ, towards -1.0 for a loop.
 
-    Words are runs of letters, digits and underscores, their case aside; `characters`, spaces aside, are for scripts
-    that do not part words.
+    Words are runs of letters, digits and underscores, in lower case; `characters` (without spaces) suit scripts that do
+    not separate words. 0.0 for fewer than n units.
     """
     text = sample.response.lower()
     units = re.findall(r"\w+" if unit == "words" else r"\S", text)
@@ -87,10 +80,10 @@ def repetition_penalty(sample: Sample, *, n: PositiveInt = 4, unit: Literal["wor
 
 
 def script(sample: Sample, *, scripts: Annotated[list[str], Field(min_length=1)]) -> float:
-    """The share of the response's letters whose Unicode name begins with one of ``scripts`` (`LATIN`, `CYRILLIC`,
-    `CJK`, `HIRAGANA`, …); 1.0 for a response without letters, which breaks no rule.
+    """The share of the response's letters whose Unicode name begins with one of ``scripts``; 1.0 without letters.
 
-    What it says of a language is only that, so it tells Chinese from English, and not French from English.
+    Scripts are `LATIN`, `CYRILLIC`, `CJK`, `HIRAGANA`, … So this tells Chinese from English, but not French from
+    English.
     """
     known = tuple(name.upper() for name in scripts)
     letters = [character for character in sample.response if character.isalpha()]
@@ -98,62 +91,64 @@ def script(sample: Sample, *, scripts: Annotated[list[str], Field(min_length=1)]
     return inside / len(letters) if letters else 1.0
 
 
-Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
+Ends = Annotated[Sequence[float], Field(min_length=2, max_length=2)]
 
 
 def length_penalty(sample: Sample, *, max_tokens: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_tokens - buffer response tokens, falling
-    linearly to -1 at max_tokens, -1 beyond."""
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
+
+    0 up to max_tokens - buffer response tokens, falling linearly to -1 at max_tokens, -1 beyond.
+    """
     _check_penalty(max_tokens=max_tokens, buffer=buffer)
-    over = tokens(sample) - (max_tokens - buffer)
+    over = count_tokens(sample) - (max_tokens - buffer)
     return -min(max(over / buffer, 0.0), 1.0)
 
 
 def length_range(sample: Sample, *, min_tokens: NonNegativeInt = 0, max_tokens: PositiveInt) -> float:
     """1.0 for a response of ``min_tokens`` to ``max_tokens`` (both included), else 0.0."""
     _check_range(min_tokens=min_tokens, max_tokens=max_tokens)
-    return float(min_tokens <= tokens(sample) <= max_tokens)
+    return float(min_tokens <= count_tokens(sample) <= max_tokens)
 
 
 def length_target(sample: Sample, *, target: PositiveInt, tolerance: PositiveInt) -> float:
     """1.0 for a response of ``target`` tokens, falling linearly to 0.0 at ``tolerance`` tokens more or fewer."""
-    return max(0.0, 1.0 - abs(tokens(sample) - target) / tolerance)
+    return max(0.0, 1.0 - abs(count_tokens(sample) - target) / tolerance)
 
 
 class CosineLength:
-    """The cosine reward of Yeo et al. (arXiv:2502.03373, sec. 4.2):
-    a right response earns more the shorter it is, a wrong one loses less the longer it tried.
+    """The cosine reward of Yeo et al. (arXiv:2502.03373, sec. 4.2): right responses earn more the shorter they are.
 
-    With t tokens of ``max_tokens`` L, from r_0 at no token to r_L: r_L + (r_0 - r_L) (1 + cos(π t / L)) / 2, where
-    (r_0, r_L) is ``right`` if the reward function ``by`` (a name, or a mapping with ``fn`` and its arguments) returns
-    ``threshold`` or more, else ``wrong``; and ``exceeded`` for L tokens or more. Also logs `right`, 1 or 0.
+    A wrong response loses less the longer it is. With t tokens of ``max_tokens`` L, from r_0 at no token to r_L, the
+    reward is r_L + (r_0 - r_L) (1 + cos(π t / L)) / 2. (r_0, r_L) is ``right`` if the reward function ``by`` (a name,
+    or a mapping with ``fn`` and its arguments) returns ``threshold`` or more, else ``wrong``. From L tokens on the
+    reward is ``exceeded``. Also logs `right`, 1 or 0.
     """
 
     def __init__(
         self,
         *,
-        by: Valuing,
+        by: ValueFunction,
         max_tokens: PositiveInt,
         right: Ends = (2.0, 1.0),
         wrong: Ends = (-10.0, 0.0),
         exceeded: float = -10.0,
         threshold: float = 0.5,
     ) -> None:
-        self._by = Nested(by)
+        self._by = NestedFunction(by)
         self._limit, self._right, self._wrong = max_tokens, right, wrong
         self._exceeded, self._threshold = exceeded, threshold
 
     async def __call__(self, sample: Sample) -> dict[str, float]:
         (value,) = await self._by([(sample,)])
-        right, count = value >= self._threshold, tokens(sample)
+        right, count = value >= self._threshold, count_tokens(sample)
         if count >= self._limit:
             return {"reward": self._exceeded, "right": right}
         first, last = self._right if right else self._wrong
         return {"reward": last + (first - last) * (1 + math.cos(math.pi * count / self._limit)) / 2, "right": right}
 
 
-def tokens(sample: Sample) -> int:
-    """How many tokens of the sample the model chose. ValueError where nobody has counted them (a file of texts)."""
+def count_tokens(sample: Sample) -> int:
+    """The number of tokens that the model chose. ValueError if they are unknown (samples read from a text file)."""
     count = int(sample.loss_mask.sum())
     if not count and sample.response:
         raise ValueError("the response's tokens are not known here, so its length cannot be rewarded")
@@ -174,7 +169,7 @@ length_penalty.check, length_range.check = _check_penalty, _check_range
 
 
 def episode(sample: Sample) -> float:
-    """The sum of what the environment gave for the turns (`Episode.reward`).
+    """The sum of the environment's rewards for the turns (`Episode.reward`).
 
     Raises ValueError for a sample that no environment played.
     """

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.algorithms.aggregate import (
-    Totals,
+    LossTotals,
     aggregation_weights,
+    count_trained_sequences,
     group_weights,
     sequence_weights,
-    trained_sequences,
 )
 from coalign.algorithms.losses import policy_gradient
 from coalign.types import LossInput
@@ -35,7 +35,7 @@ def test_worked_by_hand(aggregation, expected):
         segment,
         3,
         aggregation=aggregation,
-        totals=Totals(4, trained_sequences(segment, 3), 3),
+        totals=LossTotals(4, count_trained_sequences(segment, 3), 3),
         constant_length=8,
     )
     assert weights.dtype == torch.float64
@@ -43,25 +43,25 @@ def test_worked_by_hand(aggregation, expected):
 
 
 def test_values_per_sequence():
-    weights = sequence_weights(T([0, 0, 0, 2]), 3, totals=Totals(4, 2, 3))
+    weights = sequence_weights(T([0, 0, 0, 2]), 3, totals=LossTotals(4, 2, 3))
     assert (weights * T([1.0, 100.0, 3.0])).sum().item() == 2.0
 
 
 def test_values_per_group():
-    weights = group_weights(2, totals=Totals(tokens=9, sequences=8, groups=4))
+    weights = group_weights(2, totals=LossTotals(tokens=9, sequences=8, groups=4))
     assert (weights * T([1.0, 3.0])).sum().item() == 1.0
 
 
 def test_a_micro_batch_without_trained_tokens():
     for mode in MODES:
         nothing = aggregation_weights(
-            torch.zeros(0, dtype=torch.int64), 2, aggregation=mode, totals=Totals(4, 2, 3), constant_length=8
+            torch.zeros(0, dtype=torch.int64), 2, aggregation=mode, totals=LossTotals(4, 2, 3), constant_length=8
         )
         assert nothing.shape == (0,)
 
 
 def test_bad_settings_are_named():
-    totals = {"totals": Totals(1, 1, 1)}
+    totals = {"totals": LossTotals(1, 1, 1)}
     with pytest.raises(ValueError, match=r"loss\.aggregation 'mean': expected token_mean"):
         aggregation_weights(T([0]), 1, aggregation="mean", **totals)
     with pytest.raises(ValueError, match=r"set loss\.constant_length"):
@@ -94,7 +94,7 @@ def test_loss_and_gradient_do_not_depend_on_cuts_or_order(aggregation, lengths, 
                 x.segment,
                 x.sequences,
                 aggregation=aggregation,
-                totals=Totals(len(segment), trained_sequences(segment, len(lengths)), len(lengths)),
+                totals=LossTotals(len(segment), count_trained_sequences(segment, len(lengths)), len(lengths)),
                 constant_length=16,
             )
             total = total + (policy_gradient(x, kl_coef=0.04).value * weights).sum()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from coalign.algorithms.losses import distillation
-from coalign.algorithms.traits import needs, per
+from coalign.algorithms.traits import required_inputs, value_unit
 from coalign.types import LossInput
 
 T = torch.tensor
@@ -137,7 +137,7 @@ class TestSafety:
             distillation(x, divergence="jsd", jsd_beta=1.0)
 
     def test_traits_and_missing_inputs(self):
-        assert per(distillation) == "token" and needs(distillation, {}) == ("candidate_logprobs",)
+        assert value_unit(distillation) == "token" and required_inputs(distillation, {}) == ("candidate_logprobs",)
         with pytest.raises(ValueError, match="column `teacher_logprobs`"):
             distillation(replace(given([[-1.0]], [[-1.0]]), columns={}))
         with pytest.raises(ValueError, match="needs `candidate_logprobs`"):

@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coalign.algorithms.aggregate import Totals
+from coalign.algorithms.aggregate import LossTotals
 from coalign.algorithms.losses import apo_zero_unpaired, kto
-from coalign.algorithms.traits import needs, per
+from coalign.algorithms.traits import required_inputs, value_unit
 from coalign.backends.objective import Objective
 from coalign.data.batch import Batch
 from tests.algorithms.responses import responses
@@ -83,7 +83,7 @@ class TestKTO:
 
     def test_traits(self):
         for loss in (kto, apo_zero_unpaired):
-            assert (per(loss), needs(loss, {})) == ("sequence", ("ref",))
+            assert (value_unit(loss), required_inputs(loss, {})) == ("sequence", ("ref",))
 
     def test_any_cut_into_micro_batches_changes_nothing(self):
         lengths = T([3, 4, 2])
@@ -102,7 +102,7 @@ class TestKTO:
             leaf, at, total = X.logprobs.clone().requires_grad_(), 0, 0.0
             for part in parts:
                 size = part.tokens_total - len(part)
-                share, _ = Objective("kto")(part, {"logprobs": leaf[at : at + size]}, Totals(6, 3, 3))
+                share, _ = Objective("kto")(part, {"logprobs": leaf[at : at + size]}, LossTotals(6, 3, 3))
                 share.backward()
                 at, total = at + size, total + share.item()
             return total, leaf.grad

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coalign.algorithms.losses import policy_gradient, sft, value
-from coalign.algorithms.traits import needs
+from coalign.algorithms.traits import required_inputs
 from coalign.types import LossInput
 
 T = torch.tensor
@@ -112,9 +112,9 @@ class TestPolicyGradient:
 
 
 def test_entropy_is_asked_for_only_where_it_is_used():
-    assert needs(policy_gradient, {}) == ()
-    assert needs(policy_gradient, {"entropy_coef": 0.01, "clip_low": 0.1}) == ("entropy",)
-    assert needs(sft, {}) == ()
+    assert required_inputs(policy_gradient, {}) == ()
+    assert required_inputs(policy_gradient, {"entropy_coef": 0.01, "clip_low": 0.1}) == ("entropy",)
+    assert required_inputs(sft, {}) == ()
 
 
 class TestValue:

@@ -7,10 +7,10 @@ from inspect import signature
 import pytest
 import torch
 
-from coalign.algorithms.aggregate import Totals, aggregation_weights, trained_sequences
+from coalign.algorithms.aggregate import LossTotals, aggregation_weights, count_trained_sequences
 from coalign.algorithms.losses import cispo, gspo, policy_gradient
-from coalign.algorithms.losses.terms import Surrogate, policy_loss, surrounded
-from coalign.algorithms.traits import check_aggregation, needs
+from coalign.algorithms.losses.terms import Surrogate, add_policy_terms, policy_loss
+from coalign.algorithms.traits import check_aggregation, required_inputs
 from coalign.config.errors import ConfigError
 from coalign.config.functions import bind
 from coalign.types import LossInput, merge_stats
@@ -53,7 +53,7 @@ def drawn(lengths, *, seed=0, per_sequence=True, noise=0.3):
 
 def aggregated(x, loss, aggregation, totals=None):
     """(the scalar, its gradient, the statistics)."""
-    totals = totals or Totals(len(x.segment), trained_sequences(x.segment, x.sequences), x.sequences)
+    totals = totals or LossTotals(len(x.segment), count_trained_sequences(x.segment, x.sequences), x.sequences)
     out = loss(x)
     weights = aggregation_weights(
         x.segment,
@@ -197,7 +197,7 @@ class TestAll:
             is_high=1.4,
         )
         value, gradient, stats = aggregated(x, loss, aggregation)
-        totals = Totals(sum(lengths), 5, 6)
+        totals = LossTotals(sum(lengths), 5, 6)
         got = torch.zeros_like(gradient)
         values, seen = [], []
         for rows in ([5, 1], [3], [4, 0, 2]):
@@ -295,9 +295,9 @@ class TestAll:
 
 @pytest.mark.parametrize("loss", [policy_gradient, gspo, cispo])
 def test_they_ask_for_what_they_read(loss):
-    assert needs(loss, {}) == ()
-    assert needs(loss, {"measure_entropy": True, "kl_coef": 0.1}) == ("entropy", "ref")
-    assert needs(loss, {"entropy_coef": 0.1}) == ("entropy",)
+    assert required_inputs(loss, {}) == ()
+    assert required_inputs(loss, {"measure_entropy": True, "kl_coef": 0.1}) == ("entropy", "ref")
+    assert required_inputs(loss, {"entropy_coef": 0.1}) == ("entropy",)
 
 
 @pytest.mark.parametrize("loss", [policy_gradient, gspo])  # the others stop a part of the gradient: see closed forms
@@ -340,11 +340,11 @@ def plain(x: LossInput, *, scale: float = 2.0) -> Surrogate:
 
 
 def test_a_surrogate_of_ones_own_has_all_settings_of_the_family():
-    shared = {name: p.default for name, p in signature(surrounded).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    shared = {name: p.default for name, p in signature(add_policy_terms).parameters.items() if p.kind is p.KEYWORD_ONLY}
     for loss in (plain, policy_gradient, gspo, cispo):
         assert shared.items() <= bind(loss, {}, "loss").items()
     assert bind(plain, {"kl_coef": 1}, "loss") == {"scale": 2.0, **shared, "kl_coef": 1.0}
-    assert needs(plain, {"entropy_coef": 0.1, "kl_coef": 0.2}) == ("entropy", "ref")
+    assert required_inputs(plain, {"entropy_coef": 0.1, "kl_coef": 0.2}) == ("entropy", "ref")
     assert plain.__name__ == "plain" and plain.__doc__ == "REINFORCE, with a factor."
     with pytest.raises(ConfigError, match=r"loss\.is_mode: is 'trunc'; expected"):
         bind(plain, {"is_mode": "trunc"}, "loss")

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from coalign.algorithms import losses
-from coalign.algorithms.aggregate import Totals
+from coalign.algorithms.aggregate import LossTotals
 from coalign.algorithms.losses import aot, aot_unpaired, cpo, dpo, exo_pair, ipo, orpo, simpo
-from coalign.algorithms.traits import needs, per
+from coalign.algorithms.traits import required_inputs, value_unit
 from coalign.backends.objective import Objective
 from coalign.data.batch import Batch
 from tests.algorithms.responses import responses
@@ -290,7 +290,7 @@ class TestMicroBatches:
             leaf, at, value = logprobs.clone().requires_grad_(), 0, 0.0
             for part in parts:
                 size = part.tokens_total - len(part)
-                share, _ = objective(part, {"logprobs": leaf[at : at + size]}, Totals(trained, 9, 4))
+                share, _ = objective(part, {"logprobs": leaf[at : at + size]}, LossTotals(trained, 9, 4))
                 share.backward()
                 at, value = at + size, value + share.item()
             return value, leaf.grad
@@ -309,7 +309,7 @@ class TestMicroBatches:
             {"group": T([0, 0, 1, 1]), "preference": T([1.0, 0.0, 0.0, 1.0])},
         )
         logprobs = T([-1.0, -2.0, -3.0, -0.5])
-        share, _ = Objective(name, beta=1.0)(batch, {"logprobs": logprobs}, Totals(4, 4, 2))
+        share, _ = Objective(name, beta=1.0)(batch, {"logprobs": logprobs}, LossTotals(4, 4, 2))
         # Log-ratios: winners -1, -0.5; losers -2, -3. `aot`: 1 and 2.5 against 0; unpaired: -1, -0.5 against -3, -2.
         z = (1, 2.5) if name == "aot" else (2, 1.5)
         assert share.item() == pytest.approx(-sum(map(log_sigmoid, z)) / 2)
@@ -327,12 +327,15 @@ class TestWhatTheyAskFor:
     def test_traits(self):
         for name in WITH_REFERENCE:
             loss = getattr(losses, name)
-            assert (per(loss), needs(loss, {})) == ("group", ("ref",))
-        assert needs(dpo, {"weighted": True}) == ("ref", "collision")
+            assert (value_unit(loss), required_inputs(loss, {})) == ("group", ("ref",))
+        assert required_inputs(dpo, {"weighted": True}) == ("ref", "collision")
         for name in BATCH:
-            assert (per(getattr(losses, name)), needs(getattr(losses, name), {})) == ("batch", ("ref",))
+            assert (value_unit(getattr(losses, name)), required_inputs(getattr(losses, name), {})) == (
+                "batch",
+                ("ref",),
+            )
         for name in WITHOUT_REFERENCE:
-            assert (per(getattr(losses, name)), needs(getattr(losses, name), {})) == ("group", ())
+            assert (value_unit(getattr(losses, name)), required_inputs(getattr(losses, name), {})) == ("group", ())
 
     def test_missing_inputs_are_named(self):
         with pytest.raises(ValueError, match="needs `ref`"):

@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coalign.algorithms.aggregate import Totals
+from coalign.algorithms.aggregate import LossTotals
 from coalign.algorithms.losses import bradley_terry
-from coalign.algorithms.traits import needs, per
+from coalign.algorithms.traits import required_inputs, value_unit
 from coalign.backends.objective import Objective
 from coalign.data.batch import Batch
 from coalign.types import merge_stats
@@ -81,7 +81,7 @@ class TestBradleyTerry:
         assert torch.autograd.gradcheck(lambda s: bradley_terry(replace(x, scores=s), centre_coef=0.1).value, (scores,))
 
     def test_traits_and_missing_inputs(self):
-        assert per(bradley_terry) == "group" and needs(bradley_terry, {}) == ()
+        assert value_unit(bradley_terry) == "group" and required_inputs(bradley_terry, {}) == ()
         with pytest.raises(ValueError, match="needs `scores`"):
             bradley_terry(responses([[0.0], [0.0]], preference=[1, 0]))
         with pytest.raises(ValueError, match="column `preference`"):
@@ -104,7 +104,7 @@ def test_cuts_between_groups_change_nothing():
     def run(cuts):
         leaf, total, stats = scores.clone().requires_grad_(), 0.0, []
         for a, b in cuts:
-            share, seen = objective(batch.slice(a, b), {"scores": leaf[a:b]}, Totals(8, 5, 2))
+            share, seen = objective(batch.slice(a, b), {"scores": leaf[a:b]}, LossTotals(8, 5, 2))
             share.backward()
             total, stats = total + share.item(), [*stats, seen]
         return total, leaf.grad, {name: stat.value for name, stat in merge_stats(stats).items()}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from coalign.algorithms.losses import process_reward
-from coalign.algorithms.traits import needs, per
+from coalign.algorithms.traits import required_inputs, value_unit
 from coalign.types import LossInput
 
 T = torch.tensor
@@ -67,4 +67,4 @@ class TestProcessReward:
             process_reward(replace(self.X, columns={}))
 
     def test_traits(self):
-        assert per(process_reward) == "token" and needs(process_reward, {}) == ("candidate_logprobs",)
+        assert value_unit(process_reward) == "token" and required_inputs(process_reward, {}) == ("candidate_logprobs",)

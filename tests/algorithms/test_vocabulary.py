@@ -1,4 +1,4 @@
-"""What two ranks compute of a vocabulary that they share out is what one computes of all of it, gradients too."""
+"""What two ranks compute of a vocabulary that they shard out is what one computes of all of it, gradients too."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def made() -> dict[str, torch.Tensor]:
     }
 
 
-def computed(rows: slice, share: VocabularyShard | None, softcap: float | None) -> dict[str, torch.Tensor]:
+def computed(rows: slice, shard: VocabularyShard | None, softcap: float | None) -> dict[str, torch.Tensor]:
     given = made()
     hidden, weight = given["hidden"].requires_grad_(), given["weight"][rows].clone().requires_grad_()
-    settings = SETTINGS | {"softcap": softcap, "share": share}
+    settings = SETTINGS | {"softcap": softcap, "shard": shard}
     logprobs, entropy = linear_logprobs(hidden, weight, given["targets"], entropy=True, tile=64, **settings)
     chosen = candidate_logprobs(hidden, weight, given["candidates"], **settings)
     together = torch.cat([logprobs[:, None], entropy[:, None], chosen], 1)
@@ -47,10 +47,10 @@ def computed(rows: slice, share: VocabularyShard | None, softcap: float | None) 
 
 def _on_rank(rank: int, port: int) -> list[dict[str, torch.Tensor]]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    share = VocabularyShard(dist.group.WORLD, (0, CUT)[rank], VOCABULARY)
-    found = [computed(ROWS[rank], share, softcap) for softcap in (None, 2.0)]
+    shard = VocabularyShard(dist.group.WORLD, (0, CUT)[rank], VOCABULARY)
+    found = [computed(ROWS[rank], shard, softcap) for softcap in (None, 2.0)]
     unknown, _ = linear_logprobs(
-        made()["hidden"], made()["weight"][ROWS[rank]], torch.full((TOKENS,), VOCABULARY), share=share
+        made()["hidden"], made()["weight"][ROWS[rank]], torch.full((TOKENS,), VOCABULARY), shard=shard
     )
     found[0]["unknown"] = unknown
     dist.destroy_process_group()
@@ -71,7 +71,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
 
 
 @pytest.mark.parametrize("candidate", [VOCABULARY])
-def test_a_candidate_outside_of_all_shares_is_refused(candidate):
-    share = VocabularyShard(None, CUT, VOCABULARY)
+def test_a_candidate_outside_of_all_shards_is_refused(candidate):
+    shard = VocabularyShard(None, CUT, VOCABULARY)
     with pytest.raises(ValueError, match="vocabulary of 21"):
-        candidate_logprobs(made()["hidden"], made()["weight"][CUT:], torch.full((TOKENS, 1), candidate), share=share)
+        candidate_logprobs(made()["hidden"], made()["weight"][CUT:], torch.full((TOKENS, 1), candidate), shard=shard)

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from coalign.algorithms.combine import Term
+from coalign.algorithms.combine import RewardTerm
 from coalign.backends.scorers.reward import RewardModule
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
@@ -156,7 +156,7 @@ def test_a_part_of_a_roll_out_that_fails_altogether_costs_its_rows_alone(build):
             for part, columns in zip(parts, told, strict=True)
         ]
     )
-    out, stats = combine_rewards(Batch.concat(parts), scored, terms=[Term("as_number")], into="reward")
+    out, stats = combine_rewards(Batch.concat(parts), scored, terms=[RewardTerm("as_number")], into="reward")
     assert out["status"].tolist() == [Status.ERROR, Status.ERROR, Status.OK, Status.OK]
     assert out["reward"][2:].tolist() == [1.0, 2.0] and stats["reward/as_number/failed"] == Total(2.0)
 

@@ -38,9 +38,9 @@ def encode(text: str) -> list[int]:
 class Script:
     """A Policy. What it says: texts, which end by themselves, or lists of tokens as they are."""
 
-    def __init__(self, says: Iterable[str | list[int]], room: int | None = None, delay: float = 0.0) -> None:
+    def __init__(self, says: Iterable[str | list[int]], capacity: int | None = None, delay: float = 0.0) -> None:
         self.says = list(says)
-        self.room = room
+        self.capacity = capacity
         self.delay = delay
         self.asked: list[dict[str, Any]] = []
         self.forgotten: list[tuple[int, int]] = []
@@ -82,7 +82,7 @@ def episode(
         group=group,
         index=index,
         seed=3,
-        prompt=renders.opening(row["messages"], None),
+        prompt=renders.render_prompt(row["messages"], None),
         max_new_tokens=max_new_tokens,
         policy=policy or Script(says),
         rendering=renders,
@@ -90,12 +90,12 @@ def episode(
 
 
 def play(
-    fn: Any, *episodes: Episode, timeout: float = 20.0, enough: int | None = None, **arguments: Any
+    fn: Any, *episodes: Episode, timeout: float = 20.0, min_groups: int | None = None, **arguments: Any
 ) -> EnvironmentBatch:
     """The environment played to its end with each episode."""
     loop = EnvironmentLoop()
     try:
-        running = loop.start(EnvironmentFunction(fn, arguments, timeout), episodes, enough=enough)
+        running = loop.start(EnvironmentFunction(fn, arguments, timeout), episodes, min_groups=min_groups)
         while not running.done:
             running.wait()
         return running

@@ -90,10 +90,10 @@ def test_all_turns_share_the_budget():
 
 def test_the_context_bounds_an_episode():
     opening = len(encode("<|im_start|>user\nWhat is 2+3?<|im_end|>\n" + ASSISTANT))
-    one = played(two_turns, episode(policy=Script(["x" * 50, "y"], room=opening + 8)))
+    one = played(two_turns, episode(policy=Script(["x" * 50, "y"], capacity=opening + 8)))
     assert sum(one.log.loss_mask) == 8 and one.status == Status.TRUNCATED
-    with pytest.raises(ValueError, match=f"opening has {opening} tokens, and {opening} fit"):
-        played(two_turns, episode(policy=Script(["x"], room=opening)))
+    with pytest.raises(ValueError, match=f"prompt has {opening} tokens, and {opening} fit"):
+        played(two_turns, episode(policy=Script(["x"], capacity=opening)))
 
 
 def test_what_nobody_reads_leaves_no_tokens():
@@ -219,7 +219,7 @@ async def listens(one, *, words: int):
 @pytest.mark.parametrize(("words", "cut"), [(2, False), (200, True)])
 def test_running_out_of_room_is_counted_and_ends_as_truncated(words, cut):
     room = len(encode("<|im_start|>user\nWhat is 2+3?<|im_end|>\n" + ASSISTANT)) + 60
-    policy = Script(["yes", "well"], room=room)
+    policy = Script(["yes", "well"], capacity=room)
     one = episode(policy=policy)
     play(listens, one, words=words)
     assert (one.status == Status.TRUNCATED, one.counts["out_of_room"]) == (cut, float(cut))

@@ -63,7 +63,7 @@ def prompts(directory, count: int = 3) -> Batch:
 
 async def calculates(episode, *, turns: int = 3):
     """The calculator's environment, with a policy of random weights: what it says is taken for a call."""
-    box = Toolbox.of(["calculator"], timeout=10, max_chars=100)
+    box = Toolbox.build(["calculator"], timeout=10, max_chars=100)
     episode.begin(tools=box.descriptions)
     for turn in range(turns):
         said = await episode.generate(max_new_tokens=8)

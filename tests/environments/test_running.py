@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from coalign.environments.episode import call_in_thread
 from coalign.environments.loop import EnvironmentBlocked, EnvironmentFunction
+from coalign.threads import call_in_thread
 from coalign.types import Status
 from tests.environments.helpers import Script, episode, play
 
@@ -115,9 +115,9 @@ def test_enough_groups_end_the_others():
         await one.generate()
         await asyncio.sleep(0 if one.group < 2 else 100)
 
-    running = play(unequal, *several(8, samples=2), enough=2)
+    running = play(unequal, *several(8, samples=2), min_groups=2)
     assert statuses(running) == [Status.OK] * 4 + [Status.PARTIAL] * 4
-    assert statuses(play(says_hello, *several(2), enough=0)) == [Status.PARTIAL] * 2
+    assert statuses(play(says_hello, *several(2), min_groups=0)) == [Status.PARTIAL] * 2
 
 
 def test_an_environment_of_a_group_gets_all_its_samples():

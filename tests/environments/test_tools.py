@@ -15,7 +15,7 @@ from coalign.environments.calculator import calculator, evaluate
 from coalign.environments.episode import Turn
 from coalign.environments.parsers import hermes, llama
 from coalign.environments.tool_use import tool_use
-from coalign.environments.tools import tool
+from coalign.environments.tools import build_tool
 from coalign.types import Status
 from tests.environments.helpers import TOKENIZER, episode, play
 
@@ -51,7 +51,7 @@ TOOLS = ["calculator", *(f"{HERE}:{name}" for name in ("lookup", "meets", "break
 
 
 def test_a_signature_is_the_description():
-    described = tool(f"{HERE}:lookup").description
+    described = build_tool(f"{HERE}:lookup").description
     assert described == {
         "type": "function",
         "function": {
@@ -69,17 +69,18 @@ def test_a_signature_is_the_description():
         },
     }
     assert (
-        "numbers" in tool("calculator").description["function"]["parameters"]["properties"]["expression"]["description"]
+        "numbers"
+        in build_tool("calculator").description["function"]["parameters"]["properties"]["expression"]["description"]
     )
-    assert list(tool(f"{HERE}:meets").description["function"]["parameters"]["properties"]) == ["other"]
+    assert list(build_tool(f"{HERE}:meets").description["function"]["parameters"]["properties"]) == ["other"]
 
 
 def test_keyword_only_parameters_are_configuration():
-    assert tool({"fn": f"{HERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
+    assert build_tool({"fn": f"{HERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
     with pytest.raises(ConfigError, match=r"rollout\.tools\[0\]\.word"):
-        tool({"fn": f"{HERE}:lookup", "word": "x"})
-    with pytest.raises(ValueError, match=r"'calculater' is not in coalign\.rollout\.tools.*calculator"):
-        tool("calculater")
+        build_tool({"fn": f"{HERE}:lookup", "word": "x"})
+    with pytest.raises(ValueError, match=r"'calculater' is not in coalign\.environments\.tools.*calculator"):
+        build_tool("calculater")
 
 
 def turn(text: str) -> Turn:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coalign.rewards.remote import Batches
+from coalign.rewards.remote import CallBatcher
 
 
 def collect(items, *, size=4, at_once=1, run=None):
@@ -17,7 +17,7 @@ def collect(items, *, size=4, at_once=1, run=None):
         return [-item for item in batch]
 
     async def main():
-        batches = Batches(run or negated, size=size, at_once=at_once)
+        batches = CallBatcher(run or negated, size=size, at_once=at_once)
         return await asyncio.gather(*map(batches, items), return_exceptions=True)
 
     return asyncio.run(main()), ran
@@ -39,7 +39,7 @@ def test_what_comes_while_a_batch_runs_goes_with_the_next_one():
             await release.wait()
             return batch
 
-        batches = Batches(run, size=8, at_once=1)
+        batches = CallBatcher(run, size=8, at_once=1)
         first = asyncio.create_task(batches("a"))
         await begun.wait()
         rest = [asyncio.create_task(batches(item)) for item in "bcd"]
@@ -100,7 +100,7 @@ def test_a_batch_nobody_waits_for_is_cancelled_and_one_with_somebody_goes_on():
             ended.append("finished")
             return batch
 
-        batches = Batches(run, size=2, at_once=1)
+        batches = CallBatcher(run, size=2, at_once=1)
         one, other = (asyncio.create_task(batches(item)) for item in "ab")
         await begun.wait()
         one.cancel()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.rewards.remote import Breaker
+from coalign.rewards.remote import CircuitBreaker
 
 
 class Clock:
@@ -19,7 +19,7 @@ def clock():
 
 @pytest.fixture
 def breaker(clock):
-    return Breaker(3, 10.0, clock)
+    return CircuitBreaker(3, 10.0, clock)
 
 
 def fail(breaker, times):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.rewards.calls import Caller, GiveUp, RewardError, RewardFailure, RewardFunction, TryLater
-from coalign.rewards.threads import MAX_HUNG
+from coalign.rewards.calls import GiveUp, RewardCaller, RewardError, RewardFailure, RewardFunction, TryLater
+from coalign.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
 SAMPLES = [sample(f"{g}{i}", group=g, index=i) for g in range(3) for i in range(2)]
@@ -18,7 +18,7 @@ SAMPLES = [sample(f"{g}{i}", group=g, index=i) for g in range(3) for i in range(
 
 @pytest.fixture
 def caller():
-    caller = Caller()
+    caller = RewardCaller()
     yield caller
     caller.close()
 
@@ -196,7 +196,7 @@ def test_an_async_function_that_blocks_is_found_out():
         release.wait(60)
         return 1.0
 
-    caller = Caller()
+    caller = RewardCaller()
     try:
         with pytest.raises(RewardError, match=r"\('f'\) has blocked its event loop for 0.2 s.*await"):
             score(caller, blocks, timeout=0.2)
@@ -207,7 +207,7 @@ def test_an_async_function_that_blocks_is_found_out():
 
 def test_a_thread_may_come_back_after_the_caller_is_gone(caplog):
     release = threading.Event()
-    caller = Caller()
+    caller = RewardCaller()
     assert values(score(caller, lambda s: release.wait(60), SAMPLES[:1], timeout=0.05)) == ["timeout"]
     (thread,) = caller._threads._hung
     caller.close()
@@ -304,7 +304,7 @@ def test_hung_threads_do_not_keep_the_process_alive():
     code = (
         "import time; from coalign.rewards.calls import *; from tests.rewards.samples import sample\n"
         "def f(s):\n    while True: time.sleep(0.01)\n"
-        "o = Caller().score([RewardFunction('f', f, timeout=0.1, retries=0)], [sample()])[0][0]\n"
+        "o = RewardCaller().score([RewardFunction('f', f, timeout=0.1, retries=0)], [sample()])[0][0]\n"
         "assert o.reason == 'timeout'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from coalign.rewards import multiple_choice
-from coalign.rewards.choice import settled
+from coalign.rewards.choice import find_choice
 from tests.rewards.samples import sample
 
 
@@ -48,7 +48,7 @@ from tests.rewards.samples import sample
     ],
 )
 def test_b_is_settled_on(text):
-    assert settled(text, "ABCDE") == "B"
+    assert find_choice(text, "ABCDE") == "B"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_b_is_settled_on(text):
     ],
 )
 def test_none_is_settled_on(text):
-    assert settled(text, "ABCDE") is None
+    assert find_choice(text, "ABCDE") is None
 
 
 @pytest.mark.parametrize("truth", ["B", "(B)", "b", "B.", "B) Paris", " B ", 1])

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from coalign.rewards.calls import RewardFunction
-from coalign.rewards.code import code, extract, read_tests
+from coalign.rewards.code import code, extract_code, read_tests
 from coalign.rewards.sandbox import sandbox
 from tests.rewards.samples import sample
 
@@ -43,7 +43,7 @@ def score(source, tests, **config):
     ],
 )
 def test_the_last_block_of_python_is_the_code(response, source):
-    assert extract(response) == source
+    assert extract_code(response) == source
 
 
 @linux
@@ -160,8 +160,8 @@ def test_hostile_answers_are_wrong_not_errors():
 
 
 def test_a_machine_that_cannot_keep_what_is_required(monkeypatch):
-    monkeypatch.setattr(sandbox, "shortfalls", lambda processes: {"files": "Landlock"})
+    monkeypatch.setattr(sandbox, "find_shortfalls", lambda processes: {"files": "Landlock"})
     with pytest.raises(
-        sandbox.Unenforceable, match=r"files \(needs Landlock\).*`require: \[network, memory, processes, time\]`"
+        sandbox.LimitNotEnforceable, match=r"files \(needs Landlock\).*`require: \[network, memory, processes, time\]`"
     ):
         asyncio.run(code(sample("x", tests=ASSERTS)))

@@ -10,7 +10,7 @@ from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import Pairwise, Tournament
-from coalign.rewards.calls import Caller, RewardFailure, RewardFunction
+from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction
 from coalign.rewards.groups import Comparison, bradley_terry, swiss_round, win_rates
 from tests.rewards.samples import sample
 
@@ -59,7 +59,7 @@ def fails(first, second):
 @pytest.fixture
 def caller():
     CALLS.clear()
-    caller = Caller()
+    caller = RewardCaller()
     yield caller
     caller.close()
 

@@ -9,7 +9,7 @@ from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import CosineLength, length_penalty, length_range, length_target
-from coalign.rewards.calls import Caller, RewardFailure, RewardFunction
+from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction
 from tests.rewards.samples import sample
 
 
@@ -45,7 +45,7 @@ def test_unknown_lengths_are_no_zeros(rule):
 
 @pytest.fixture
 def caller():
-    caller = Caller()
+    caller = RewardCaller()
     yield caller
     caller.close()
 

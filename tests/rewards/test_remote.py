@@ -12,7 +12,7 @@ from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import Remote
-from coalign.rewards.calls import Caller, RewardFailure
+from coalign.rewards.calls import RewardCaller, RewardFailure
 from tests.rewards.samples import sample
 from tests.rewards.service import Service, lengths
 
@@ -28,7 +28,7 @@ SAMPLES = [said("x" * i, group=i // 2, index=i % 2, answer=f"a{i}") for i in ran
 
 @pytest.fixture
 def caller():
-    caller = Caller()
+    caller = RewardCaller()
     yield caller
     caller.close()
 

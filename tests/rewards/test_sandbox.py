@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from coalign.rewards.sandbox import sandbox
-from coalign.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError, Unenforceable, demand, shortfalls
+from coalign.rewards.sandbox.sandbox import (
+    LimitNotEnforceable,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    find_shortfalls,
+    require_limits,
+)
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
 SECRET = "coalign-test-secret"
@@ -22,7 +29,7 @@ SECRET = "coalign-test-secret"
 WITHOUT = {
     "everything": "",
     "no namespaces": "rights.isolate = lambda: False\n",
-    "no rights at all": "rights.isolate = rights.count_alone = lambda: False\n",
+    "no rights at all": "rights.isolate = rights.take_own_user_id = lambda: False\n",
 }
 
 
@@ -38,7 +45,7 @@ def machine(request, tmp_path, monkeypatch):
     yield request.param
     assert list(folders.iterdir()) == []
     assert not children_of(os.getpid())
-    sandbox.shortfalls.cache_clear()
+    sandbox.find_shortfalls.cache_clear()
 
 
 def children_of(pid):
@@ -50,7 +57,7 @@ def children_of(pid):
     return children
 
 
-PATIENT = Limits(seconds=120.0)  # for what ends by itself: the machine may be busy
+PATIENT = SandboxLimits(seconds=120.0)  # for what ends by itself: the machine may be busy
 
 
 def run_all(*jobs, limits=PATIENT):
@@ -121,7 +128,7 @@ def test_what_is_needed_to_work_is_there(machine):
 def test_endless_loop_and_endless_sleep(machine):
     begun = time.monotonic()
     endless = ("while True: pass", "import time; time.sleep(1e6)", "import signal; signal.pause()")
-    assert [report.ended for report in run_all(*endless, limits=Limits(seconds=0.2))] == ["seconds"] * 3
+    assert [report.ended for report in run_all(*endless, limits=SandboxLimits(seconds=0.2))] == ["seconds"] * 3
     assert time.monotonic() - begun < 60
 
 
@@ -134,7 +141,7 @@ def test_ten_gigabytes_of_output(machine):
 
 def test_memory_bomb(machine):
     bombs = ("x = bytearray(10**9)", "x = []\nwhile True: x.append(bytearray(10**6))", "x = 'x' * 10**9")
-    small = Limits(seconds=120.0, memory_mb=100)
+    small = SandboxLimits(seconds=120.0, memory_mb=100)
     assert [report.ended for report in run_all(*bombs, limits=small)] == ["exit 1"] * 3
     assert_refused("import mmap\nmmap.mmap(-1, 10**9)", "os.memfd_create('x')", by=("OSError", "PermissionError"))
 
@@ -154,10 +161,10 @@ except OSError:
 
 def test_fork_bomb(machine):
     assert run(BOMB).output == "0\n"
-    some = Limits(seconds=120.0, processes=6)
+    some = SandboxLimits(seconds=120.0, processes=6)
     assert run(BOMB, limits=some).output == ("5\n" if machine == "everything" else "0\n")
     relentless = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert run(relentless, limits=Limits(seconds=0.5, processes=6)).ended == "seconds"
+    assert run(relentless, limits=SandboxLimits(seconds=0.5, processes=6)).ended == "seconds"
 
 
 def test_threads_have_a_limit(machine):
@@ -227,7 +234,7 @@ def test_its_own_files_have_limits(machine):
         "open('big', 'w').write('x' * 2 * 10**6)",
         "for i in range(8): open(str(i), 'w').write('x' * 900_000)" + stay,
         "for i in range(1000): open(str(i), 'w')" + stay,
-        limits=Limits(seconds=120.0, file_mb=1),
+        limits=SandboxLimits(seconds=120.0, file_mb=1),
     )
     assert [report.ended for report in reports] == ["exit 1", "files", "files"]
 
@@ -289,10 +296,10 @@ os.wait()
 
 
 def test_a_daemon_does_not_outlive_its_job():
-    if "processes" in shortfalls(6):
+    if "processes" in find_shortfalls(6):
         pytest.skip("processes cannot be started here")
     before = processes()
-    assert run(DAEMON, limits=Limits(seconds=120.0, processes=6)).ended == "exit 0"
+    assert run(DAEMON, limits=SandboxLimits(seconds=120.0, processes=6)).ended == "exit 0"
     assert not {p for p in processes() - before if is_of_ours(p)}
 
 
@@ -310,7 +317,7 @@ def is_of_ours(pid):
 def test_it_dies_with_whoever_started_it(tmp_path):
     script = (
         "import asyncio, sys\nfrom coalign.rewards.sandbox.sandbox import *\nasync def main():\n"
-        "    async with Sandbox(Limits(seconds=600)) as box:\n        print('begun', flush=True)\n"
+        "    async with Sandbox(SandboxLimits(seconds=600)) as box:\n        print('begun', flush=True)\n"
         "        await box.run('while True: pass')\nasyncio.run(main())"
     )
 
@@ -342,7 +349,7 @@ def descendants(pid):
 
 def test_cancelling_ends_it(machine):
     async def cancelled():
-        async with asyncio.timeout(0.5), Sandbox(Limits(seconds=600)) as box:
+        async with asyncio.timeout(0.5), Sandbox(SandboxLimits(seconds=600)) as box:
             await box.run("while True: pass")
 
     with pytest.raises(TimeoutError):
@@ -351,7 +358,7 @@ def test_cancelling_ends_it(machine):
 
 def test_a_supervisor_that_dies_is_an_error_not_a_verdict():
     async def died():
-        async with Sandbox(Limits(seconds=600)) as box:
+        async with Sandbox(SandboxLimits(seconds=600)) as box:
             running = asyncio.ensure_future(box.run("while True: pass"))
             await asyncio.sleep(0.1)
             os.kill(box._process.pid, signal.SIGKILL)
@@ -362,8 +369,8 @@ def test_a_supervisor_that_dies_is_an_error_not_a_verdict():
 
 
 def test_this_machine_is_attacked_before_it_is_trusted(machine):
-    assert shortfalls() == {}
-    assert list(shortfalls(4)) == ([] if machine == "everything" else ["processes"])
+    assert find_shortfalls() == {}
+    assert list(find_shortfalls(4)) == ([] if machine == "everything" else ["processes"])
 
 
 def test_a_machine_that_cannot_keep_a_limit_is_refused_by_name(tmp_path, monkeypatch):
@@ -372,17 +379,17 @@ def test_a_machine_that_cannot_keep_a_limit_is_refused_by_name(tmp_path, monkeyp
     weak = "landlock.apply = seccomp.apply = lambda **_: False\nrights.isolate = lambda: False\nmain()"
     main.write_text(main.read_text().replace("\nmain()", f"\nimport landlock, seccomp, rights\n{weak}"))
     monkeypatch.setattr(sandbox, "_SUPERVISOR", str(jail))
-    shortfalls.cache_clear()
+    find_shortfalls.cache_clear()
     with pytest.raises(
-        Unenforceable, match=r"network \(needs a seccomp.*files \(needs Landlock.*`require: \[memory, time\]`"
+        LimitNotEnforceable, match=r"network \(needs a seccomp.*files \(needs Landlock.*`require: \[memory, time\]`"
     ):
-        demand(("network", "files", "memory", "processes", "time"))
-    demand(("memory", "time"))
-    shortfalls.cache_clear()
+        require_limits(("network", "files", "memory", "processes", "time"))
+    require_limits(("memory", "time"))
+    find_shortfalls.cache_clear()
 
 
 def test_bad_settings():
     with pytest.raises(ValueError, match="there is no 'net'; there are network, files"):
-        demand(("net",))
+        require_limits(("net",))
     with pytest.raises(ValueError, match="memory_mb is 0"):
-        Limits(memory_mb=0)
+        SandboxLimits(memory_mb=0)

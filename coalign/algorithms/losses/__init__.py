@@ -1,7 +1,8 @@
-"""Losses: pure functions of one micro-batch of trained tokens. They return values; the framework weighs and adds up.
+"""Losses: pure functions of one micro-batch of trained tokens. They return values; the framework weighs and sums them.
 
-Keyword-only arguments are configuration. A loss says by attributes what its values stand for (``per``) and which inputs
-it needs that are not there unasked (``needs``); see coalign.algorithms.traits.
+``policy.py`` has those of PPO and its relatives, ``preference.py`` those of DPO, ``supervised.py`` SFT. Keyword-only
+arguments are configuration. A loss declares by attributes what a value belongs to (``per``) and which inputs it needs
+that exist only on request (``needs``): see coalign.algorithms.traits.
 """
 
 from coalign.algorithms.losses.kto import apo_zero_unpaired, kto

@@ -1,15 +1,13 @@
-"""Direct preference optimisation and its descendants that compare a policy with a frozen reference.
+"""Direct preference optimisation and its descendants, which compare a policy with a frozen reference.
 
-Each reads logprobs, ref and the column `preference`, and gives one value per group: the mean over its pairs of a better
-and a worse response. r is the log-ratio log π - log π_ref of a response, summed over its tokens; w is the better
-response, l the worse one, z = β (r_w - r_l). ``beta`` is β, ``nll_coef`` adds that much of the better response's
-negative log-likelihood per token (2404.19733). Names are those of TRL's ``loss_type``.
+Each reads logprobs, ref and the column `preference`. r is the log-ratio log π - log π_ref of a response, summed over
+its tokens; w is the better response of a pair, l the worse one; z = β (r_w - r_l). ``beta`` is β, and ``nll_coef`` adds
+that much of the better response's negative log-likelihood per token (2404.19733). Names are those of TRL's
+``loss_type``. The value is one per group, the mean over its pairs.
 
-Alignment by optimal transport: not pairs but the distributions of rewards over a whole batch are compared.
-
-The better responses' rewards, sorted, shall lie above the worse ones', sorted (stochastic dominance; AOT, 2406.05882).
-Sorting needs every pair at once, so an update is one micro-batch; the value is one number, the mean over all pairs of
-the batch. Reads logprobs, ref and the column `preference`.
+The losses by optimal transport (AOT, 2406.05882) compare distributions, not pairs: the better responses' rewards,
+sorted, should lie above the worse ones', sorted (stochastic dominance). Sorting needs every pair at once, so an update
+is one micro-batch, and the value is one number, the mean over all pairs of the batch.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coalign.algorithms.comparisons import Pairs, pairs_of
+from coalign.algorithms.comparisons import PreferencePairs, read_pairs
 from coalign.algorithms.losses.comparison import (
     check_smoothing,
-    compared,
+    compare_responses,
     lengths,
     log_ratios,
     logistic,
@@ -32,7 +30,7 @@ from coalign.algorithms.losses.comparison import (
     token_log_ratios,
 )
 from coalign.algorithms.segments import segment_sum
-from coalign.algorithms.traits import column, read
+from coalign.algorithms.traits import require_column, require_input
 from coalign.types import LossInput, LossOutput
 
 MAX_EXPONENT = 80.0  # e^80: beyond any log-ratio of use, and its square does not overflow float64
@@ -52,7 +50,7 @@ def dpo(
     weighted: bool = False,
     nll_coef: float = 0.0,
 ) -> LossOutput:
-    """-log σ(z) (2305.18290), and what differs from it in one place.
+    """-log σ(z) (2305.18290), with variants that each change one part.
 
     - ``label_smoothing`` ε: labels wrong with that probability. -(1 - ε) log σ(z) - ε log σ(-z) (cDPO), or with
       ``robust`` the unbiased [-(1 - ε) log σ(z) + ε log σ(-z)] / (1 - 2ε) (rDPO, 2403.00409).
@@ -61,22 +59,22 @@ def dpo(
       `forward_kl` at 0 and `reverse_kl` at 1.
     - ``ld_alpha``: weight of the tokens beyond the shorter response's length (LD-DPO, 2409.06411).
     - ``margin_coef``: z less that much of the difference in the column `margin` (ODPO, 2402.10571).
-    - ``weighted``: a pair counts as much as the policy would have written both responses: the product of exp(mean over
+    - ``weighted``: a pair is weighted by how likely the policy is to write both responses: the product of exp(mean over
       tokens of log π - log Σ π²) (WPO, 2406.11827).
     """
     check_smoothing(label_smoothing)
-    pairs, ratios = pairs_of(x), log_ratios(x)
-    compare = pairs.split(ratios) if ld_alpha == 1 else _desensitised(x, pairs, ld_alpha)
+    pairs, ratios = read_pairs(x), log_ratios(x)
+    compare = pairs.split(ratios) if ld_alpha == 1 else _weigh_excess_tokens(x, pairs, ld_alpha)
     winner, loser = (_divergence_gradient(r, divergence, alpha) for r in compare)
     if length_normalised:
         winner, loser = (r / n for r, n in zip((winner, loser), pairs.split(lengths(x)), strict=True))
     z = beta * (winner - loser)
     if margin_coef:
-        z = z - margin_coef * pairs.difference(column(x, "margin", "margin_coef"))
+        z = z - margin_coef * pairs.difference(require_column(x, "margin", "margin_coef"))
     losses = _robust(z, label_smoothing) if robust else logistic(z, label_smoothing)
     if weighted:
-        losses = losses * math.prod(pairs.split(_on_policy(x)))
-    return compared(x, pairs, losses, beta * ratios, nll_coef)
+        losses = losses * math.prod(pairs.split(_likelihood_weights(x)))
+    return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
 
 
 def ipo(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
@@ -84,31 +82,31 @@ def ipo(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput
 
     β is the paper's τ. OpenRLHF sums where this averages.
     """
-    pairs, ratios = pairs_of(x), log_ratios(x) / lengths(x)
-    return compared(x, pairs, (pairs.difference(ratios) - 1 / (2 * beta)).square(), beta * ratios, nll_coef)
+    pairs, ratios = read_pairs(x), log_ratios(x) / lengths(x)
+    return compare_responses(x, pairs, (pairs.difference(ratios) - 1 / (2 * beta)).square(), beta * ratios, nll_coef)
 
 
 def hinge(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """max(0, 1 - z) (SLiC, 2305.10425, against a reference as in RSO, 2309.06657)."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
-    return compared(x, pairs, (1 - pairs.difference(rewards)).relu(), rewards, nll_coef)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
+    return compare_responses(x, pairs, (1 - pairs.difference(rewards)).relu(), rewards, nll_coef)
 
 
 def exo_pair(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 1e-3, nll_coef: float = 0.0) -> LossOutput:
     """EXO-pref (2402.00856, eq. 16): KL from (σ(z), σ(-z)) to (1 - ε, ε). ε = ``label_smoothing`` is above 0."""
     check_smoothing(label_smoothing, least=1e-12)
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     z = pairs.difference(rewards)
     won, lost = F.logsigmoid(z), F.logsigmoid(-z)
     losses = won.exp() * (won - math.log1p(-label_smoothing)) + lost.exp() * (lost - math.log(label_smoothing))
-    return compared(x, pairs, losses, rewards, nll_coef)
+    return compare_responses(x, pairs, losses, rewards, nll_coef)
 
 
 def nca_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """NCA (2402.05369): -log σ(βr_w) - ½ log σ(-βr_w) - ½ log σ(-βr_l)."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compared(
+    return compare_responses(
         x, pairs, F.softplus(-winner) + 0.5 * F.softplus(winner) + 0.5 * F.softplus(loser), rewards, nll_coef
     )
 
@@ -118,40 +116,40 @@ def bco_pair(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossO
 
     As in TRL's DPOTrainer without the paper's reward shift, a running mean over the steps: a loss keeps no state.
     """
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compared(x, pairs, F.softplus(-winner) + F.softplus(loser), rewards, nll_coef)
+    return compare_responses(x, pairs, F.softplus(-winner) + F.softplus(loser), rewards, nll_coef)
 
 
 def sppo_hard(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """SPPO (2405.00675, eq. 4.7) with probability 1 for the winner: (r_w - 1/(2β))² + (r_l + 1/(2β))²."""
-    pairs, ratios = pairs_of(x), log_ratios(x)
+    pairs, ratios = read_pairs(x), log_ratios(x)
     winner, loser = pairs.split(ratios)
     losses = (winner - 0.5 / beta).square() + (loser + 0.5 / beta).square()
-    return compared(x, pairs, losses, beta * ratios, nll_coef)
+    return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
 
 
 def apo_zero(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """APO-zero (2408.06266, eq. 7): σ(-βr_w) + σ(βr_l), for winners better than what the policy writes."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compared(x, pairs, torch.sigmoid(-winner) + torch.sigmoid(loser), rewards, nll_coef)
+    return compare_responses(x, pairs, torch.sigmoid(-winner) + torch.sigmoid(loser), rewards, nll_coef)
 
 
 def apo_down(x: LossInput, *, beta: float = 0.1, nll_coef: float = 0.0) -> LossOutput:
     """APO-down (2408.06266, eq. 8): σ(βr_w) + σ(-z), for winners worse than what the policy writes."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     winner, loser = pairs.split(rewards)
-    return compared(x, pairs, torch.sigmoid(winner) + torch.sigmoid(loser - winner), rewards, nll_coef)
+    return compare_responses(x, pairs, torch.sigmoid(winner) + torch.sigmoid(loser - winner), rewards, nll_coef)
 
 
 def discopop(x: LossInput, *, beta: float = 0.1, tau: float = 0.05, nll_coef: float = 0.0) -> LossOutput:
     """DiscoPOP (2406.08414, eq. 5): (1 - m) · -log σ(z) + m e^(-z), with m = σ(z/τ)."""
-    pairs, rewards = pairs_of(x), beta * log_ratios(x)
+    pairs, rewards = read_pairs(x), beta * log_ratios(x)
     z = pairs.difference(rewards)
     # m e^(-z) as one exponential: for z far below 0 it is a product of nothing and infinity.
     exponential = (F.logsigmoid(z / tau) - z).clamp(max=MAX_EXPONENT).exp()
-    return compared(x, pairs, torch.sigmoid(-z / tau) * F.softplus(-z) + exponential, rewards, nll_coef)
+    return compare_responses(x, pairs, torch.sigmoid(-z / tau) * F.softplus(-z) + exponential, rewards, nll_coef)
 
 
 for _loss in (dpo, ipo, hinge, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, discopop):
@@ -165,7 +163,7 @@ def _robust(z: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(e^ratio) of the divergence, up to a constant; exponents are held at ±80."""
+    """f'(e^ratio) of the divergence, up to a constant; exponents are clamped to ±80."""
     if divergence == "js":
         return math.log(2) + F.logsigmoid(ratio)
     order = {"reverse_kl": 1.0, "forward_kl": 0.0, "alpha": alpha}[divergence] - 1
@@ -173,15 +171,14 @@ def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor
 
 
 @torch.no_grad()
-def _on_policy(x: LossInput) -> Tensor:
-    """f64[N]: how likely the policy is to write each response, per token, against how sure it is of what it writes."""
-    aligned = read(x, "logprobs").double() - read(x, "collision", "weighted")
+def _likelihood_weights(x: LossInput) -> Tensor:
+    """f64[N]: the policy's likelihood of each response per token, relative to its certainty (WPO)."""
+    aligned = require_input(x, "logprobs").double() - require_input(x, "collision", "weighted")
     return (segment_sum(aligned, x.segment, x.sequences) / lengths(x)).exp()
 
 
-def _desensitised(x: LossInput, pairs: Pairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
-    """The log-ratios of winners and losers, [P] each, with ``ld_alpha`` as the weight of every token beyond the length
-    that the two responses share."""
+def _weigh_excess_tokens(x: LossInput, pairs: PreferencePairs, ld_alpha: float) -> tuple[Tensor, Tensor]:
+    """Log-ratios of winners and losers, [P] each; tokens beyond their common length have weight ``ld_alpha``."""
     running = F.pad(token_log_ratios(x).cumsum(0), (1, 0))
     sizes = torch.bincount(x.segment, minlength=x.sequences)
     starts = sizes.cumsum(0) - sizes
@@ -197,29 +194,29 @@ def _desensitised(x: LossInput, pairs: Pairs, ld_alpha: float) -> tuple[Tensor, 
 
 def aot(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
     """Sorted log π_w - log π_l against sorted log π_ref,w - log π_ref,l, by -log σ(β difference)."""
-    pairs, ratios, logprobs = pairs_of(x), log_ratios(x), response_logprobs(x)
+    pairs, ratios, logprobs = read_pairs(x), log_ratios(x), response_logprobs(x)
     policy, reference = (
         pairs.difference(values).sort().values for values in (logprobs, logprobs.detach() - ratios.detach())
     )
-    return _transported(x, pairs, policy - reference, ratios, beta, label_smoothing)
+    return _transport_loss(x, pairs, policy - reference, ratios, beta, label_smoothing)
 
 
 def aot_unpaired(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0) -> LossOutput:
     """Sorted log-ratios of the winners against sorted log-ratios of the losers."""
-    pairs, ratios = pairs_of(x), log_ratios(x)
+    pairs, ratios = read_pairs(x), log_ratios(x)
     winner, loser = (values.sort().values for values in pairs.split(ratios))
-    return _transported(x, pairs, winner - loser, ratios, beta, label_smoothing)
+    return _transport_loss(x, pairs, winner - loser, ratios, beta, label_smoothing)
 
 
-for _transport_loss in (aot, aot_unpaired):
-    _transport_loss.per = "batch"
-    _transport_loss.needs = lambda **_: ("ref",)
+for _loss in (aot, aot_unpaired):
+    _loss.per = "batch"
+    _loss.needs = lambda **_: ("ref",)
 
 
-def _transported(
-    x: LossInput, pairs: Pairs, delta: Tensor, ratios: Tensor, beta: float, label_smoothing: float
+def _transport_loss(
+    x: LossInput, pairs: PreferencePairs, delta: Tensor, ratios: Tensor, beta: float, label_smoothing: float
 ) -> LossOutput:
     check_smoothing(label_smoothing)
     losses = logistic(beta * delta, label_smoothing)
-    stats = compared(x, pairs, losses, beta * ratios).stats
+    stats = compare_responses(x, pairs, losses, beta * ratios).stats
     return LossOutput((losses.sum() / max(1, len(losses)))[None], stats)

@@ -10,11 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coalign.algorithms.comparisons import pairs_of
-from coalign.algorithms.losses.comparison import check_smoothing, compared, lengths, logistic, response_logprobs
+from coalign.algorithms.comparisons import read_pairs
+from coalign.algorithms.losses.comparison import (
+    check_smoothing,
+    compare_responses,
+    lengths,
+    logistic,
+    response_logprobs,
+)
 from coalign.types import LossInput, LossOutput, Stat
 
-LEAST_DOUBT = 1e-6  # of a response's probability: nearer to 1 its odds are rounding, and would overflow
+MIN_DOUBT = 1e-6  # 1 - p is at least this: closer to 1 the odds are rounding error, and would overflow
 
 
 def simpo(
@@ -31,29 +37,29 @@ def simpo(
     ``alpha`` other than 0 bends the reward to (1 - p^-α)/α, where log p is the mean log-prob (AlphaPO, 2501.03884).
     """
     check_smoothing(label_smoothing)
-    pairs, rewards = pairs_of(x), response_logprobs(x) / lengths(x)
+    pairs, rewards = read_pairs(x), response_logprobs(x) / lengths(x)
     if alpha:
         rewards = -torch.expm1(-alpha * rewards) / alpha
     rewards = beta * rewards
-    return compared(x, pairs, logistic(pairs.difference(rewards) - gamma, label_smoothing), rewards, nll_coef)
+    return compare_responses(x, pairs, logistic(pairs.difference(rewards) - gamma, label_smoothing), rewards, nll_coef)
 
 
 def cpo(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0) -> LossOutput:
     """-log σ(β log π_w - β log π_l) + nll_coef · NLL_w (2401.08417), sums over tokens, NLL per token."""
     check_smoothing(label_smoothing)
-    pairs, rewards = pairs_of(x), beta * response_logprobs(x)
-    return compared(x, pairs, logistic(pairs.difference(rewards), label_smoothing), rewards, nll_coef)
+    pairs, rewards = read_pairs(x), beta * response_logprobs(x)
+    return compare_responses(x, pairs, logistic(pairs.difference(rewards), label_smoothing), rewards, nll_coef)
 
 
 def orpo(x: LossInput, *, beta: float = 0.1) -> LossOutput:
     """NLL_w - β log σ(log odds_w - log odds_l) (2403.07691); β is the paper's λ.
 
-    odds = p / (1 - p), and log p is the *mean* log-prob of a response's tokens; NLL_w is -log p of the winner. p is
-    held 1e-6 below 1, where the gradient of its odds is 0.
+    odds = p / (1 - p), where log p is the *mean* log-prob of a response's tokens; NLL_w is -log p of the winner. p is
+    clamped to 1 - 1e-6, where the gradient of its odds is 0.
     """
-    pairs, means = pairs_of(x), response_logprobs(x) / lengths(x)
+    pairs, means = read_pairs(x), response_logprobs(x) / lengths(x)
     log_odds = pairs.difference(_log_odds(means))
-    result = compared(x, pairs, beta * F.softplus(-log_odds), beta * means, nll_coef=1.0)
+    result = compare_responses(x, pairs, beta * F.softplus(-log_odds), beta * means, nll_coef=1.0)
     return LossOutput(result.value, result.stats | {"log_odds": Stat.of(log_odds)})
 
 
@@ -63,5 +69,5 @@ for _loss in (simpo, cpo, orpo):
 
 def _log_odds(logprobs: Tensor) -> Tensor:
     """log(p / (1 - p)) of p = e^logprobs."""
-    held = logprobs.clamp(max=-LEAST_DOUBT)
-    return held - torch.log(-torch.expm1(held))
+    clamped = logprobs.clamp(max=-MIN_DOUBT)
+    return clamped - torch.log(-torch.expm1(clamped))

@@ -1,35 +1,33 @@
-"""Reward models from comparisons.
-
-Process reward models: a language model that judges each step of a solution.
-"""
+"""Losses of reward models, from comparisons, and of process reward models, which judge each step of a solution."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
-from coalign.algorithms.comparisons import pairs_of
+from coalign.algorithms.comparisons import read_pairs
 from coalign.algorithms.losses.comparison import accuracy, logistic, reward_stats
-from coalign.algorithms.traits import column, read
-from coalign.types import LossInput, LossOutput, Stat
+from coalign.algorithms.traits import require_column, require_input
+from coalign.types import LossInput, LossOutput, Stat, Stats
 
 
 def bradley_terry(x: LossInput, *, centre_coef: float = 0.0) -> LossOutput:
-    """-log σ(s_w - s_l - margin), a value per group: the mean over all its pairs (2203.02155 for k > 2).
+    """-log σ(s_w - s_l - margin), one value per group: the mean over its pairs (2203.02155 for k > 2 responses).
 
-    The log-exp form log(1 + e^(s_l - s_w + margin)) is the same number; it is computed by softplus and cannot overflow.
-    ``margin`` is the pair's difference in the column `margin`, where the batch has one (2307.09288).
-    ``centre_coef`` adds that much of (s_w + s_l)², which keeps scores around 0 (2312.09244).
+    Computed by softplus, which cannot overflow. ``margin`` is the pair's difference in the column `margin`, if the
+    batch has one (2307.09288). ``centre_coef`` adds that much of (s_w + s_l)², which keeps scores around 0
+    (2312.09244).
 
-    Reads scores and the column `preference`. Statistics: `accuracy` (ties count half), `margin`, `rewards/chosen`,
-    `rewards/rejected` over pairs; `scores` and `scores_squared`, whose means give mean and variance, over responses.
+    Reads scores and the column `preference`. Statistics over pairs: `accuracy` (ties count half), `margin`,
+    `rewards/chosen`, `rewards/rejected`. Over responses: `scores` and `scores_squared`, which give mean and variance.
     """
-    pairs, scores = pairs_of(x), read(x, "scores").double()
+    pairs, scores = read_pairs(x), require_input(x, "scores").double()
     z = pairs.difference(scores)
     if "margin" in x.columns:
         z = z - pairs.difference(x.columns["margin"])
     losses = logistic(z)
     if centre_coef:
-        losses = losses + centre_coef * sum(pairs.split(scores)).square()
+        losses = losses + centre_coef * torch.stack(pairs.split(scores)).sum(0).square()
     stats = {"scores": Stat.of(scores), "scores_squared": Stat.of(scores.square())}
     return LossOutput(pairs.mean(losses), stats | reward_stats(pairs, scores.detach()))
 
@@ -40,13 +38,13 @@ bradley_terry.per = "group"
 def process_reward(x: LossInput) -> LossOutput:
     """Cross entropy of P(+) with the column `label` at each judged position (2305.20050, 2312.08935).
 
-    P(+) is the softmax over two tokens only: the column `candidates` [T, 2] holds the ids of + and of -. A label is the
-    probability that the step is right: 1 or 0 (hard), or any number between (soft; then the least value is the label's
-    own entropy). Reads candidate_logprobs. ValueError for another number of candidates, or a label outside of [0, 1].
+    P(+) is the softmax over two tokens only: the column `candidates` [T, 2] holds the ids of + and -. A label is the
+    probability that the step is right: 1 or 0 (hard), or between (soft; the minimum of the loss is then the label's own
+    entropy). Reads candidate_logprobs. ValueError for another number of candidates, or a label outside of [0, 1].
 
-    Statistics: `accuracy` (P(+) on the label's side of ½; half right on ½), `nll`, and `positive`, the mean P(+).
+    Statistics: `accuracy` (P(+) on the label's side of ½; exactly ½ counts half), `nll`, and `positive`, the mean P(+).
     """
-    logprobs, label = read(x, "candidate_logprobs").double(), column(x, "label").double()
+    logprobs, label = require_input(x, "candidate_logprobs").double(), require_column(x, "label").double()
     if logprobs.shape[1] != 2:
         raise ValueError(
             f"process_reward compares 2 candidates, + and -; the column `candidates` has {logprobs.shape[1]}"
@@ -56,7 +54,7 @@ def process_reward(x: LossInput) -> LossOutput:
         raise ValueError(f"column `label` holds {worst:g}: a label is the probability that the step is right, 0 to 1")
     z = logprobs[:, 0] - logprobs[:, 1]
     nll = label * F.softplus(-z) + (1 - label) * F.softplus(z)
-    stats = {
+    stats: Stats = {
         "nll": Stat.of(nll),
         "accuracy": accuracy((z * (label - 0.5)).detach()),
         "positive": Stat.of(z.detach().sigmoid()),

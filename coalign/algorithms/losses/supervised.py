@@ -1,10 +1,8 @@
-"""Language modelling.
+"""Supervised losses: language modelling, and distillation from a teacher's log-probs of K candidates per position.
 
-Knowledge distillation from a teacher's log-probs of a few candidate tokens at each position.
-
-Everything outside of the K candidates is one more event, the tail, whose probability is what the candidates leave. So
-with K = V the divergence is exact, and with less it is a lower bound (lumping events never raises an f-divergence) that
-still tells the student how much mass belongs to the candidates.
+In distillation all tokens but the K candidates form one more event, the tail, with the remaining probability. With
+K = V the divergence is exact. With fewer it is a lower bound (merging events never raises an f-divergence), which still
+tells the student how much probability the candidates have together.
 """
 
 from __future__ import annotations
@@ -15,17 +13,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from coalign.algorithms.traits import column, read
-from coalign.types import LossInput, LossOutput, Stat
+from coalign.algorithms.traits import require_column, require_input
+from coalign.types import LossInput, LossOutput, Stat, Stats
 
 
 def sft(x: LossInput) -> LossOutput:
     """Negative log-likelihood of each trained token, in nats. Reads logprobs."""
-    nll = -read(x, "logprobs")
+    nll = -require_input(x, "logprobs")
     return LossOutput(nll, {"nll": Stat.of(nll)})
 
 
-LEAST_TAIL = 1e-6  # below it a tail is the rounding of 1 - Σp in float32, of either sign
+MIN_TAIL = 1e-6  # a smaller tail is the rounding error of 1 - Σp in float32, of either sign
 
 
 def distillation(
@@ -48,22 +46,22 @@ def distillation(
         raise ValueError(f"loss.kd_coef is {kd_coef}: it is the share of distillation, from 0 to 1")
     if divergence == "jsd" and not 0 < jsd_beta < 1:
         raise ValueError(f"loss.jsd_beta is {jsd_beta}: it lies between 0 and 1 (`forward` and `reverse` are its ends)")
-    student = with_tail(read(x, "candidate_logprobs"))
-    teacher = with_tail(column(x, "teacher_logprobs").to(student.device))
+    student = append_tail(require_input(x, "candidate_logprobs"))
+    teacher = append_tail(require_column(x, "teacher_logprobs").to(student.device))
     distance = _divergence(teacher, student, divergence, jsd_beta)
-    nll = -read(x, "logprobs")
-    stats = {"kd": Stat.of(distance), "nll": Stat.of(nll), "teacher_tail": Stat.of(teacher[:, -1].exp())}
+    nll = -require_input(x, "logprobs")
+    stats: Stats = {"kd": Stat.of(distance), "nll": Stat.of(nll), "teacher_tail": Stat.of(teacher[:, -1].exp())}
     return LossOutput((1 - kd_coef) * nll + kd_coef * distance, stats)
 
 
 distillation.needs = lambda **_: ("candidate_logprobs",)
 
 
-def with_tail(logprobs: Tensor) -> Tensor:
-    """f64[T, K + 1]: log-probs [T, K] of some events, and that of all others, held at 1e-6 from below."""
+def append_tail(logprobs: Tensor) -> Tensor:
+    """f64[T, K + 1]: log-probs [T, K] of some events and of all others together, which is at least log 1e-6."""
     logprobs = logprobs.double()
     rest = -torch.expm1(logprobs.logsumexp(1, keepdim=True))
-    return torch.cat([logprobs, rest.clamp(min=LEAST_TAIL).log()], 1)
+    return torch.cat([logprobs, rest.clamp(min=MIN_TAIL).log()], 1)
 
 
 def _divergence(teacher: Tensor, student: Tensor, name: str, beta: float) -> Tensor:

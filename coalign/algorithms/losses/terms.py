@@ -1,4 +1,4 @@
-"""What the losses of a policy share: the ratio, its clipping, and everything that surrounds the surrogate."""
+"""What the losses of a policy share: the clipped ratio, and the terms and weights around the surrogate."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 from coalign.algorithms.importance import MAX_LOG_RATIO, Level, Mode, importance_weights
 from coalign.algorithms.kl import estimate_kl
 from coalign.algorithms.segments import segment_count, segment_sum
-from coalign.algorithms.traits import read
+from coalign.algorithms.traits import require_input
 from coalign.types import Loss, LossInput, LossOutput, Max, Stat, Stats
 
 Surrogate = tuple[Tensor, Tensor, Stats]  # what is differentiated and its ratio, [T] each, and statistics of them
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """e^x with x held within ±20, where the gradient is 0."""
+    """e^x with x clamped to ±20, where the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
-    """(1 - clip_low, 1 + clip_high), of ratios. ValueError for a negative one: the ratio 1 lies between."""
+    """(1 - clip_low, 1 + clip_high). ValueError for a negative setting: the ratio 1 must lie between."""
     if clip_low < 0 or clip_high < 0:
         raise ValueError(f"loss.clip_low is {clip_low} and loss.clip_high is {clip_high}: neither may be below 0")
     return 1.0 - clip_low, 1.0 + clip_high
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Stats]:
-    """max(-ρA, -clip(ρ, low, high) A), and the share of values where the clip holds back (`clip_fraction`)."""
+    """max(-ρA, -clip(ρ, low, high) A), and the share of values that the clip changes (`clip_fraction`)."""
     plain, clipped = -ratio * advantages, -ratio.clamp(low, high) * advantages
     return torch.maximum(plain, clipped), {"clip_fraction": Stat.of(clipped > plain)}
 
@@ -43,7 +43,7 @@ def sequence_mean(x: LossInput, values: Tensor) -> Tensor:
     return (sums / segment_count(x.segment, x.sequences).clamp(min=1))[x.segment].to(values)
 
 
-def surrounded(
+def add_policy_terms(
     x: LossInput,
     surrogate: Tensor,
     ratio: Tensor,
@@ -60,61 +60,62 @@ def surrounded(
     is_high: float = 2.0,
     drift_limit: float | None = None,
 ) -> LossOutput:
-    """weight · surrogate + kl_coef · KL(π‖π_ref) - entropy_coef · entropy, [T], with the statistics of all three.
+    """weight · surrogate + kl_coef · KL(π‖π_ref) - entropy_coef · entropy, [T], with statistics of all three.
 
-    - ``kl_coef`` adds the divergence from the reference as a loss (2402.03300), with ``kl_corrected`` times ρ: then the
-      gradient of k3, too, is that of KL(π‖π_ref), also off policy (2512.02556).
-    - ``entropy_coef`` subtracts the entropy, which ``measure_entropy`` only reports.
-    - ``is_level`` weighs the surrogate, and nothing else, by π_old/π_rollout, with ``is_mode``, ``is_low`` and
-      ``is_high`` (see coalign.algorithms.importance).
-    - ``drift_limit`` lets go of tokens with A < 0 in a sequence whose mean of log π_rollout/π exceeds it: mistakes that
-      the policy would hardly make any more (2512.02556).
+    - ``kl_coef`` adds the divergence from the reference as a loss (2402.03300). ``kl_corrected`` multiplies it by ρ:
+      the gradient of k3 is then that of KL(π‖π_ref), also off policy (2512.02556).
+    - ``entropy_coef`` subtracts the entropy; ``measure_entropy`` only reports it.
+    - ``is_level`` weighs the surrogate alone by π_old/π_rollout, with ``is_mode``, ``is_low`` and ``is_high`` (see
+      coalign.algorithms.importance).
+    - ``drift_limit`` drops tokens with A < 0 in a sequence whose mean of log π_rollout/π exceeds it: mistakes that the
+      policy would hardly make any more (2512.02556).
 
-    Reads rollout if ``is_level`` or ``drift_limit``, ref if ``kl_coef``, entropy if asked for; ValueError if one is
+    Reads rollout if ``is_level`` or ``drift_limit``, ref if ``kl_coef``, entropy if requested; ValueError if one is
     missing.
     """
-    stats = {**stats, "policy_gradient": Stat.of(surrogate), **_ratio_stats(x, ratio)}
+    logprobs, old = require_input(x, "logprobs"), require_input(x, "old")
+    stats = {**stats, "policy_gradient": Stat.of(surrogate), **_ratio_stats(x, logprobs, old, ratio)}
     if is_level != "none":
-        read(x, "rollout", "is_level")
+        require_input(x, "rollout", "is_level")
     if measure_entropy:
-        read(x, "entropy", "measure_entropy")
+        require_input(x, "entropy", "measure_entropy")
     value = surrogate
     if x.rollout is not None:
-        weights, seen = importance_weights(
-            x.old, x.rollout, x.segment, x.sequences, level=is_level, mode=is_mode, low=is_low, high=is_high
+        weights, weight_stats = importance_weights(
+            old, x.rollout, x.segment, x.sequences, level=is_level, mode=is_mode, low=is_low, high=is_high
         )
-        stats |= seen
+        stats |= weight_stats
         value = surrogate * weights.to(surrogate)
     if drift_limit is not None:
-        gone = _drifted(x, drift_limit)
-        stats["drift_fraction"] = Stat.of(gone)
-        value = torch.where(gone, 0.0, value)
+        drifted = _drifted(x, logprobs, drift_limit)
+        stats["drift_fraction"] = Stat.of(drifted)
+        value = torch.where(drifted, 0.0, value)
     if kl_coef:
-        kl = estimate_kl(x.logprobs, read(x, "ref", "kl_coef"), kl_estimator)
-        value = value + kl_coef * (kl * bounded_exp(x.logprobs - x.old) if kl_corrected else kl)
+        kl = estimate_kl(logprobs, require_input(x, "ref", "kl_coef"), kl_estimator)
+        value = value + kl_coef * (kl * bounded_exp(logprobs - old) if kl_corrected else kl)
     if entropy_coef:
-        value = value - entropy_coef * read(x, "entropy", "entropy_coef")
+        value = value - entropy_coef * require_input(x, "entropy", "entropy_coef")
     return LossOutput(value, stats)
 
 
 def policy_loss(surrogate: Callable[..., Surrogate]) -> Loss:
-    """Decorator: a loss of a function ``(x, *, settings) -> Surrogate``, with its settings and those of `surrounded`.
+    """Decorator that makes a loss of ``(x, *, settings) -> Surrogate``: adds `add_policy_terms` and its settings.
 
-    A setting of `surrounded` that the function reads as well is one of its parameters, without a default.
+    A setting of `add_policy_terms` that the function also reads is one of its parameters, without a default.
     """
-    own, shared = signature(surrogate).parameters, signature(surrounded).parameters
+    own, shared = signature(surrogate).parameters, signature(add_policy_terms).parameters
     shared = {name: p for name, p in shared.items() if p.kind is p.KEYWORD_ONLY}
     both = {name: p.default for name, p in shared.items() if name in own}
 
     @wraps(surrogate)
     def loss(x: LossInput, **settings: Any) -> LossOutput:
-        mine = both | {name: value for name, value in settings.items() if name in own or name not in shared}
-        around = {name: value for name, value in settings.items() if name in shared}
-        return surrounded(x, *surrogate(x, **mine), **around)
+        own_settings = both | {name: value for name, value in settings.items() if name in own or name not in shared}
+        shared_settings = {name: value for name, value in settings.items() if name in shared}
+        return add_policy_terms(x, *surrogate(x, **own_settings), **shared_settings)
 
-    loss.__signature__ = Signature(list({**own, **shared}.values()))
-    loss.__annotations__ = get_type_hints(surrounded) | get_type_hints(surrogate) | {"return": LossOutput}
-    loss.needs = policy_needs
+    loss.__signature__ = Signature(list({**own, **shared}.values()))  # pyright: ignore[reportAttributeAccessIssue]
+    loss.__annotations__ = get_type_hints(add_policy_terms) | get_type_hints(surrogate) | {"return": LossOutput}
+    loss.needs = policy_needs  # pyright: ignore[reportAttributeAccessIssue]  (functions take attributes)
     return loss
 
 
@@ -124,23 +125,23 @@ def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, 
 
 
 @torch.no_grad()
-def _drifted(x: LossInput, limit: float) -> Tensor:
-    """bool[T]: tokens to be learned from as mistakes in sequences that the policy has moved away from."""
-    drift = sequence_mean(x, read(x, "rollout", "drift_limit") - x.logprobs)
-    return (x.advantages < 0) & (drift > limit)
+def _drifted(x: LossInput, logprobs: Tensor, limit: float) -> Tensor:
+    """bool[T]: tokens with negative advantage in sequences that have become unlikely under the policy."""
+    drift = sequence_mean(x, require_input(x, "rollout", "drift_limit") - logprobs)
+    return (require_input(x, "advantages") < 0) & (drift > limit)
 
 
 @torch.no_grad()
-def _ratio_stats(x: LossInput, ratio: Tensor) -> Stats:
-    """How far the policy is from the anchor of its ratio (`approx_kl`) and from the reference."""
+def _ratio_stats(x: LossInput, logprobs: Tensor, old: Tensor, ratio: Tensor) -> Stats:
+    """Statistics of the policy's distance from the anchor of its ratio (`approx_kl`) and from the reference."""
     stats: Stats = {
         "ratio": Stat.of(ratio),
-        "approx_kl": Stat.of(estimate_kl(x.old, x.logprobs, "k3")),
-        "approx_kl_k1": Stat.of(x.old - x.logprobs),
-        "logprob": Stat.of(x.logprobs),
+        "approx_kl": Stat.of(estimate_kl(old, logprobs, "k3")),
+        "approx_kl_k1": Stat.of(old - logprobs),
+        "logprob": Stat.of(logprobs),
     }
     if x.ref is not None:
-        stats["kl_ref"] = Stat.of(estimate_kl(x.logprobs, x.ref, "k3"))
+        stats["kl_ref"] = Stat.of(estimate_kl(logprobs, x.ref, "k3"))
     if x.entropy is not None:
         stats["entropy"] = Stat.of(x.entropy)
     if len(ratio):

@@ -18,7 +18,7 @@ from coalign.backends.engines.samples import missing_groups
 from coalign.backends.engines.sampling import Sampling
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
-from coalign.environments.episode import Episode, Log
+from coalign.environments.episode import Episode, EpisodeLog
 from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
 from coalign.roles import Context
@@ -40,10 +40,10 @@ class EnginePolicy:
         self.run = run
         self.tokenizer = tokenizer
         self.loop = loop
-        self.room = min((room for room in (run.room, longest) if room is not None), default=None)
+        self.capacity = min((room for room in (run.room, longest) if room is not None), default=None)
 
     async def respond(
-        self, tokens: list[int], *, group: int, index: int, opening: int, limit: int, stop: tuple[str, ...] | None
+        self, tokens: list[int], *, group: int, index: int, prompt_length: int, limit: int, stop: tuple[str, ...] | None
     ) -> Response:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Response] = loop.create_future()
@@ -53,7 +53,7 @@ class EnginePolicy:
                 answer.set_result(response)
 
         prompt = self.run.submit(
-            Request(tokens, group, first=index, opening=opening, limit=limit, stop=stop),
+            Request(tokens, group, first=index, opening=prompt_length, limit=limit, stop=stop),
             lambda place, response: loop.call_soon_threadsafe(settle, response),
         )
         self.loop.news.set()
@@ -103,7 +103,7 @@ class EpisodeRunner:
         groups = None if enough is None else missing_groups(begun, enough)
         with engine.open(sampling, on_token) as run:
             episodes = self._episodes(begun, sampling, EnginePolicy(run, self.tokenizer, self.loop, self.longest))
-            running = self.loop.start(self.environment, episodes, enough=groups)
+            running = self.loop.start(self.environment, episodes, min_groups=groups)
             try:
                 self._compute(engine, run, running, progress, len(episodes))
             finally:
@@ -169,7 +169,7 @@ def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
             [value for episode in episodes for value in getattr(episode.log, column.name)],
             dtype=TOKEN_COLUMNS[column.name],
         )
-        for column in fields(Log)
+        for column in fields(EpisodeLog)
     }
     sequence: dict[str, Any] = {
         "prompt_length": torch.tensor([e.prompt_length for e in episodes], dtype=torch.int32),

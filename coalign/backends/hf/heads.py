@@ -90,7 +90,7 @@ class LanguageModelHead:
         ``share``: weight [V, H] and bias are a rank's shard of the vocabulary.
         """
         temperature = 1.0 if "plain" in needs else self.temperature
-        logits: dict[str, Any] = {"bias": bias, "temperature": temperature, "share": share, **self.settings}
+        logits: dict[str, Any] = {"bias": bias, "temperature": temperature, "shard": share, **self.settings}
         if "top" in needs:
             vocabulary = share.size if share else len(weight)
             ids, logprobs = top_logprobs(hidden, weight, self.top or vocabulary, **logits)

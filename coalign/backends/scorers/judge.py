@@ -20,7 +20,7 @@ from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import at_their_end, load_template, read_samples
-from coalign.rewards.judge_questions import Judging
+from coalign.rewards.judge_questions import JudgeQuestions
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Status, Total, merge_stats
 
@@ -38,7 +38,7 @@ class JudgeReply(NamedTuple):
     text: str = ""
 
 
-def build_judging(config: ModelConfig, name: str) -> Judging:
+def build_judging(config: ModelConfig, name: str) -> JudgeQuestions:
     """Build what ``models.<name>.judge`` names. ValueError where it is missing, ConfigError for wrong arguments."""
     if config.judge is None:
         raise ValueError(f"models.{name}.judge is missing: what the model is asked (`pointwise`, `pairwise`)")

@@ -14,7 +14,7 @@ from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import at_their_end, read_samples
-from coalign.rewards.calls import Caller, Outcome, RewardFailure, RewardFunction
+from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction, RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Total, merge_stats
 
@@ -37,7 +37,7 @@ class RewardModule(Module):
             raise ValueError("the run names no reward function: add `reward: {fn: …}` to the configuration")
         if context.tokenizer is None:
             raise ValueError("module 'reward' needs the policy's tokenizer to read responses; the context names none")
-        self.caller: Caller | None = None
+        self.caller: RewardCaller | None = None
         self._traced: set[str] = set()  # functions whose traceback has been shown
 
     def setup(self) -> None:
@@ -46,7 +46,7 @@ class RewardModule(Module):
         trust = self.config.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
         self.functions = build_reward_functions(self.context.rewards)
-        self.caller = Caller()
+        self.caller = RewardCaller()
 
     def close(self) -> None:
         if self.caller is not None:
@@ -73,7 +73,7 @@ class RewardModule(Module):
             self._report(function, samples, scored)
         return {**columns, **_stats(self.functions, outcomes)}
 
-    def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[Outcome]) -> None:
+    def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[RewardOutcome]) -> None:
         """Log a function's first failure in this batch, with its traceback the first time."""
         failures = [(s, o) for s, o in zip(samples, scored, strict=True) if isinstance(o, RewardFailure)]
         if not failures:
@@ -111,11 +111,11 @@ def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any]
     return fn, arguments
 
 
-def _value(outcome: Outcome) -> float:
+def _value(outcome: RewardOutcome) -> float:
     return float("nan") if isinstance(outcome, RewardFailure) else outcome["reward"]
 
 
-def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[Outcome]]) -> Stats:
+def _stats(functions: Sequence[RewardFunction], outcomes: Sequence[Sequence[RewardOutcome]]) -> Stats:
     many: list[Stats] = []
     for function, scored in zip(functions, outcomes, strict=True):
         for outcome in scored:

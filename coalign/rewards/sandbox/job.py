@@ -1,7 +1,7 @@
-"""One run of code under test, in a process of its own: limits first, then the code, then what is asked of it.
+"""One run of untrusted code in a process of its own: first the limits, then the code, then the question about it.
 
 A job has ``code`` (Python source) and one of: ``evaluate`` (an expression; the answer is its value as a literal),
-``test`` (statements; the answer is ``token`` if they run to their end), or neither (a program, judged by its output).
+``test`` (statements; the answer is ``token`` if they reach their end), or neither (a program, judged by its output).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/etc/ld.so
 _HELPERS = ("supervisor", "job", "landlock", "rights", "seccomp")
 
 
-def enter(settings: dict[str, Any], *, counted: bool, isolated: bool) -> None:
-    """Take every right away that the job does not need, as far as this kernel can."""
+def apply_limits(settings: dict[str, Any], *, counted: bool, isolated: bool) -> None:
+    """Take away every right that the job does not need, as far as this kernel can."""
     seconds, memory = settings["seconds"], settings["memory_mb"] << 20
     limits = {
         resource.RLIMIT_CPU: int(seconds) + 2,
@@ -34,25 +34,25 @@ def enter(settings: dict[str, Any], *, counted: bool, isolated: bool) -> None:
         resource.RLIMIT_MEMLOCK: 0,
     }
     fork = settings["processes"] > 1
-    if counted:  # besides it there are the supervisor's own processes
+    if counted:  # the supervisor's own processes count too
         limits[resource.RLIMIT_NPROC] = 2 + (settings["processes"] if fork else settings["threads"])
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
     os.chdir(settings["folder"])
     landlock.apply(readable=[*_DEVICES, *settings["readable"]], writable=[settings["folder"]])
     rights.drop_capabilities()
-    # Without a namespace that dies as a whole nothing may be started that could outlive the job.
+    # Only a process namespace dies as a whole; without one, a started process could outlive the job.
     seccomp.apply(fork=fork and isolated and counted, threads=counted, only_itself=not isolated)
 
 
-def perform(job: dict[str, Any], packages: list[str]) -> None:
-    """Run the code as Python would. Ends with the process's end: SystemExit and errors pass through."""
+def run_code(job: dict[str, Any], packages: list[str]) -> None:
+    """Run the code as Python would. The process ends with it: SystemExit and errors are not caught."""
     for name in _HELPERS:
         sys.modules.pop(name, None)
     sys.path[:] = sys.path[1:] + packages
     sys.argv = ["solution.py"]
-    asked = job["evaluate"] or job["test"]
-    module = ModuleType("solution" if asked else "__main__")
+    has_question = job["evaluate"] or job["test"]
+    module = ModuleType("solution" if has_question else "__main__")
     sys.modules[module.__name__] = module
     exec(compile(job["code"], "solution.py", "exec"), module.__dict__)
     if job["evaluate"]:
@@ -78,7 +78,8 @@ def _plain(value: Any) -> Any:
             return kind(map(_plain, value))
     if isinstance(value, (set, frozenset)):
         return set(map(_plain, value))
-    for kind in (bool, int, float, str, bytes):
+    scalars: tuple[Any, ...] = (bool, int, float, str, bytes)
+    for kind in scalars:
         if isinstance(value, kind):
             return kind(value)
     return value.tolist() if hasattr(value, "tolist") else value

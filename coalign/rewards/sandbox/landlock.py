@@ -1,4 +1,4 @@
-"""Landlock: the files that code under test can open. What no rule names cannot be opened, made or removed."""
+"""Landlock: limits the files that untrusted code can open, make or remove to those beneath named paths."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _HANDLED = ((5, 16), (3, 15), (2, 14), (1, 13))  # rights on files: (from versio
 
 
 def apply(*, readable: Iterable[str], writable: Iterable[str]) -> bool:
-    """Allow this thread and all that it starts to open nothing but what lies beneath these paths; False if this kernel
-    cannot. Paths that do not exist are passed over."""
+    """Let this thread, and all that it starts, open only files beneath these paths; False if this kernel cannot.
+
+    Paths that do not exist are skipped.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_CREATE, None, 0, _ASK_VERSION)
     if version < 1:

@@ -1,4 +1,4 @@
-"""What the supervisor gives up before it starts code under test: sight of other processes, networks, capabilities."""
+"""The rights that the supervisor drops before it starts untrusted code: other processes, networks, capabilities."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from pathlib import Path
 _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PID, _NEW_NET = 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _SET_DEATH_SIGNAL = 1
 _CAPABILITIES_V3 = 0x20080522
-_TRANSIENT = range(61184, 65520)  # user ids that systemd sets aside for services of the moment
+_TRANSIENT = range(61184, 65520)  # user ids that systemd reserves for transient services
 
 
-def count_alone() -> bool:
-    """As root: take a real user id that nobody has, so that RLIMIT_NPROC, which spares root and counts by real user
-    id, counts this process and its children only. Files are still opened as before. False without root's rights."""
+def take_own_user_id() -> bool:
+    """As root, take a real user id that nobody has, so that RLIMIT_NPROC counts only this process and its children.
+
+    That limit counts by real user id and spares root. The effective user id, by which files are opened, stays. False
+    without root's rights.
+    """
     if os.geteuid() != 0:
         return False
     try:
@@ -27,7 +30,7 @@ def count_alone() -> bool:
 
 
 def isolate() -> bool:
-    """Namespaces of its own for users, processes to come, network and IPC; False where the system does not allow it."""
+    """Enter new namespaces for users, new processes, network and IPC; False if the system does not allow it."""
     user, group = os.geteuid(), os.getegid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_USER | _NEW_PID | _NEW_NET | _NEW_IPC | _NEW_UTS) != 0:
@@ -39,7 +42,7 @@ def isolate() -> bool:
 
 
 def drop_capabilities() -> None:
-    """Root is then a user like any other; a process in a new user namespace, too."""
+    """Give up all capabilities: root, and a process in a new user namespace, is then an ordinary user."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITIES_V3, 0))
     if libc.capset(header, bytes(24)) != 0:
@@ -47,5 +50,5 @@ def drop_capabilities() -> None:
 
 
 def die_with_parent() -> None:
-    """This process is killed when the one that started it ends."""
+    """Have this process killed when its parent ends."""
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)

@@ -1,9 +1,9 @@
-"""Runs Python that nobody has read: in a process without network, without sight of anything of ours, within limits.
+"""Runs untrusted Python in a limited process: no network, no access to this machine's files, bounded time and memory.
 
-Linux only. What keeps it in, each layer where the kernel has it: Landlock (which files can be opened), a seccomp filter
-(which system calls), namespaces (other processes, network), resource limits, no capabilities, an empty environment, an
-empty folder, and a supervisor that kills it with everything it started. Which of the layers there are differs between
-machines and containers, so nothing is taken for granted: `shortfalls` attacks a sandbox and reports what got through.
+Linux only. The layers, each used where the kernel has it: Landlock (files), a seccomp filter (system calls),
+namespaces (other processes, network), resource limits, no capabilities, an empty environment, an empty folder, and a
+supervisor that kills the job with everything it started. Machines and containers differ in the layers they offer, so
+`find_shortfalls` attacks a sandbox and reports what got through.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -27,19 +27,19 @@ from coalign.rewards.calls import GiveUp
 _SUPERVISOR = str(Path(__file__).parent)
 _THREADS = 32  # of one job
 _PATIENCE = 30.0  # seconds beyond a job's own that the supervisor may take to answer
-_LONGEST = 1 << 20  # bytes of a report beside what the job wrote
+_REPORT_BYTES = 1 << 20  # bytes of a report besides what the job wrote
 
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed, which says nothing about the code in it."""
 
 
-class Unenforceable(GiveUp):
-    """This machine cannot keep a limit that is required."""
+class LimitNotEnforceable(GiveUp):
+    """This machine cannot enforce a limit that is required."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one run of code may use."""
 
     seconds: float = 5.0  # of wall-clock time
@@ -58,7 +58,7 @@ class Limits:
 class SandboxResult:
     """How a run ended: ``exit N``, ``signal N``, or the limit it was killed for: ``seconds``, ``output``, ``files``.
 
-    ``answer`` is the value asked for, as a literal; empty if the code did not get that far.
+    ``answer`` is the requested value as a literal; empty if the code did not get that far.
     """
 
     ended: str
@@ -67,33 +67,36 @@ class SandboxResult:
 
 
 class Sandbox:
-    """One supervisor: runs one piece of code at a time, each in a fresh process. Use as ``async with Sandbox(limits)``.
+    """A supervisor that runs one piece of code at a time, each in a fresh process: ``async with Sandbox(limits)``.
 
     ``packages``: installed packages can be imported; otherwise only the standard library.
     """
 
-    def __init__(self, limits: Limits = Limits(), *, packages: bool = True) -> None:
+    def __init__(self, limits: SandboxLimits = SandboxLimits(), *, packages: bool = True) -> None:
         self.limits = limits
         self.packages = _packages() if packages else []
 
     async def __aenter__(self) -> Self:
         if not sys.platform.startswith("linux"):
-            raise Unenforceable(f"the sandbox needs Linux; this is {sys.platform}")
+            raise LimitNotEnforceable(f"the sandbox needs Linux; this is {sys.platform}")
         async with AsyncExitStack() as opened:
-            own = tempfile.TemporaryDirectory(prefix="coalign-sandbox-", ignore_cleanup_errors=True)
-            folder = opened.enter_context(own)
-            self._process = await asyncio.create_subprocess_exec(
+            folder = opened.enter_context(
+                tempfile.TemporaryDirectory(prefix="coalign-sandbox-", ignore_cleanup_errors=True)
+            )
+            process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-s", "-S", "-X", "utf8", _SUPERVISOR),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 cwd=folder,
                 env=_environment(folder),
                 start_new_session=True,
-                limit=_LONGEST + 6 * 2 * (self.limits.output_kb << 10),  # JSON writes some characters as six
+                limit=_REPORT_BYTES + 6 * 2 * (self.limits.output_kb << 10),  # JSON writes some characters as six
             )
+            assert process.stdin is not None and process.stdout is not None  # both are pipes
+            self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
             opened.push_async_callback(self._end)
-            places = {"folder": folder, "packages": self.packages, "readable": [*_runtime(), *self.packages]}
-            await self._send(asdict(self.limits) | places | {"threads": _THREADS})
+            paths = {"folder": folder, "packages": self.packages, "readable": [*_runtime(), *self.packages]}
+            await self._send(asdict(self.limits) | paths | {"threads": _THREADS})
             self._opened = opened.pop_all()
         return self
 
@@ -103,13 +106,15 @@ class Sandbox:
     async def run(
         self, code: str, *, stdin: str = "", evaluate: str = "", test: str = "", token: str = ""
     ) -> SandboxResult:
-        """Run ``code`` (Python source), then get the value of the expression ``evaluate``, or run the statements
-        ``test`` and get ``token`` if they come to their end. With neither, the code is a program of its own
-        (``__main__``). Raises SandboxError if the supervisor does not answer."""
+        """Run ``code`` (Python source), then evaluate an expression or run the statements ``test``.
+
+        The answer is the value of ``evaluate``, or ``token`` if the statements reach their end. With neither, the code
+        is a program of its own (``__main__``). Raises SandboxError if the supervisor does not answer.
+        """
         task = {"code": code, "stdin": stdin, "evaluate": evaluate, "test": test, "token": token}
         await self._send(task)
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), self.limits.seconds + _PATIENCE)
+            line = await asyncio.wait_for(self._stdout.readline(), self.limits.seconds + _PATIENCE)
         except TimeoutError:
             raise SandboxError("the sandbox's supervisor does not answer") from None
         if not line.endswith(b"\n"):
@@ -117,8 +122,8 @@ class Sandbox:
         return SandboxResult(**json.loads(line))
 
     async def _end(self) -> None:
-        """The end of its input makes the supervisor end, once nothing of a job is left."""
-        self._process.stdin.close()
+        """Close the supervisor's input, which makes it end once the job is gone; kill it if it does not."""
+        self._stdin.close()
         try:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _PATIENCE)
@@ -127,16 +132,16 @@ class Sandbox:
                 self._process.kill()
                 await asyncio.shield(self._process.wait())
 
-    async def _send(self, message: dict[str, object]) -> None:
+    async def _send(self, message: Mapping[str, object]) -> None:
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            await self._process.stdin.drain()
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+            await self._stdin.drain()
         except ConnectionError:
             raise SandboxError("the sandbox's supervisor has ended unexpectedly; its errors are on stderr") from None
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """All that code sees of it. A fixed hash seed makes the order of sets, and with it a reward, repeatable."""
+    """The environment variables of the code. A fixed hash seed makes the order of sets, and so a reward, repeatable."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     # One arena, because each more of them takes 64 MB of address space.
     return {"HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1", **one_thread}
@@ -144,7 +149,6 @@ def _environment(folder: str) -> dict[str, str]:
 
 @cache
 def _runtime() -> list[str]:
-    """What Python itself reads."""
     paths = sysconfig.get_paths()
     own = {sys.executable, os.path.realpath(sys.executable), paths["stdlib"], paths["platstdlib"]}
     libraries = sysconfig.get_config_var("LIBDIR") or paths["stdlib"]
@@ -157,11 +161,11 @@ def _packages() -> list[str]:
     return list(dict.fromkeys([paths["purelib"], paths["platlib"]]))
 
 
-# What must hold, each with code whose function `held` attacks it, and what this kernel would need.
+# The limits by name: code whose function `is_limited` attacks the limit, and what the machine needs to enforce it.
 _ATTACKS = {
     "network": (
         """
-def held():
+def is_limited():
     import socket
     for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
         for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
@@ -176,7 +180,7 @@ def held():
     ),
     "files": (
         """
-def held():
+def is_limited():
     for path, mode in ((PATH, "r"), (PATH, "a"), (PATH + ".new", "w"), ("/proc/self/environ", "r")):
         try:
             open(path, mode)
@@ -189,7 +193,7 @@ def held():
     ),
     "memory": (
         """
-def held():
+def is_limited():
     try:
         bytearray(MEMORY * 2**20)
     except MemoryError:
@@ -200,7 +204,7 @@ def held():
     ),
     "processes": (
         """
-def held():
+def is_limited():
     import os, time
     for started in range(PROCESSES + 1):
         try:
@@ -218,37 +222,39 @@ REQUIREMENTS = tuple(_ATTACKS)
 
 
 @cache
-def shortfalls(processes: int = 1) -> dict[str, str]:
-    """Which of REQUIREMENTS a sandbox on this machine does not keep, and what would be needed; found out by attacking
-    one. Takes part of a second, the first time."""
+def find_shortfalls(processes: int = 1) -> dict[str, str]:
+    """The REQUIREMENTS that a sandbox on this machine does not enforce, each with what it would need.
+
+    Attacks a sandbox to find out, which takes part of a second, the first time.
+    """
     return asyncio.run(_shortfalls(processes))
 
 
 async def _shortfalls(processes: int) -> dict[str, str]:
-    generous = Limits(seconds=20.0, memory_mb=256, processes=processes)
+    generous = SandboxLimits(seconds=20.0, memory_mb=256, processes=processes)
     with tempfile.NamedTemporaryFile(prefix="coalign-secret-") as secret:
-        given = f"PATH, MEMORY, PROCESSES = {secret.name!r}, {generous.memory_mb}, {processes}"
+        constants = f"PATH, MEMORY, PROCESSES = {secret.name!r}, {generous.memory_mb}, {processes}"
         missing = {}
-        async with Sandbox(generous) as sandbox, Sandbox(Limits(seconds=0.2)) as short:
+        async with Sandbox(generous) as sandbox, Sandbox(SandboxLimits(seconds=0.2)) as short:
             for name, (attack, needed) in _ATTACKS.items():
                 if name == "time":
                     kept = (await short.run(attack)).ended == "seconds"
                 else:
-                    kept = (await sandbox.run(given + attack, evaluate="held()")).answer == "True"
+                    kept = (await sandbox.run(constants + attack, evaluate="is_limited()")).answer == "True"
                 if not kept:
                     missing[name] = needed
     return missing
 
 
-def demand(requirements: Collection[str], processes: int = 1) -> None:
-    """Raise Unenforceable if this machine does not keep one of ``requirements``; ValueError for an unknown one."""
+def require_limits(requirements: Collection[str], processes: int = 1) -> None:
+    """Raise LimitNotEnforceable for a requirement that this machine does not enforce, ValueError for an unknown one."""
     if unknown := [name for name in requirements if name not in REQUIREMENTS]:
         raise ValueError(f"require: there is no '{unknown[0]}'; there are {', '.join(REQUIREMENTS)}")
-    missing = {name: why for name, why in shortfalls(processes).items() if name in requirements}
+    missing = {name: why for name, why in find_shortfalls(processes).items() if name in requirements}
     if missing:
         why = "; ".join(f"{name} (needs {needed})" for name, needed in missing.items())
         left = [name for name in requirements if name not in missing]
-        raise Unenforceable(
+        raise LimitNotEnforceable(
             f"code from a model is not run: on this machine the sandbox cannot limit {why}. To run it all the same, on "
             f"a machine that may be lost, ask for less: `require: [{', '.join(left)}]`"
         )

@@ -1,7 +1,7 @@
-"""A seccomp filter: the system calls that code under test is refused.
+"""A seccomp filter: the system calls that untrusted code is refused.
 
-It names what is refused, not what is allowed, because compiled packages use a wide and changing choice of harmless
-calls; calls newer than this table are refused, so a new one is never allowed unread.
+It lists refused calls, not allowed ones, because compiled packages use a wide and changing set of harmless calls. Calls
+newer than this table are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import struct
 
 # name:number on x86_64:number on aarch64. Sockets and what works on them, other processes and their memory, keys,
-# mounts, namespaces, clocks, modules, memory that no limit counts, metadata of files (Landlock does not watch over it).
+# mounts, namespaces, clocks, modules, memory that no limit counts, metadata of files (which Landlock does not guard).
 _REFUSED = """
 accept:43:202 accept4:288:242 acct:163:89 add_key:248:217 adjtimex:159:171 bind:49:200 bpf:321:280 chmod:90:-
 chown:92:- chroot:161:51 clock_adjtime:305:266 clock_settime:227:112 connect:42:203 create_module:174:-
@@ -36,7 +36,7 @@ setuid:105:146 setxattr:188:5 shmat:30:196 shmget:29:194 socket:41:198 swapoff:1
 tkill:200:130 truncate:76:45 umount2:166:39 unshare:272:97 uselib:134:- userfaultfd:323:282 ustat:136:- utime:132:-
 utimensat:280:88 utimes:235:- vhangup:153:58 vserver:236:-
 """
-_JUDGED = {  # allowed depending on arguments: (number on x86_64, on aarch64)
+_CONDITIONAL = {  # allowed depending on arguments: (number on x86_64, on aarch64)
     "clone": (56, 220),
     "clone3": (435, 435),
     "fork": (57, None),
@@ -60,9 +60,9 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 
 def apply(*, fork: bool, threads: bool, only_itself: bool) -> bool:
-    """Put the filter on this thread and all that it starts; False on a machine that has none.
+    """Install the filter for this thread and all that it starts; False on a machine without one.
 
-    ``fork``: may start processes; ``threads``: may start threads; ``only_itself``: may send signals to no others.
+    ``fork``: may start processes; ``threads``: may start threads; ``only_itself``: may send signals to itself only.
     """
     machine = os.uname().machine
     if machine not in _MACHINES:
@@ -102,7 +102,7 @@ def _program(column: int, arch: int, *, fork: bool, threads: bool, only_itself: 
         if number != "-":
             code += _if(_EQUAL, int(number), _refuse(errno.EPERM))
     for name, rule in rules.items():
-        number = _JUDGED[name][column]
+        number = _CONDITIONAL[name][column]
         if number is not None:
             code += [(_EQUAL, 0, len(rule), number), *rule]
     return [*code, _allow()]

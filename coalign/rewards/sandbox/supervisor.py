@@ -1,9 +1,8 @@
-"""The trusted process around code under test: runs one job at a time, each in a fresh child, and ends it.
+"""The trusted process around untrusted code: runs one job at a time, each in a fresh child, and ends it.
 
-It is started for one sample and speaks JSON lines: first the settings, then for each job a line in and a report out.
-The end of its input is its own end, also in the middle of a job. Where the system allows it, it is process 1 of a
-namespace, which dies as a whole. Nothing of a job is in its memory before the job arrives, and it is told no right
-answers.
+It serves one sample and speaks JSON lines: first the settings, then for each job a line in and a report out. It ends
+when its input ends, even during a job. Where the system allows it, it is process 1 of a namespace, which dies as a
+whole. Nothing of a job is in its memory before the job arrives, and it never learns the right answers.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import job
 import rights
 from job import ANSWER
 
-_LOOK = 0.05  # seconds between looks at the folder
-_FILES = 256  # that a job may have
-_NOWHERE = ANSWER + 1
+_POLL = 0.05  # seconds between checks of the folder
+_FILES = 256  # the most that a job may have
+_NULL = ANSWER + 1
 _CALLER = 0  # the file descriptor of its orders
 
 
@@ -32,7 +31,7 @@ def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
     Path("/proc/self/oom_score_adj").write_text("1000")
     root = os.geteuid() == 0
-    alone = rights.count_alone()
+    alone = rights.take_own_user_id()
     isolated = rights.isolate()
     rights.die_with_parent()
     if isolated and (first := os.fork()):
@@ -55,9 +54,9 @@ def _run(task: dict[str, Any], settings: dict[str, Any], *, counted: bool, isola
     child = os.fork()
     if not child:
         _connect(stdin, output[1], answer[1])
-        job.enter(settings, counted=counted, isolated=isolated)
-        os.dup2(_NOWHERE, 2)  # until here errors are ours, and to be seen
-        job.perform(task, settings["packages"])
+        job.apply_limits(settings, counted=counted, isolated=isolated)
+        os.dup2(_NULL, 2)  # until here errors are the supervisor's, and shown
+        job.run_code(task, settings["packages"])
         sys.exit()
     for end in (stdin, output[1], answer[1]):
         os.close(end)
@@ -72,24 +71,24 @@ def _run(task: dict[str, Any], settings: dict[str, Any], *, counted: bool, isola
 
 
 def _connect(stdin: int, output: int, answer: int) -> None:
-    """Make these the only open files of this process, besides stderr and one to nowhere."""
+    """Make these the only open files of this process, besides stderr and the null device."""
     for source, target in ((stdin, 0), (output, 1), (answer, ANSWER)):
         os.dup2(source, target)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), _NOWHERE)
-    os.closerange(_NOWHERE + 1, os.sysconf("SC_OPEN_MAX"))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _NULL)
+    os.closerange(_NULL + 1, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)
 
 
 def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any]) -> str | None:
-    """Read what the job writes until it ends; or the name of the limit that it broke."""
+    """Read what the job writes until it ends; the name of the limit that it broke, if any."""
     most, deadline = settings["output_kb"] << 10, time.monotonic() + settings["seconds"]
     end, reading = os.pidfd_open(child), list(written)
     try:
         while True:
             left = deadline - time.monotonic()
-            ready, _, _ = select.select([end, _CALLER, *reading], [], [], max(0.0, min(_LOOK, left)))
-            if _CALLER in ready:  # it sends nothing while a job runs, so it has closed, or died
+            ready, _, _ = select.select([end, _CALLER, *reading], [], [], max(0.0, min(_POLL, left)))
+            if _CALLER in ready:  # the caller sends nothing while a job runs, so it has closed or died
                 return "abandoned"
             for source in set(ready) - {end}:
                 data = os.read(source, 1 << 16)
@@ -102,15 +101,15 @@ def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any]) 
                 return None
             if left <= 0:
                 return "seconds"
-            if _crowded(settings["folder"], settings["file_mb"] << 20):
+            if _is_over_limit(settings["folder"], settings["file_mb"] << 20):
                 return "files"
     finally:
         os.close(end)
 
 
 def _end(child: int, isolated: bool) -> str:
-    """Kill the job with everything that it started, and wait until it is gone."""
-    os.kill(child, signal.SIGKILL)  # not waited for yet, so the number is still its own
+    """Kill the job with everything that it started, and wait until all of it is gone."""
+    os.kill(child, signal.SIGKILL)  # not waited for yet, so its number is not reused
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with suppress(ProcessLookupError, ChildProcessError):
         while isolated:  # process 1 inherits, and may kill, all others of its namespace
@@ -119,7 +118,7 @@ def _end(child: int, isolated: bool) -> str:
     return f"exit {status}" if status >= 0 else f"signal {-status}"
 
 
-def _crowded(folder: str, most: int) -> bool:
+def _is_over_limit(folder: str, most: int) -> bool:
     files = total = 0
     for entry in os.scandir(folder):
         files += 1

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from coalign.rewards.threads import MAX_HUNG, OutOfTime, ThreadPool, TooManyHung
+from coalign.threads import MAX_HUNG, CallTimeout, ThreadPool, TooManyHung
 
 
 def run(call, arguments, seconds=5.0):
@@ -40,7 +40,7 @@ def test_after_a_hang_the_other_calls_are_still_made_and_a_late_result_is_ignore
         return i
 
     results = run(call, range(40), seconds=0.2)
-    late = [i for i, (_, error) in enumerate(results) if isinstance(error, OutOfTime)]
+    late = [i for i, (_, error) in enumerate(results) if isinstance(error, CallTimeout)]
     release.set()
     assert late == [0, 10, 20, 30]
     assert all(results[i] == (i, None) for i in range(40) if i % 10)

@@ -1,0 +1,205 @@
+"""The package's threads: workers with a deadline for each call, and event loops that run in a thread of their own.
+
+All of them are daemons. Python cannot stop a thread, so one that hangs is left behind and ends with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+CallResult = tuple[Any, BaseException | None]  # what a call returned, or what it raised
+
+_THREADS = min(32, (os.cpu_count() or 1) + 4)  # enough to overlap some waiting
+MAX_HUNG = 16  # threads that missed their deadline and still run
+
+
+class CallTimeout(Exception):
+    """A call missed the pool's deadline. The function's own TimeoutError is another exception."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no answer within {seconds:g} s")
+
+
+class TooManyHung(RuntimeError):
+    """More than MAX_HUNG threads missed their deadline and still run."""
+
+
+def start_thread(task: Callable[[], Any], name: str) -> threading.Thread:
+    """Run ``task`` in a new daemon thread, which does not keep the process from ending."""
+    thread = threading.Thread(target=task, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _call(function: Callable[[], Any]) -> CallResult:
+    try:
+        return function(), None
+    except BaseException as error:  # SystemExit too: a user's function cannot end the run by calling exit()
+        return None, error
+
+
+async def call_in_thread(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a plain function in a thread of its own; return or raise what it does.
+
+    If the waiting task is cancelled, the thread goes on and its result is ignored.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if result.done():
+            return  # cancelled
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(RuntimeError("StopIteration") if isinstance(error, StopIteration) else error)
+
+    def work() -> None:
+        outcome = _call(partial(function, *arguments, **keywords))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    start_thread(work, f"call:{getattr(function, '__name__', '')}")
+    return await result
+
+
+class EventLoopThread:
+    """An asyncio event loop that runs in a thread until ``close``, so clients opened on it survive between calls."""
+
+    def __init__(self, name: str) -> None:
+        self.events = asyncio.new_event_loop()
+        self._thread = start_thread(self._run, name)
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Start a coroutine on the loop, from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.events)
+
+    def call_soon(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a function on the loop, from any thread."""
+        self.events.call_soon_threadsafe(function, *arguments)
+
+    def is_blocked(self, seconds: float) -> bool:
+        """Whether some coroutine keeps the loop from running anything else for ``seconds`` from now."""
+        alive = threading.Event()
+        self.call_soon(alive.set)
+        return not alive.wait(seconds)
+
+    def format_stack(self) -> str:
+        """Where the loop's thread is at the moment, as a traceback's text."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else ""
+
+    def close(self) -> None:
+        """Stop the loop. Tasks that still run are abandoned."""
+        self.call_soon(self.events.stop)
+
+    def _run(self) -> None:
+        self.events.run_forever()
+        self.events.run_until_complete(asyncio.sleep(0))  # tasks cancelled last get to see it
+        self.events.close()
+
+
+class ThreadPool:
+    """Runs plain functions in a few threads, with a deadline for each call. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(_THREADS)
+        self._hung: list[threading.Thread] = []
+
+    async def run(self, call: Callable[[Any], Any], arguments: Sequence[Any], seconds: float) -> list[CallResult]:
+        """The result of every call, in order; a call that takes longer than ``seconds`` has raised CallTimeout.
+
+        A thread that hangs is abandoned, and another one makes the remaining calls. Raises TooManyHung (in an
+        ExceptionGroup) when more than MAX_HUNG threads hang.
+        """
+        work = _SharedCalls(call, deque(enumerate(arguments)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(_THREADS, len(arguments))):
+                group.create_task(self._work_off(work, seconds))
+        return [work.results[position] for position in range(len(arguments))]
+
+    async def _work_off(self, work: _SharedCalls, seconds: float) -> None:
+        async with self._free:
+            while work.todo:
+                await self._run_worker(work, seconds)
+
+    async def _run_worker(self, work: _SharedCalls, seconds: float) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        worker = _Worker(work, lambda: loop.call_soon_threadsafe(ended.set), since=time.monotonic())
+        thread = start_thread(worker.run, "pool")
+        try:
+            while not ended.is_set():
+                left = worker.since + seconds - time.monotonic()
+                try:
+                    await asyncio.wait_for(ended.wait(), max(left, 0.001))
+                except TimeoutError:
+                    if worker.abandon_after(seconds):
+                        work.results[worker.position] = None, CallTimeout(seconds)
+                        self._count_hung(thread)
+                        return
+        finally:
+            worker.abandoned = True  # if this task was cancelled, nobody waits for the thread any more
+
+    def _count_hung(self, thread: threading.Thread) -> None:
+        self._hung = [*(t for t in self._hung if t.is_alive()), thread]
+        if len(self._hung) > MAX_HUNG:
+            raise TooManyHung(f"{len(self._hung)} threads did not return in time and still run")
+
+
+@dataclass
+class _SharedCalls:
+    """Calls that several threads take from: those still to make, and the results by position."""
+
+    call: Callable[[Any], Any]
+    todo: deque[tuple[int, Any]]
+    results: dict[int, CallResult] = field(default_factory=dict)
+
+
+@dataclass
+class _Worker:
+    """One thread's work. ``position`` and ``since`` are those of its current call; all fields are under ``lock``."""
+
+    work: _SharedCalls
+    report_end: Callable[[], Any]
+    since: float
+    position: int = -1
+    abandoned: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self) -> None:
+        result: CallResult | None = None
+        while (job := self._next(result)) is not None:
+            result = _call(partial(self.work.call, *job))
+        if not self.abandoned:
+            self.report_end()
+
+    def abandon_after(self, seconds: float) -> bool:
+        """Abandon the thread if its current call has taken ``seconds``; whether it has."""
+        with self.lock:
+            self.abandoned = time.monotonic() - self.since >= seconds
+            return self.abandoned
+
+    def _next(self, result: CallResult | None) -> tuple[Any] | None:
+        """Store the last call's result; the argument of the next call, None at the end."""
+        with self.lock:
+            if self.abandoned:
+                return None
+            if result is not None:
+                self.work.results[self.position] = result
+            try:
+                self.position, argument = self.work.todo.popleft()
+            except IndexError:
+                return None
+            self.since = time.monotonic()
+            return (argument,)
