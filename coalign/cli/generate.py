@@ -143,7 +143,7 @@ def chat(
     device: Device = "cpu",
 ):
     """Talk to a model in the terminal. /reset, /save FILE and /quit; Ctrl-C stops an answer."""
-    from coalign.commands.chat import ChatSettings
+    from coalign.commands.chat import ChatSettings, read_typed_lines
     from coalign.commands.chat import chat as talk
     from coalign.config.schema import SamplingConfig
     from coalign.report.display import Display

@@ -1,8 +1,5 @@
 """Distillation from a teacher: on the responses of a data set, or on the student's own."""
 
-on_policy_distillation
-"""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
