@@ -72,8 +72,8 @@ def told(problem: Exception) -> str:
     """The problem in our words: settings that came from options are validated as those of a YAML are."""
     from pydantic import ValidationError
 
-    from coalign.config.errors import dotted, readable
+    from coalign.config.errors import describe_error, format_key
 
     if not isinstance(problem, ValidationError):
         return str(problem)
-    return "\n".join(": ".join(filter(None, (dotted(e["loc"]), readable(e)))) for e in problem.errors())
+    return "\n".join(": ".join(filter(None, (format_key(e["loc"]), describe_error(e)))) for e in problem.errors())

@@ -24,7 +24,7 @@ def build(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the tokenizer.")] = False,
 ):
     """Tokenise documents, each with an end-of-sequence token. A build that was killed goes on where it stopped."""
-    from coalign.data.indexed.build import Plan
+    from coalign.data.indexed.build import BuildPlan
     from coalign.data.indexed.build import build as write
     from coalign.data.sources import open_rows
     from coalign.report.display import Display
@@ -32,7 +32,7 @@ def build(
     if missing not in ("error", "drop"):
         raise typer.BadParameter(f"'{missing}': expected error or drop", param_hint="--missing")
     display = Display()
-    plan = Plan(
+    plan = BuildPlan(
         tuple(inputs),
         tokenizer,
         text_key=key,
@@ -52,11 +52,11 @@ def merge(
     output: Prefix,
 ):
     """Put the documents of several datasets one after the other."""
-    from coalign.data.indexed import Indexed
+    from coalign.data.indexed import IndexedTokens
     from coalign.data.indexed.build import join
     from coalign.report.display import Display
 
-    datasets = [Indexed(_prefix(path)) for path in prefixes]
+    datasets = [IndexedTokens(_prefix(path)) for path in prefixes]
     join(datasets, output)
     documents, tokens = sum(map(len, datasets)), sum(each.tokens for each in datasets)
     Display().note(f"{documents:,} documents, {tokens:,} tokens -> {output}.bin, {output}.idx")
@@ -71,10 +71,10 @@ def inspect(
     """What an indexed dataset holds."""
     import numpy as np
 
-    from coalign.data.indexed import Indexed
+    from coalign.data.indexed import IndexedTokens
     from coalign.report.display import Display
 
-    display, data = Display(), Indexed(_prefix(prefix))
+    display, data = Display(), IndexedTokens(_prefix(prefix))
     sizes = np.diff(data.ends)
     numbers = {"documents": len(data), "sequences": len(data.lengths), "tokens": data.tokens}
     if len(data):
@@ -91,6 +91,6 @@ def inspect(
 
 
 def _prefix(path: Path) -> Path:
-    from coalign.data.indexed import prefix_of
+    from coalign.data.indexed import find_prefix
 
-    return prefix_of(path) or path
+    return find_prefix(path) or path

@@ -95,6 +95,6 @@ def schema():
     """Print the JSON Schema of the YAML, for editors."""
     import json
 
-    from coalign.config.export import json_schema
+    from coalign.config.export import build_json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=1))
+    typer.echo(json.dumps(build_json_schema(), indent=1))

@@ -36,12 +36,12 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
 
 def inspect(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
     """Show the first rows of the training data as the trainer will see them."""
-    from coalign.commands.inspect_data import describe, groups
+    from coalign.commands.inspect_data import describe, split_groups
     from coalign.launch.build import load_tokenizer, loader, recipe
 
     tokenizer = load_tokenizer(config)
     data = loader(config, recipe(config.algorithm), tokenizer, "train")
-    drawn = list(islice((group for _ in count() for group in groups(data.next())), rows))
+    drawn = list(islice((group for _ in count() for group in split_groups(data.next())), rows))
     display.show(data.report())  # a stream knows only of rows that were drawn
     for group in drawn:
         display.show(describe(group, tokenizer, tokens=tokens))

@@ -19,7 +19,7 @@ TRAINED = "bold green"
 JUDGED = "bold magenta"
 
 
-def groups(batch: Batch) -> Iterator[list[dict[str, Any]]]:
+def split_groups(batch: Batch) -> Iterator[list[dict[str, Any]]]:
     """The sequences of each drawn row."""
     for _, drawn in groupby(batch.rows(), key=lambda row: int(row["group"])):
         yield list(drawn)

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from coalign.commands.stages import KINDS, trains_a_policy
-from coalign.config.errors import Key, dotted
-from coalign.config.introspect import changes_results, input_at
+from coalign.config.errors import Key, format_key
+from coalign.config.introspect import find_input, is_result_relevant
 from coalign.config.pipelines import PipelineFile
 from coalign.config.schema import Section
 from coalign.engine.hooks.run_folder import lock
@@ -42,12 +42,12 @@ def fingerprint_settings(settings: Section) -> dict[str, Any]:
     and of a function of one's own its source, too."""
     found: dict[str, Any] = {}
     for key, value in _leaves(settings.model_dump(mode="json"), ()):
-        if not changes_results(key, type(settings)):
+        if not is_result_relevant(key, type(settings)):
             continue
-        is_input = value is not None and input_at(key, type(settings)) is not None
-        found[dotted(key)] = fingerprint_path(value) if is_input else value
+        is_input = value is not None and find_input(key, type(settings)) is not None
+        found[format_key(key)] = fingerprint_path(value) if is_input else value
         if isinstance(value, str) and ":" in value and key[-1] in ("fn", "algorithm", "module"):
-            found[f"{dotted(key)} (source)"] = fingerprint_code(value)
+            found[f"{format_key(key)} (source)"] = fingerprint_code(value)
     return found
 
 

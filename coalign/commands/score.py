@@ -13,7 +13,7 @@ from coalign.commands import pipeline
 from coalign.commands.judges import Judge, JudgedResponse, Verdict, open_judge
 from coalign.commands.resumable import Partial, Record
 from coalign.config.schema import ScoreConfig, SourceConfig
-from coalign.data.messages import Message, as_response
+from coalign.data.messages import Message, parse_response
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, FileRows, open_rows
 from coalign.report.display import Display
@@ -80,7 +80,7 @@ class ScoreRow:
         data, key = self.config.data, self.config.response_key
         if self.reader.has(row, key):
             said = row[key]
-            answer = [{"role": "assistant", "content": said}] if isinstance(said, str) else as_response(said, key)
+            answer = [{"role": "assistant", "content": said}] if isinstance(said, str) else parse_response(said, key)
             return {"": (self.reader.prompt(row), answer)}
         if self.reader.has(row, data.chosen_key):
             said = {name: self.reader.value(row, name) for name in (data.chosen_key, data.rejected_key)}

@@ -32,7 +32,7 @@ class ConfigLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong: the key, what a person can do about it, and the place if it is known."""
 
     key: Key
@@ -40,13 +40,13 @@ class Problem:
     place: ConfigLocation | None = None
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (str(self.place or ""), dotted(self.key), self.message) if part)
+        return ": ".join(part for part in (str(self.place or ""), format_key(self.key), self.message) if part)
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. Its text has one line for each problem; ``problems`` holds them."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[ConfigProblem]) -> None:
         self.problems = tuple(problems)
         super().__init__(self.problems)
 
@@ -62,17 +62,17 @@ class Conflict(ValueError):
         self.key, self.message = key, message
 
 
-def dotted(key: Key) -> str:
+def format_key(key: Key) -> str:
     """The key as a person writes it: ``data.train[0].path``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
 
 
-def undotted(text: str) -> Key:
+def parse_key(text: str) -> Key:
     """The key that a person wrote: ``data.train[0].path`` or ``data.train.0.path``."""
     return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", text))
 
 
-def near(name: str, names: Iterable[str], shown: int = 12) -> str:
+def suggest(name: str, names: Iterable[str], format_value: int = 12) -> str:
     """The end of a sentence about an unknown ``name``: the nearest of ``names``, or else what there is."""
     names = list(names)
     by_lower = {n.lower(): n for n in names}
@@ -80,7 +80,7 @@ def near(name: str, names: Iterable[str], shown: int = 12) -> str:
         return f"; did you mean '{by_lower[match[0]]}'?"
     if not names:
         return ""
-    return "; there are: " + ", ".join(names[:shown]) + (", …" if len(names) > shown else "")
+    return "; there are: " + ", ".join(names[:format_value]) + (", …" if len(names) > format_value else "")
 
 
 _WANTED = {
@@ -99,7 +99,7 @@ _LIMITS = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "of at 
 _LIMITS |= {"less_than": ("lt", "below"), "less_than_equal": ("le", "of at most")}
 
 
-def readable(error: Any) -> str:
+def describe_error(error: Any) -> str:
     """A pydantic error (an entry of ``ValidationError.errors()``) in our words: the value, and what would be right."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "missing":
@@ -109,21 +109,21 @@ def readable(error: Any) -> str:
         return cause.message if isinstance(cause, Conflict) else str(cause)
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", context["expected"])
-        return f"is {shown(value)}; expected {' | '.join(options)}{_nearest(value, options)}"
+        return f"is {format_value(value)}; expected {' | '.join(options)}{_nearest(value, options)}"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        return f"is {shown(value)}; expected a number {words} {context[name]:g}"
+        return f"is {format_value(value)}; expected a number {words} {context[name]:g}"
     if kind in ("too_long", "too_short"):
         wanted = context.get("max_length", context.get("min_length"))
-        return f"is {shown(value)}; expected a list of {wanted}"
+        return f"is {format_value(value)}; expected a list of {wanted}"
     if kind == "missing_tuple":
         return "missing"
     if kind in _WANTED:
-        return f"is {shown(value)}; expected {_WANTED[kind]}{_quoted_number(kind, value)}"
-    return f"is {shown(value)}; {error['msg'][0].lower()}{error['msg'][1:]}"
+        return f"is {format_value(value)}; expected {_WANTED[kind]}{_quoted_number(kind, value)}"
+    return f"is {format_value(value)}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as YAML would show it, cut to a line."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
@@ -141,14 +141,14 @@ def _quoted_number(kind: str, value: Any) -> str:
     return ""
 
 
-class Places:
+class KeyLocations:
     """Key -> ConfigLocation. Two of them are always equal: where a value was written is not part of the value."""
 
     def __init__(self, known: Mapping[Key, ConfigLocation]) -> None:
         self._known = dict(known)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Places)
+        return isinstance(other, KeyLocations)
 
     __hash__ = None
 
@@ -156,7 +156,7 @@ class Places:
         """``key`` was written at ``place``."""
         self._known[key] = place
 
-    def lay(self, over: Places) -> None:
+    def lay(self, over: KeyLocations) -> None:
         """Take the places of a layer above; its keys replace ours."""
         self._known |= over._known
 
@@ -170,9 +170,9 @@ class Places:
             if key[: len(source)] == source and key != source:
                 self._known.setdefault(target + key[len(source) :], place)
 
-    def below(self, key: Key) -> Places:
+    def below(self, key: Key) -> KeyLocations:
         """The places of what is below ``key``, seen from there."""
-        return Places({k[len(key) :]: place for k, place in self._known.items() if k[: len(key)] == key})
+        return KeyLocations({k[len(key) :]: place for k, place in self._known.items() if k[: len(key)] == key})
 
     def find(self, key: Key) -> ConfigLocation | None:
         """The place of ``key``, or of the nearest section around it. A list's only item may stand without brackets."""
@@ -183,13 +183,13 @@ class Places:
             key = key[:-1]
         return None
 
-    def on(self, problem: Problem) -> Problem:
+    def on(self, problem: ConfigProblem) -> ConfigProblem:
         """The problem with its place, if it has none yet."""
         return problem if problem.place else replace(problem, place=self.find(problem.key))
 
 
 @contextmanager
-def located(config: RunConfig) -> Iterator[None]:
+def locate_problems(config: RunConfig) -> Iterator[None]:
     """Add file and line to a ConfigError that rises inside (from ``functions.bind``, say)."""
     try:
         yield

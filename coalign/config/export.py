@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
-from coalign.config.introspect import bare
+from coalign.config.introspect import unwrap_type
 from coalign.config.schema import ModelConfig, RunConfig, Section
 from coalign.config.yaml_reader import emit
 
@@ -23,7 +23,7 @@ def dump(config: RunConfig) -> str:
     return emit(_escaped(config.model_dump()))
 
 
-def json_schema() -> dict[str, Any]:
+def build_json_schema() -> dict[str, Any]:
     """The JSON Schema of a run's YAML, with the short forms, references and nulls that ``load`` takes besides."""
     schema = RunConfig.model_json_schema(schema_generator=_AsWritten)
     schema["properties"]["include"] = {
@@ -91,7 +91,7 @@ def _section(kind: type[BaseModel], given: Mapping[str, Any], indent: str) -> It
 
 
 def _field(name: str, field: FieldInfo, given: Mapping[str, Any], indent: str) -> Iterator[str]:
-    inner = bare(field.annotation)
+    inner = unwrap_type(field.annotation)
     value = given.get(name)
     if get_origin(inner) is dict and get_args(inner)[1] is ModelConfig:
         yield f"{indent}{name}:"

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from coalign.config.errors import ConfigError, Problem, near, readable, undotted
+from coalign.config.errors import ConfigError, ConfigProblem, describe_error, parse_key, suggest
 
 THIS_PROCESS = "<this process>"  # stands for the module in the name of an object that no import finds
 _objects: dict[str, Any] = {}  # those objects, by the rest of their names
@@ -59,7 +59,7 @@ def resolve(name: str, home: str) -> Any:
     names = _public(module)
     if match := _ignoring_case(name, names) or _ignoring_case(name.replace("_", ""), names):
         return getattr(module, match)
-    raise ValueError(f"'{name}' is not in {home}{near(name, names)} (a function of your own: `my.module:name`)")
+    raise ValueError(f"'{name}' is not in {home}{suggest(name, names)} (a function of your own: `my.module:name`)")
 
 
 def resolve_class(name: str, home: str) -> type:
@@ -73,7 +73,7 @@ def resolve_class(name: str, home: str) -> type:
     classes: Mapping[str, str] = importlib.import_module(home).CLASSES
     if short := _ignoring_case(name, list(classes)):
         return _dotted(classes[short])
-    raise ValueError(f"'{name}' is not in {home}{near(name, classes)} (a class of your own: `my.module:Class`)")
+    raise ValueError(f"'{name}' is not in {home}{suggest(name, classes)} (a class of your own: `my.module:Class`)")
 
 
 def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     bound, problems = {}, []
     for name, value in arguments.items():
         if name not in named and not takes_any:
-            problems.append(Problem(_path(where, name), _unknown(fn, name, named)))
+            problems.append(ConfigProblem(_path(where, name), _unknown(fn, name, named)))
             continue
         try:
             bound[name] = _checked(value, types.get(name, Any))
@@ -98,7 +98,7 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
             problems += [p for e in error.errors() for p in _problems(_path(where, name, *e["loc"]), e)]
     for name, parameter in named.items():
         if name not in arguments and parameter.default is parameter.empty:
-            problems.append(Problem(_path(where, name), f"missing: {fn.__name__} needs it"))
+            problems.append(ConfigProblem(_path(where, name), f"missing: {fn.__name__} needs it"))
         elif name not in arguments:
             bound[name] = parameter.default
     if problems:
@@ -106,7 +106,7 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     return bound
 
 
-def columns_of(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
+def list_columns(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
     """The columns that a flow function reads, in order: (needed, used when there)."""
     positional = [
         p for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -130,7 +130,7 @@ def _dotted(name: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(value, part):
             names = _public(value) if isinstance(value, ModuleType) else dir(value)
-            raise ValueError(f"'{name}': '{path}' has no '{part}'{near(part, names)}")
+            raise ValueError(f"'{name}': '{path}' has no '{part}'{suggest(part, names)}")
         value = getattr(value, part)
     return value
 
@@ -159,21 +159,21 @@ def _ignoring_case(name: str, names: Iterable[str]) -> str | None:
 
 
 def _path(where: str, *keys: str | int) -> tuple[str | int, ...]:
-    return (*undotted(where), *keys)
+    return (*parse_key(where), *keys)
 
 
-def _problems(key: tuple[str | int, ...], error: Any) -> list[Problem]:
+def _problems(key: tuple[str | int, ...], error: Any) -> list[ConfigProblem]:
     """What a pydantic error says. A value may itself name a function, whose arguments are checked in turn."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
-        return [Problem((*key, *problem.key), problem.message) for problem in cause.problems]
-    return [Problem(key, readable(error))]
+        return [ConfigProblem((*key, *problem.key), problem.message) for problem in cause.problems]
+    return [ConfigProblem(key, describe_error(error))]
 
 
 def _unknown(fn: Callable[..., Any], name: str, named: Mapping[str, Any]) -> str:
     if not named:
         return f"unknown argument; {fn.__name__} takes none"
-    return f"unknown argument of {fn.__name__}{near(name, named)}"
+    return f"unknown argument of {fn.__name__}{suggest(name, named)}"
 
 
 def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:

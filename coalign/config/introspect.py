@@ -6,10 +6,10 @@ import types
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from coalign.config.errors import Key
-from coalign.config.schema import Input, NoEffect, RunConfig, Section
+from coalign.config.schema import InputPath, NoEffect, RunConfig, Section
 
 
-def type_at(key: Key, root: type[Section] = RunConfig) -> Any:
+def find_type(key: Key, root: type[Section] = RunConfig) -> Any:
     """The annotation of the value at ``key`` below the section ``root``; Any where the schema leaves it open."""
     kind: Any = root
     for part in key:
@@ -17,53 +17,53 @@ def type_at(key: Key, root: type[Section] = RunConfig) -> Any:
     return kind
 
 
-def section_at(key: Key, root: type[Section] = RunConfig) -> type[Section] | None:
+def find_section(key: Key, root: type[Section] = RunConfig) -> type[Section] | None:
     """The section that stands at ``key``, or None. A list's only item may stand without brackets, so a list of sections
     counts as one."""
-    kind = bare(type_at(key, root))
+    kind = unwrap_type(find_type(key, root))
     if get_origin(kind) is list:
-        kind = bare(get_args(kind)[0])
+        kind = unwrap_type(get_args(kind)[0])
     return kind if _is_section(kind) else None
 
 
-def names_at(key: Key, root: type[Section] = RunConfig) -> list[str]:
+def list_keys(key: Key, root: type[Section] = RunConfig) -> list[str]:
     """The keys that the schema knows in the section at ``key``."""
-    section = section_at(key, root)
+    section = find_section(key, root)
     return list(section.model_fields) if section else []
 
 
-def admits_null(kind: Any) -> bool:
+def is_nullable(kind: Any) -> bool:
     """Whether null is a value of this type (elsewhere it says: not given)."""
     if _annotated(kind):
-        return admits_null(get_args(kind)[0])
+        return is_nullable(get_args(kind)[0])
     return kind is Any or type(None) in _alternatives(kind)
 
 
-def bare(kind: Any) -> Any:
+def unwrap_type(kind: Any) -> Any:
     """The type without ``Annotated`` and without ``| None``."""
     if _annotated(kind):
-        return bare(get_args(kind)[0])
+        return unwrap_type(get_args(kind)[0])
     rest = [part for part in _alternatives(kind) if part is not type(None)]
-    return bare(rest[0]) if len(rest) == 1 else kind
+    return unwrap_type(rest[0]) if len(rest) == 1 else kind
 
 
-def input_at(key: Key, root: type[Section] = RunConfig) -> Input | None:
+def find_input(key: Key, root: type[Section] = RunConfig) -> InputPath | None:
     """What must exist where the text at ``key`` points; None for a text that is no path of an input. A list's only item
     may stand without brackets."""
-    kind = type_at(key, root)
-    if get_origin(bare(kind)) is list:
-        kind = get_args(bare(kind))[0]
-    return next((mark for mark in _marks(kind) if isinstance(mark, Input)), None)
+    kind = find_type(key, root)
+    if get_origin(unwrap_type(kind)) is list:
+        kind = get_args(unwrap_type(kind))[0]
+    return next((mark for mark in _marks(kind) if isinstance(mark, InputPath)), None)
 
 
-def changes_results(key: Key, root: type[Section] = RunConfig) -> bool:
+def is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
     """Whether results depend on the value at ``key``: neither it nor a section around it is marked as NoEffect."""
-    kinds = (type_at(key[:depth], root) for depth in range(1, len(key) + 1))
+    kinds = (find_type(key[:depth], root) for depth in range(1, len(key) + 1))
     return not any(isinstance(mark, NoEffect) for kind in kinds for mark in _marks(kind))
 
 
 def _inside(kind: Any, part: str | int) -> Any:
-    kind = bare(kind)
+    kind = unwrap_type(kind)
     if _is_section(kind):
         field = kind.model_fields.get(part)
         if field is None:

@@ -18,29 +18,29 @@ from pydantic import ValidationError
 from coalign.config.errors import (
     ConfigError,
     ConfigLocation,
+    ConfigProblem,
     Conflict,
     Key,
-    Places,
-    Problem,
-    near,
-    readable,
-    shown,
-    undotted,
+    KeyLocations,
+    describe_error,
+    format_value,
+    parse_key,
+    suggest,
 )
-from coalign.config.introspect import admits_null, input_at, names_at, type_at
+from coalign.config.introspect import find_input, find_type, is_nullable, list_keys
 from coalign.config.layers import (
-    Layer,
-    assign,
-    beneath,
-    from_file,
-    from_mapping,
-    nearest_file,
-    overlay,
-    put,
-    written_out,
+    ConfigLayer,
+    apply_override,
+    drop_foreign_arguments,
+    expand_shorthands,
+    merge_layers,
+    read_file,
+    read_mapping,
+    set_key,
+    suggest_file,
 )
-from coalign.config.schema import Input, RunConfig, Section
-from coalign.config.yaml_reader import scalar
+from coalign.config.schema import InputPath, RunConfig, Section
+from coalign.config.yaml_reader import parse_scalar
 
 THIS = "<this>"  # where a section's own keys stand among the names that references know
 Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
@@ -67,21 +67,21 @@ def load(
 
     Raises ConfigError with one line for every problem: file and line (or override), key, and what would be right.
     """
-    layer, folder = given(source, overrides)
-    return load_run(layer, Outside(folder), defaults)
+    layer, folder = read_layer(source, overrides)
+    return load_run(layer, LoadContext(folder), defaults)
 
 
 def load_section(
     schema: type[Section], source: str | os.PathLike[str] | Mapping[str, Any], overrides: Overrides = ()
 ) -> Any:
     """The configuration of something else than a run, of the given ``schema``; see `load` for the rest."""
-    layer, folder = given(source, overrides, schema)
-    refuse(layer)
-    return validated(layer, Outside(folder))
+    layer, folder = read_layer(source, overrides, schema)
+    raise_problems(layer)
+    return validate_layer(layer, LoadContext(folder))
 
 
 @dataclass(frozen=True)
-class Outside:
+class LoadContext:
     """What a section stands in: the ``folder`` of its file, the ``names`` that its references know beside the section's
     own keys, and files that will have been ``made`` when they are needed."""
 
@@ -90,17 +90,17 @@ class Outside:
     made: Collection[str] = ()
 
 
-def load_run(layer: Layer, outside: Outside, defaults: Defaults) -> RunConfig:
+def load_run(layer: ConfigLayer, outside: LoadContext, defaults: Defaults) -> RunConfig:
     """The run that a layer describes; see `load`."""
-    refuse(layer)
+    raise_problems(layer)
     _lay_defaults(layer, defaults)
     _inherit(layer)
-    config = validated(layer, outside)
+    config = validate_layer(layer, outside)
     config._places = layer.places
     return config
 
 
-def validated(layer: Layer, outside: Outside) -> Any:
+def validate_layer(layer: ConfigLayer, outside: LoadContext) -> Any:
     """The layer as an instance of its schema. Raises ConfigError with every problem there is."""
     data = _without_nulls(_resolved(layer, outside.names), (), layer.schema)
     layer.problems += _find_inputs(data, layer.schema, outside)
@@ -110,11 +110,11 @@ def validated(layer: Layer, outside: Outside) -> Any:
     except ValidationError as error:
         found = [_problem(e, data, layer.schema) for e in error.errors()]
         layer.problems += [problem for problem in found if problem.key not in failed]
-    refuse(layer)
+    raise_problems(layer)
     return config
 
 
-def refuse(layer: Layer) -> None:
+def raise_problems(layer: ConfigLayer) -> None:
     """Raise ConfigError if the layer has problems."""
     if layer.problems:
         raise ConfigError(_placed(layer.problems, layer.places))
@@ -128,33 +128,33 @@ def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
         said = {
             name: f"; a model that judges takes part where the reward lists it: `reward: [{{model: {name}}}]`"
             if config.models[name].judge or config.models[name].head == "reward"
-            else near(name, allowed)
+            else suggest(name, allowed)
             for name in unknown
         }
         raise ConfigError(
-            config.places.on(Problem(("models", name), f"`{config.algorithm}` has no such model{said[name]}"))
+            config.places.on(ConfigProblem(("models", name), f"`{config.algorithm}` has no such model{said[name]}"))
             for name in unknown
         )
 
 
-def given(
+def read_layer(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Overrides, schema: type[Section] = RunConfig
-) -> tuple[Layer, Path]:
+) -> tuple[ConfigLayer, Path]:
     """What the person wrote, and the directory of the file."""
     if isinstance(source, Mapping):
-        layer, folder = from_mapping(source, ConfigLocation("configuration"), schema), Path()
+        layer, folder = read_mapping(source, ConfigLocation("configuration"), schema), Path()
     else:
-        layer, folder = from_file(Path(source), schema=schema), Path(source).parent
+        layer, folder = read_file(Path(source), schema=schema), Path(source).parent
     if isinstance(overrides, Mapping):
         for name, value in overrides.items():
-            put(layer, undotted(name), value, ConfigLocation(f"override '{name}'"))
+            set_key(layer, parse_key(name), value, ConfigLocation(f"override '{name}'"))
         return layer, folder
     for override in overrides:
-        assign(layer, override)
+        apply_override(layer, override)
     return layer, folder
 
 
-def _lay_defaults(layer: Layer, defaults: Defaults) -> None:
+def _lay_defaults(layer: ConfigLayer, defaults: Defaults) -> None:
     """Put the recipe's defaults beneath what the person wrote."""
     name = _algorithm(layer)
     if name is None:
@@ -162,15 +162,15 @@ def _lay_defaults(layer: Layer, defaults: Defaults) -> None:
     try:
         found = defaults(name) if callable(defaults) else defaults
     except ValueError as error:
-        layer.problems.append(Problem(("algorithm",), str(error)))
+        layer.problems.append(ConfigProblem(("algorithm",), str(error)))
         return
-    base = from_mapping(found, ConfigLocation(f"defaults of {name}"))
-    base.data = beneath(base.data, layer.data)
+    base = read_mapping(found, ConfigLocation(f"defaults of {name}"))
+    base.data = drop_foreign_arguments(base.data, layer.data)
     base.lay(layer)
     layer.data, layer.places = base.data, base.places
 
 
-def _algorithm(layer: Layer) -> str | None:
+def _algorithm(layer: ConfigLayer) -> str | None:
     """The recipe's name, or None if there is none (validation or resolution will say so)."""
     try:
         name = OmegaConf.create(layer.data).get("algorithm")
@@ -179,7 +179,7 @@ def _algorithm(layer: Layer) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _inherit(layer: Layer) -> None:
+def _inherit(layer: ConfigLayer) -> None:
     """Fill in what models take from others by `like`."""
     models = layer.data.get("models")
     done: set[str] = set()
@@ -187,7 +187,7 @@ def _inherit(layer: Layer) -> None:
         _take(layer, models, name, done, ())
 
 
-def _take(layer: Layer, models: dict[str, Any], name: str, done: set[str], trail: tuple[str, ...]) -> None:
+def _take(layer: ConfigLayer, models: dict[str, Any], name: str, done: set[str], trail: tuple[str, ...]) -> None:
     model = models[name]
     source = model.get("like") if isinstance(model, dict) else None
     if name in done or not isinstance(source, str):
@@ -196,18 +196,18 @@ def _take(layer: Layer, models: dict[str, Any], name: str, done: set[str], trail
     key: Key = ("models", name, "like")
     if source in trail:
         circle = " → ".join([*trail[trail.index(source) :], source])
-        layer.problems.append(Problem(("models", source, "like"), f"models are like each other: {circle}"))
+        layer.problems.append(ConfigProblem(("models", source, "like"), f"models are like each other: {circle}"))
     elif models.get(source) is None:
         others = [other for other in models if other != name]
-        layer.problems.append(Problem(key, f"there is no model '{source}'{near(source, others)}"))
+        layer.problems.append(ConfigProblem(key, f"there is no model '{source}'{suggest(source, others)}"))
     elif isinstance(models[source], dict):  # validation refuses another kind
         _take(layer, models, source, done, trail)
-        models[name] = overlay(beneath(models[source], model, ("models", name)), model)
+        models[name] = merge_layers(drop_foreign_arguments(models[source], model, ("models", name)), model)
         layer.places.inherit(("models", source), ("models", name))
     done.add(name)
 
 
-def _resolved(layer: Layer, names: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
     """The data with every reference replaced by its value; one that has none is reported and becomes null."""
     tree = OmegaConf.create({**layer.data, **names, THIS: layer.data})
     data = deepcopy(layer.data)
@@ -217,9 +217,9 @@ def _resolved(layer: Layer, names: Mapping[str, Any]) -> dict[str, Any]:
             value = _follow(tree, (THIS, *key))
             parent[key[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
-            layer.problems.append(Problem(key, _unresolved(text, error)))
+            layer.problems.append(ConfigProblem(key, _unresolved(text, error)))
             parent[key[-1]] = None
-    return written_out(data, (), layer.schema)
+    return expand_shorthands(data, (), layer.schema)
 
 
 def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
@@ -244,13 +244,13 @@ def _unresolved(text: str, error: OmegaConfBaseException) -> str:
         reason = "only ${key.of.this.file} and ${env:NAME,default} are known"
     elif "Recursive interpolation" in reason:
         reason = "refers to itself"
-    return f"{shown(text)}: {reason}"
+    return f"{format_value(text)}: {reason}"
 
 
 def _environment(name: str, *default: Any) -> Any:
     """``${env:NAME,default}``: the variable's value, read as YAML."""
     if name in os.environ:
-        return scalar(os.environ[name])
+        return parse_scalar(os.environ[name])
     if not default:
         raise ValueError(f"the environment variable {name} is not set; set it, or write ${{env:{name},default}}")
     return default[0]
@@ -266,20 +266,20 @@ def _without_nulls(value: Any, key: Key, schema: type[Section]) -> Any:
     if not isinstance(value, dict):
         return value
     kept = {
-        name: item for name, item in value.items() if item is not None or admits_null(type_at((*key, name), schema))
+        name: item for name, item in value.items() if item is not None or is_nullable(find_type((*key, name), schema))
     }
     return {name: _without_nulls(item, (*key, name), schema) for name, item in kept.items()}
 
 
-def _problem(error: Any, data: Any, schema: type[Section]) -> Problem:
+def _problem(error: Any, data: Any, schema: type[Section]) -> ConfigProblem:
     """A pydantic error as a problem."""
-    key, message = _as_written(error["loc"], data), readable(error)
+    key, message = _as_written(error["loc"], data), describe_error(error)
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, Conflict):
         key += cause.key
     elif error["type"] == "extra_forbidden":
-        message = f"unknown key{near(str(key[-1]), names_at(key[:-1], schema))}"
-    return Problem(key, message)
+        message = f"unknown key{suggest(str(key[-1]), list_keys(key[:-1], schema))}"
+    return ConfigProblem(key, message)
 
 
 def _as_written(key: Key, data: Any) -> Key:
@@ -296,16 +296,16 @@ def _as_written(key: Key, data: Any) -> Key:
     return tuple(written)
 
 
-def _find_inputs(data: dict[str, Any], schema: type[Section], outside: Outside) -> Iterator[Problem]:
+def _find_inputs(data: dict[str, Any], schema: type[Section], outside: LoadContext) -> Iterator[ConfigProblem]:
     """Point the paths that exist only beside the YAML file there; yields a problem for each that exists nowhere."""
     for key, text in list(_texts(data, ())):
-        wanted = input_at(key, schema)
+        wanted = find_input(key, schema)
         if wanted is None or _exists(Path(text)) or text in outside.made:
             continue
         if _exists(outside.folder / text):
             _follow(data, key[:-1])[key[-1]] = str(outside.folder / text)
         else:
-            yield Problem(key, _nowhere(text, wanted, outside.folder))
+            yield ConfigProblem(key, _nowhere(text, wanted, outside.folder))
 
 
 def _exists(path: Path) -> bool:
@@ -313,15 +313,15 @@ def _exists(path: Path) -> bool:
     return path.exists() or any(iglob(str(path), recursive=True))
 
 
-def _nowhere(text: str, wanted: Input, folder: Path) -> str:
+def _nowhere(text: str, wanted: InputPath, folder: Path) -> str:
     tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
-    suggestion = next((found for path in tried if (found := nearest_file(path))), "")
+    suggestion = next((found for path in tried if (found := suggest_file(path))), "")
     return f"there is no {wanted.kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
 
 
-def _placed(problems: Iterable[Problem], places: Places) -> list[Problem]:
+def _placed(problems: Iterable[ConfigProblem], places: KeyLocations) -> list[ConfigProblem]:
     """The problems with their places, each told once (what a model takes by `like` is wrong where it was written)."""
-    told: dict[tuple[Any, ...], Problem] = {}
+    told: dict[tuple[Any, ...], ConfigProblem] = {}
     for problem in map(places.on, problems):
         told.setdefault((problem.place, problem.key[-1:], problem.message), problem)
     return sorted(told.values(), key=lambda p: (p.place.source, p.place.line or 0) if p.place else ("", 0))

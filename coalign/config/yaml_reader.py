@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from coalign.config.errors import ConfigError, ConfigLocation, Key, Problem
+from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Key
 
 ConfigLocations = dict[Key, ConfigLocation]
 
@@ -59,11 +59,11 @@ def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(
-            [Problem((), f"not valid YAML: {error.problem}{_hint(error)}", _place(source, mark))]
+            [ConfigProblem((), f"not valid YAML: {error.problem}{_hint(error)}", _place(source, mark))]
         ) from error
     except yaml.reader.ReaderError as error:
         place = ConfigLocation(source, text.count("\n", 0, error.position) + 1)
-        raise ConfigError([Problem((), f"not valid YAML: {error.reason}", place)]) from error
+        raise ConfigError([ConfigProblem((), f"not valid YAML: {error.reason}", place)]) from error
     reader = _Reader(loader, source)
     value = reader.value(node, ()) if node else None
     if reader.problems:
@@ -71,7 +71,7 @@ def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
     return value, reader.places
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """A value as it would be read behind a key; text that is no YAML stays text (an environment variable's value)."""
     try:
         return parse(text, "")[0]
@@ -90,7 +90,7 @@ class _Reader:
     def __init__(self, loader: _Loader, source: str) -> None:
         self.loader, self.source = loader, source
         self.places: ConfigLocations = {}
-        self.problems: list[Problem] = []
+        self.problems: list[ConfigProblem] = []
         self._open: set[int] = set()
 
     def value(self, node: yaml.Node, key: Key) -> Any:
@@ -98,7 +98,9 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, key)
         if id(node) in self._open:
-            self.problems.append(Problem(key, "an alias that contains itself", _place(self.source, node.start_mark)))
+            self.problems.append(
+                ConfigProblem(key, "an alias that contains itself", _place(self.source, node.start_mark))
+            )
             return None
         self._open.add(id(node))
         try:
@@ -123,11 +125,11 @@ class _Reader:
         first: dict[str, yaml.Node] = {}
         for name, _ in node.value:
             if not isinstance(name, yaml.ScalarNode):
-                self.problems.append(Problem(key, "a key must be a text", _place(self.source, name.start_mark)))
+                self.problems.append(ConfigProblem(key, "a key must be a text", _place(self.source, name.start_mark)))
             elif name.value in first:
                 line = first[name.value].start_mark.line + 1
                 place = _place(self.source, name.start_mark)
-                self.problems.append(Problem((*key, name.value), f"given twice, first in line {line}", place))
+                self.problems.append(ConfigProblem((*key, name.value), f"given twice, first in line {line}", place))
             else:
                 first[name.value] = name
 
@@ -143,7 +145,7 @@ class _Reader:
             return float(re.sub(r"\.(?=[infaINFA])", "", node.value.replace("_", "")))
         if kind != "str":
             self.problems.append(
-                Problem(key, f"the tag {node.tag} is not supported", _place(self.source, node.start_mark))
+                ConfigProblem(key, f"the tag {node.tag} is not supported", _place(self.source, node.start_mark))
             )
         return node.value
 

@@ -15,7 +15,7 @@ ATTENTION_LENGTH = 24576
 Subset = tuple[float, list[int]]  # minus the sum of some costs (so the largest come first), and which they are
 
 
-def cost(lengths: Tensor) -> Tensor:
+def estimate_costs(lengths: Tensor) -> Tensor:
     """f64[N]: what the forward pass over a sequence of each length costs, in tokens of a short one."""
     lengths = lengths.double()
     return lengths + lengths.square() / ATTENTION_LENGTH
@@ -30,7 +30,7 @@ def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
     """
     if parts == 1:
         return [list(range(len(costs)))]
-    heap = [(-cost, index, [(-cost, [index])]) for index, cost in enumerate(costs)]
+    heap = [(-estimate_costs, index, [(-estimate_costs, [index])]) for index, estimate_costs in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, _, one = heapq.heappop(heap)
@@ -50,7 +50,7 @@ def _join(one: list[Subset], other: list[Subset], parts: int) -> list[Subset]:
     return sorted(alone + [(a + b, x + y) for (a, x), (b, y) in pairs])
 
 
-def fill(sizes: Sequence[int], room: int) -> list[list[int]]:
+def pack_bins(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Indices of ``sizes`` in as few bins of ``room`` as best fit decreasing finds (Johnson, "Near-optimal bin packing
     algorithms", 1973), large ones first; what is larger than ``room`` has a bin of its own."""
     bins: list[list[int]] = []

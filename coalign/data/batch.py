@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalign.data.balance import fill
+from coalign.data.balance import pack_bins
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Sample, Status
 
 Column = Tensor | list[Any]
@@ -205,7 +205,7 @@ class Batch:
                     f"max_tokens_per_micro={max_tokens}; raise it or shorten the data"
                 )
             pieces += [(start, stop)] if size <= max_tokens else _fitting(start, lengths[start:stop], max_tokens)
-        bins = fill([sum(lengths[a:b]) for a, b in pieces], max_tokens)
+        bins = pack_bins([sum(lengths[a:b]) for a, b in pieces], max_tokens)
         return [self.select([row for piece in inside for row in range(*pieces[piece])]) for inside in bins]
 
     @staticmethod

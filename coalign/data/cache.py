@@ -35,9 +35,9 @@ import numpy as np
 import xxhash
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.examples import MARKS, Example, Examples
-from coalign.data.scan import Scan, conclude, counted
-from coalign.data.shuffle import Phase
+from coalign.data.examples import MARKS, Example, RowEncoder
+from coalign.data.scan import SourceScan, check_usable, describe_rows
+from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows
 
 if TYPE_CHECKING:
@@ -48,22 +48,22 @@ ARRAYS = {"rows": np.int64, "sequences": np.int64, "tokens": np.int32, "loss_mas
 BLOCK = 1 << 20
 
 
-class Damaged(ValueError):
+class DamagedCache(ValueError):
     """A stored source that is not what was written."""
 
 
-class StoredExamples:
+class ExampleStore:
     """What `store` wrote to ``folder``: sequences by the number of a usable row."""
 
     def __init__(self, folder: Path) -> None:
         """Damaged if a file is missing or has changed."""
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
-            changed = [name for name, told in self.meta["checksums"].items() if checksum(folder / name) != told]
+            changed = [name for name, told in self.meta["checksums"].items() if hash_file(folder / name) != told]
         except (OSError, ValueError, KeyError) as error:
-            raise Damaged(f"{folder} cannot be read: {error}") from error
+            raise DamagedCache(f"{folder} cannot be read: {error}") from error
         if changed:
-            raise Damaged(f"{folder}: {', '.join(changed)} is not what was written")
+            raise DamagedCache(f"{folder}: {', '.join(changed)} is not what was written")
         arrays = {name: _mapped(folder / name, dtype) for name, dtype in ARRAYS.items()}
         self._rows, self._sequences = arrays["rows"].reshape(-1, 2), arrays["sequences"].reshape(-1, 2)
         self._tokens, self._mask, self._rest = arrays["tokens"], arrays["loss_mask"], arrays["rest"]
@@ -89,7 +89,7 @@ class StoredExamples:
         return Example(self._tokens[token:token_end].tolist(), {**row, **rest["row"]}, mask, rest["columns"])
 
 
-def store_examples(folder: Path, scan: Scan) -> None:
+def store_examples(folder: Path, scan: SourceScan) -> None:
     """Write all that ``scan`` yields to the empty ``folder``, a row at a time.
 
     ValueError for a row to which something was added that JSON cannot hold.
@@ -114,12 +114,12 @@ def store_examples(folder: Path, scan: Scan) -> None:
         "counts": dict(scan.examples.counts),
         "hash": scan.hash,
         "tokens": scan.tokens,
-        "checksums": {name: checksum(folder / name) for name in ARRAYS},
+        "checksums": {name: hash_file(folder / name) for name in ARRAYS},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def checksum(file: Path) -> str:
+def hash_file(file: Path) -> str:
     """Of the file's bytes."""
     seen = xxhash.xxh3_128()
     with file.open("rb") as opened:
@@ -143,15 +143,15 @@ log = logging.getLogger(__name__)
 WHICH = {"train", "eval", "mixing", "phases", "phase", "stream", "stream_window", "cache", "shuffle"}
 
 
-class Cached:
+class CachedSource:
     """A Source whose rows have been tokenised before. Draws exactly what `Scanned` would."""
 
-    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None, stored: StoredExamples) -> None:
+    def __init__(self, examples: RowEncoder, rows: FileRows, phase: DataPhase | None, stored: ExampleStore) -> None:
         """ValueError if it holds no usable row."""
         examples.counts = Counter(stored.meta["counts"])
         self.name, self.tokens = examples.name, stored.meta["tokens"]
         self._examples, self._rows, self._phase, self._stored = examples, rows, phase, stored
-        conclude(self, examples)
+        check_usable(self, examples)
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -162,13 +162,15 @@ class Cached:
         return self._examples.marked(self._stored.read(index, row), number)
 
     def report(self) -> str:
-        return f"{counted(self._examples, self._phase, len(self._rows))}: {self._examples.report()}"
+        return f"{describe_rows(self._examples, self._phase, len(self._rows))}: {self._examples.report()}"
 
     def fingerprint(self) -> dict[str, Any]:
         return {"name": self.name, "rows": len(self), "hash": self._stored.meta["hash"]}
 
 
-def open_cached(directory: Path, examples: Examples, rows: FileRows, phase: Phase | None, identity: str) -> Cached:
+def open_cached(
+    directory: Path, examples: RowEncoder, rows: FileRows, phase: DataPhase | None, identity: str
+) -> CachedSource:
     """The source as ``directory`` has it; tokenised and put there first if it has not, or if that was damaged.
 
     ``identity`` is `identify` with the `contents`. Processes may do this at once: the first entry to be complete is
@@ -177,23 +179,25 @@ def open_cached(directory: Path, examples: Examples, rows: FileRows, phase: Phas
     entry = directory / f"{rows.paths[0].stem}-{_digest([identity, _code()])}"
     if entry.exists():
         try:
-            return Cached(examples, rows, phase, StoredExamples(entry))
-        except Damaged as error:
+            return CachedSource(examples, rows, phase, ExampleStore(entry))
+        except DamagedCache as error:
             log.warning("data.cache: %s; tokenising %s again", error, examples.name)
             _remove(entry)
     else:
         log.info("data.cache: %s has no %s of this content, tokenizer and keys; tokenising", directory, examples.name)
     with _aside(directory) as folder:
-        store_examples(folder, Scan(examples, rows, phase))
+        store_examples(folder, SourceScan(examples, rows, phase))
         try:
             os.rename(folder, entry)
         except OSError:
             if not entry.exists():  # else another process was first
                 raise
-    return Cached(examples, rows, phase, StoredExamples(entry))
+    return CachedSource(examples, rows, phase, ExampleStore(entry))
 
 
-def identify(examples: Examples, config: DataConfig, source: SourceConfig, phase: Phase | None, files: Any) -> str:
+def hash_settings(
+    examples: RowEncoder, config: DataConfig, source: SourceConfig, phase: DataPhase | None, files: Any
+) -> str:
     """A hash of all that decides what the rows of a source become; ``files`` says what is known of their contents."""
     return _digest(
         [
@@ -209,12 +213,12 @@ def identify(examples: Examples, config: DataConfig, source: SourceConfig, phase
     )
 
 
-def contents(rows: FileRows) -> list[str]:
+def hash_files(rows: FileRows) -> list[str]:
     """Of each file, a hash of its bytes."""
-    return [checksum(file) for path in rows.paths for file in _files(path)]
+    return [hash_file(file) for path in rows.paths for file in _files(path)]
 
 
-def sizes(rows: FileRows) -> list[tuple[str, int]]:
+def list_file_sizes(rows: FileRows) -> list[tuple[str, int]]:
     """Of each file, its name and size in bytes: what is known of it without reading."""
     return [(file.name, file.stat().st_size) for path in rows.paths for file in _files(path)]
 
@@ -226,13 +230,13 @@ def _digest(what: Any) -> str:
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return _digest([checksum(file) for file in _files(Path(folder))])
+        return _digest([hash_file(file) for file in _files(Path(folder))])
 
 
 @cache
 def _code() -> str:
     """Of this package, which may come to read the same rows differently."""
-    return _digest([checksum(file) for file in sorted(Path(__file__).parent.glob("*.py"))])
+    return _digest([hash_file(file) for file in sorted(Path(__file__).parent.glob("*.py"))])
 
 
 def _files(path: Path) -> Sequence[Path]:

@@ -43,7 +43,7 @@ class Example:
         return replace(self, tokens=cut(self.tokens), loss_mask=cut(self.loss_mask), columns=columns)
 
 
-class Examples(ABC):
+class RowEncoder(ABC):
     """What rows of one kind become, and what happens to those that cannot be used.
 
     The policies ``on_missing_key``, ``on_empty``, ``on_identical`` and ``on_long`` say whether such a row is dropped
@@ -122,7 +122,7 @@ class Examples(ABC):
 
     def fit(self, examples: list[Example]) -> list[Example]:
         """The examples within ``max_tokens``, each with something to learn unless it is a prompt."""
-        return [learnable(self.shortened(example)) for example in examples]
+        return [exclude_first_token(self.shortened(example)) for example in examples]
 
     def marked(self, examples: list[Example], number: int) -> list[Example]:
         """The examples of row ``number``, with MARKS in their rows."""
@@ -140,7 +140,7 @@ class Examples(ABC):
         return example.cut_left(length - self.max_tokens, self.template.tokenizer.bos_token_id)
 
 
-def learnable(example: Example) -> Example:
+def exclude_first_token(example: Example) -> Example:
     """The example without its first token in the loss mask: nothing precedes it, so nothing can predict it.
 
     BadRow (empty) if nothing is left to learn; a prompt has nothing to learn anyway.
@@ -153,7 +153,7 @@ def learnable(example: Example) -> Example:
     return replace(example, loss_mask=mask)
 
 
-def to_batch(drawn: Sequence[Sequence[Example]], groups: Sequence[int]) -> Batch:
+def build_batch(drawn: Sequence[Sequence[Example]], groups: Sequence[int]) -> Batch:
     """Rows of one kind as a Batch; the sequences of a row share its number in ``groups``.
 
     Columns: tokens, group, rows; loss_mask, if the examples have one, and with it prompt_length (the tokens before the

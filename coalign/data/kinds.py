@@ -23,15 +23,15 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from coalign.data.examples import Example, Examples, learnable
-from coalign.data.messages import Message, prompt_text
+from coalign.data.examples import Example, RowEncoder, exclude_first_token
+from coalign.data.messages import Message, format_prompt
 from coalign.data.sources import BadRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Responses(Examples):
+class ResponseEncoder(RowEncoder):
     """Rows of which each gives one or more sequences that begin with the same prompt.
 
     The column ``prompt_length`` is the number of tokens that they share, so that the prompt can be computed once; the
@@ -53,10 +53,10 @@ class Responses(Examples):
         """One sequence for each response, with its ``columns``, ``index`` and ``prompt_length``."""
         tools = self.reader.tools(row)
         made = [
-            up_to_the_last_trained(*self.template.conversation([*prompt, *said], tools, since=len(prompt)))
+            trim_after_last_trained(*self.template.conversation([*prompt, *said], tools, since=len(prompt)))
             for said in responses
         ]
-        shared = shared_prompt(made)
+        shared = count_shared_tokens(made)
         return [
             Example(tokens, dict(row), mask, {"index": i, "prompt_length": shared} | own)
             for i, ((tokens, mask), own) in enumerate(zip(made, columns, strict=True))
@@ -73,10 +73,10 @@ class Responses(Examples):
             if self.policy["long"] != "truncate_left" or room < 1 + (examples[0].tokens[0] == bos):
                 raise BadRow(f"{prompt} tokens of prompt, {response} of response; over {self.bound}", "long")
             examples = [example.cut_left(prompt - room, bos) for example in examples]
-        return [learnable(example) for example in examples]
+        return [exclude_first_token(example) for example in examples]
 
 
-def up_to_the_last_trained(tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+def trim_after_last_trained(tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
     """Without what a template writes after the last turn's end: generated responses end there, too, and a reward model
     reads its score from the last token. BadRow (empty) where nothing is trained."""
     if not any(mask):
@@ -85,14 +85,14 @@ def up_to_the_last_trained(tokens: list[int], mask: list[bool]) -> tuple[list[in
     return tokens[:length], mask[:length]
 
 
-def shared_prompt(made: Iterable[tuple[list[int], list[bool]]]) -> int:
+def count_shared_tokens(made: Iterable[tuple[list[int], list[bool]]]) -> int:
     """How many tokens all (tokens, loss mask) begin with before the first trained one of any."""
     prompts = [tokens[: mask.index(True)] for tokens, mask in made]
     differ = (i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
     return next(differ, min(map(len, prompts)))
 
 
-class PromptSource(Examples):
+class PromptEncoder(RowEncoder):
     """Rows as prompts, ready to be continued.
 
     An Example's row is the data set's, with these keys set: ``prompt`` (its text as people read it, without the
@@ -109,10 +109,10 @@ class PromptSource(Examples):
             raise BadRow("the prompt has no tokens", "empty")
         reference = self.reader.reference(row)
         answer = {} if reference is None else {"answer": reference}
-        return [Example(tokens, row | {"prompt": prompt_text(messages), "messages": messages} | answer)]
+        return [Example(tokens, row | {"prompt": format_prompt(messages), "messages": messages} | answer)]
 
 
-class ConversationSource(Examples):
+class ConversationEncoder(RowEncoder):
     """Rows as conversations: tokens, and a loss mask over what the assistant says and the end of its turns.
 
     ``data.train_on`` narrows the mask to the assistant's last message, or widens it to every token. Where a long one is
@@ -144,7 +144,7 @@ def _last_answer(mask: list[bool]) -> int:
     return next((t for t in range(end, 0, -1) if not mask[t - 1]), 0)
 
 
-class DocumentSource(Examples):
+class DocumentEncoder(RowEncoder):
     """Rows as documents: one BOS if the tokenizer adds one, the text under ``data.text_key``, one EOS.
 
     Every token is trained except the first. A document of more than ``data.max_tokens`` tokens becomes several
@@ -163,7 +163,7 @@ class DocumentSource(Examples):
             raise BadRow(f"'{key}' is {type(text).__name__}; expected a string")
         if not text.strip():
             raise BadRow(f"'{key}' is empty", "empty")
-        tokens = document(text, self.template.tokenizer)
+        tokens = tokenize_document(text, self.template.tokenizer)
         size = self.max_tokens or len(tokens)
         pieces = [tokens[start : start + size] for start in range(0, max(1, len(tokens) - 1), max(1, size - 1))]
         return [Example(piece, dict(row), [True] * len(piece), {"index": i}) for i, piece in enumerate(pieces)]
@@ -172,7 +172,7 @@ class DocumentSource(Examples):
         return {"split": int(len(examples) > 1)}
 
 
-def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def tokenize_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens of a document, with exactly one EOS at the end, and exactly one BOS in front if the tokenizer adds one
     or the text brings it."""
     tokens = tokenizer(text, verbose=False)["input_ids"]
@@ -185,7 +185,7 @@ def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [bos] * begins + tokens + [eos]
 
 
-class PreferenceSource(Responses):
+class PreferenceEncoder(ResponseEncoder):
     """Rows as groups of sequences, one for each response to the prompt.
 
     Sequence columns: ``preference``, higher is better within the row (a pair: 1 and 0; several responses: their scores,
@@ -242,7 +242,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class LabelledSource(Responses):
+class LabelledEncoder(ResponseEncoder):
     """Rows as one sequence, or as two where they hold a pair.
 
     Sequence columns: ``preference``, 1.0 for a desirable response and 0.0 for another; ``index``; ``prompt_length``.
@@ -279,7 +279,7 @@ class LabelledSource(Responses):
         return float(value)
 
 
-class StepSource(Responses):
+class StepEncoder(ResponseEncoder):
     """Rows as a prompt and the steps of its solution, each ended by ``data.step_separator``, then EOS.
 
         prompt   1 + 1 = 2 \\n   2 + 1 = 3 \\n  EOS
@@ -353,11 +353,11 @@ class StepSource(Responses):
         return self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-KINDS: Mapping[str, type[Examples]] = {
-    "prompts": PromptSource,
-    "conversations": ConversationSource,
-    "documents": DocumentSource,
-    "preferences": PreferenceSource,
-    "labelled": LabelledSource,
-    "steps": StepSource,
+KINDS: Mapping[str, type[RowEncoder]] = {
+    "prompts": PromptEncoder,
+    "conversations": ConversationEncoder,
+    "documents": DocumentEncoder,
+    "preferences": PreferenceEncoder,
+    "labelled": LabelledEncoder,
+    "steps": StepEncoder,
 }

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.cache import contents, identify, open_cached, sizes
-from coalign.data.examples import Example, Examples, to_batch
-from coalign.data.indexed import Indexed, IndexedDocuments, prefix_of
+from coalign.data.cache import hash_files, hash_settings, list_file_sizes, open_cached
+from coalign.data.examples import Example, RowEncoder, build_batch
+from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
-from coalign.data.order import Order, Shuffled, same_settings
-from coalign.data.scan import Scanned
-from coalign.data.shuffle import Phase, uniform
+from coalign.data.order import DrawOrder, ShuffledOrder, check_same_settings
+from coalign.data.scan import ScannedSource
+from coalign.data.shuffle import DataPhase, draw_uniform
 from coalign.data.sources import open_rows
-from coalign.data.stream import Streamed
+from coalign.data.stream import StreamedOrder
 from coalign.data.templates import load_template
 from coalign.types import Stats, merge_stats
 
@@ -47,7 +47,7 @@ class Loader:
 
     def __init__(
         self,
-        orders: Sequence[Order],
+        orders: Sequence[DrawOrder],
         weights: Sequence[float],
         *,
         seed: int,
@@ -90,7 +90,7 @@ class Loader:
         """The next draws: ``rows`` of them (None: those of a batch)."""
         first = self.drawn
         drawn = self._rows_of_a_batch() if rows is None else [self._draw() for _ in range(rows)]
-        return to_batch(drawn, range(first, self.drawn))
+        return build_batch(drawn, range(first, self.drawn))
 
     def all(self, limit: int | None = None) -> Iterator[Batch]:
         """Every usable row once, source after source in file order, at most ``limit`` rows, ``batch_size`` at a time.
@@ -100,7 +100,7 @@ class Loader:
         rows = islice(chain.from_iterable(order.once() for order in self.orders), limit)
         first = 0
         while part := list(islice(rows, self.batch_size)):
-            yield to_batch(part, range(first, first + len(part)))
+            yield build_batch(part, range(first, first + len(part)))
             first += len(part)
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Loader:
             raise ValueError(
                 f"the checkpoint was made with {len(state['sources'])} data sources, not {len(self.orders)}"
             )
-        same_settings(state, {"seed": self._seed})
+        check_same_settings(state, {"seed": self._seed})
         for order, saved in zip(self.orders, state["sources"], strict=True):
             order.load_state_dict(saved)
         self.drawn, self._over = state["drawn"], state["over"]
@@ -130,7 +130,7 @@ class Loader:
         return drawn
 
     def _draw(self) -> list[Example]:
-        point = uniform(self._seed, MIX, self.drawn)
+        point = draw_uniform(self._seed, MIX, self.drawn)
         which = next(i for i, until in enumerate(self._until) if point < until)
         self.drawn += 1
         return self.orders[which].next()
@@ -162,30 +162,34 @@ def build_loader(
     ]
     weights = [s.weight for s in sources]
     if config.mixing != "weight":
-        sizes = [_known(order.name, order.rows) for order in orders]
+        list_file_sizes = [_known(order.name, order.rows) for order in orders]
         if config.mixing == "tokens":  # fewer draws of longer rows
-            sizes = [rows / _known(order.name, order.tokens) for rows, order in zip(sizes, orders, strict=True)]
-        weights = [weight * size for weight, size in zip(weights, sizes, strict=True)]
+            list_file_sizes = [
+                rows / _known(order.name, order.tokens) for rows, order in zip(list_file_sizes, orders, strict=True)
+            ]
+        weights = [weight * size for weight, size in zip(weights, list_file_sizes, strict=True)]
     return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens)
 
 
-def _order(examples: Examples, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> Order:
-    phase = Phase(config.phases, config.phase) if config.phase else None
+def _order(examples: RowEncoder, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> DrawOrder:
+    phase = DataPhase(config.phases, config.phase) if config.phase else None
     shuffled = key if config.shuffle else None
-    if prefix := prefix_of(source.path):
+    if prefix := find_prefix(source.path):
         if not examples.from_tokens:
             raise ValueError(f"{source.path} holds documents as token ids; this recipe reads rows of text")
         most, vocabulary = examples.max_tokens, len(examples.template.tokenizer)
-        data = IndexedDocuments(Indexed(prefix), vocabulary, most=most, phase=phase, max_samples=source.max_samples)
-        return Shuffled(data, shuffled)
+        data = IndexedDocuments(
+            IndexedTokens(prefix), vocabulary, most=most, phase=phase, max_samples=source.max_samples
+        )
+        return ShuffledOrder(data, shuffled)
     rows = open_rows(source.path, source.max_samples)
     if config.stream:
-        identity = identify(examples, config, source, phase, sizes(rows))
-        return Streamed(examples, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
+        identity = hash_settings(examples, config, source, phase, list_file_sizes(rows))
+        return StreamedOrder(examples, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
     if config.cache is None:
-        return Shuffled(Scanned(examples, rows, phase), shuffled)
-    identity = identify(examples, config, source, phase, contents(rows))
-    return Shuffled(open_cached(Path(config.cache), examples, rows, phase, identity), shuffled)
+        return ShuffledOrder(ScannedSource(examples, rows, phase), shuffled)
+    identity = hash_settings(examples, config, source, phase, hash_files(rows))
+    return ShuffledOrder(open_cached(Path(config.cache), examples, rows, phase, identity), shuffled)
 
 
 def _known(name: str, number: int | None) -> int:

@@ -19,14 +19,14 @@ SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
-def as_messages(value: Any, key: str) -> list[Message]:
+def parse_messages(value: Any, key: str) -> list[Message]:
     """The messages under ``key``. BadRow for what is no list of messages."""
     if not isinstance(value, list):
         raise BadRow(f"'{key}' is {type(value).__name__}; expected a string or a list of {{role, content}} messages")
     return [_message(message, f"'{key}': message {i}") for i, message in enumerate(value)]
 
 
-def as_response(value: Any, key: str) -> list[Message]:
+def parse_response(value: Any, key: str) -> list[Message]:
     """What is said under ``key``: a text or a message of the assistant, or a list of messages.
 
     BadRow (empty) where nothing is said.
@@ -36,13 +36,13 @@ def as_response(value: Any, key: str) -> list[Message]:
     elif isinstance(value, dict):
         messages = [_message(value, f"'{key}'")]
     else:
-        messages = as_messages(value, key)
-    if not says_something(messages):
+        messages = parse_messages(value, key)
+    if not has_content(messages):
         raise BadRow(f"'{key}' is empty", "empty")
     return messages
 
 
-def transcript(text: str, key: str) -> list[Message]:
+def parse_transcript(text: str, key: str) -> list[Message]:
     """The turns of a text like "\\n\\nHuman: …\\n\\nAssistant: …" (Anthropic's hh-rlhf). BadRow for any other."""
     before, *turns = TURN.split(text)
     if before.strip() or not turns:
@@ -55,34 +55,34 @@ def transcript(text: str, key: str) -> list[Message]:
     return [{"role": SPEAKERS[who], "content": what.strip()} for who, what in said]
 
 
-def up_to_the_assistant(messages: list[Message]) -> list[Message]:
+def trim_to_assistant(messages: list[Message]) -> list[Message]:
     """The messages up to the assistant's last one. BadRow (empty) if there is none, or if it says nothing."""
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
-    if not says_something(messages[-1:]):
+    if not has_content(messages[-1:]):
         raise BadRow("the assistant's last message is empty" if messages else "no message of the assistant", "empty")
     return messages
 
 
-def says_something(messages: Iterable[Message]) -> bool:
+def has_content(messages: Iterable[Message]) -> bool:
     """Whether any message has a text or calls a tool."""
-    return any(text_of(message).strip() or message.get("tool_calls") for message in messages)
+    return any(get_text(message).strip() or message.get("tool_calls") for message in messages)
 
 
-def text_of(message: Message) -> str:
+def get_text(message: Message) -> str:
     content = message["content"]
     return "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content
 
 
-def prompt_text(messages: list[Message]) -> str:
+def format_prompt(messages: list[Message]) -> str:
     """A prompt as people read it: the one message, or who said what, one paragraph each."""
     spoken = [m for m in messages if m["role"] != "system"]
     if len(spoken) == 1:
-        return text_of(spoken[0])
-    return "\n\n".join(f"{m['role']}: {text_of(m)}" for m in spoken)
+        return get_text(spoken[0])
+    return "\n\n".join(f"{m['role']}: {get_text(m)}" for m in spoken)
 
 
-def as_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
+def parse_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
     """Descriptions of functions: a list of JSON Schema objects, as such or as JSON text; None where there are none."""
     value = _parsed(value, key)
     tools = [_parsed(tool, key) for tool in value] if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from coalign.data.shuffle import permute
 from coalign.types import Stat, Stats
 
 
-class Order(Protocol):
+class DrawOrder(Protocol):
     """Draws the rows of a source, one epoch after the other.
 
     ``rows`` and ``tokens`` are those of an epoch; None where nobody knows them.
@@ -46,7 +46,7 @@ class Order(Protocol):
         ...
 
 
-class Shuffled:
+class ShuffledOrder:
     """An Order that knows its rows: each epoch in an order of its own, which follows from ``key`` and its number.
 
     The key None leaves the rows in file order.
@@ -76,7 +76,7 @@ class Shuffled:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now = self.source.fingerprint()
-        same_settings(state, {"stream": False, "shuffle": self._key is not None})
+        check_same_settings(state, {"stream": False, "shuffle": self._key is not None})
         if (state["rows"], state["hash"]) != (now["rows"], now["hash"]):
             raise ValueError(
                 f"{self.name} is not the data that the checkpoint was made with: {state['rows']} usable rows of "
@@ -86,7 +86,7 @@ class Shuffled:
         self._taken = state["taken"]
 
 
-def same_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """ValueError for a setting of ``now`` that a checkpoint was made with another value of."""
     for key, value in now.items():
         if then[key] != value:

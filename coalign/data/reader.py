@@ -11,13 +11,13 @@ from typing import Any
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.messages import (
     Message,
-    as_messages,
-    as_response,
-    as_tools,
-    says_something,
-    text_of,
-    transcript,
-    up_to_the_assistant,
+    get_text,
+    has_content,
+    parse_messages,
+    parse_response,
+    parse_tools,
+    parse_transcript,
+    trim_to_assistant,
 )
 from coalign.data.sources import BadRow
 
@@ -52,7 +52,7 @@ class RowReader:
     def tools(self, row: dict[str, Any]) -> list[dict[str, Any]] | None:
         """The tools that the model may call, if the row describes any."""
         key = self.config.tools_key
-        return as_tools(row[key], key) if self.has(row, key) else None
+        return parse_tools(row[key], key) if self.has(row, key) else None
 
     def prompt(self, row: dict[str, Any]) -> list[Message]:
         """What the model has to answer: the row's messages without the assistant's last ones, or its prompt."""
@@ -66,14 +66,14 @@ class RowReader:
         if self.answer_key in row:
             return row[self.answer_key]
         last = self._read(row)[-1]
-        return text_of(last) if last["role"] == "assistant" else None
+        return get_text(last) if last["role"] == "assistant" else None
 
     def conversation(self, row: dict[str, Any]) -> list[Message]:
         """What the model has to learn, up to the assistant's last message."""
         messages = self._read(row)
         if not self.has(row, self.config.messages_key) and messages and messages[-1]["role"] != "assistant":
-            messages = [*messages, *as_response(self.value(row, self.answer_key), self.answer_key)]
-        return self._asked(up_to_the_assistant(messages), row)
+            messages = [*messages, *parse_response(self.value(row, self.answer_key), self.answer_key)]
+        return self._asked(trim_to_assistant(messages), row)
 
     def answered(self, row: dict[str, Any]) -> tuple[list[Message], list[Message]]:
         """A prompt and the one response to it: the end of the row's messages, or what stands under the answer key."""
@@ -85,7 +85,7 @@ class RowReader:
         asked = next((i for i, m in reversed(list(enumerate(messages))) if m["role"] != "assistant"), -1)
         if asked + 1 == len(messages):
             self.value(row, self.answer_key)
-        return prompt, up_to_the_assistant(messages[asked + 1 :])
+        return prompt, trim_to_assistant(messages[asked + 1 :])
 
     def compared(self, row: dict[str, Any], said: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
         """The prompt, and the responses to it: ``said`` under these names.
@@ -99,10 +99,10 @@ class RowReader:
             prompt = self._asked(self._prompt(row), row)
             if prompt[-1]["role"] == "assistant":
                 raise BadRow(f"'{self.prompt_key}' ends with the assistant's words, so there is nothing to answer")
-            return prompt, [up_to_the_assistant(as_response(value, name)) for name, value in said.items()]
+            return prompt, [trim_to_assistant(parse_response(value, name)) for name, value in said.items()]
         if not all(whole.values()):
             raise BadRow(f"of {', '.join(said)}, some are whole conversations and others only the response")
-        conversations = [up_to_the_assistant(messages) for messages in whole.values()]
+        conversations = [trim_to_assistant(messages) for messages in whole.values()]
         shared = _shared(conversations)
         if not shared:
             raise BadRow(f"{', '.join(said)} begin with different messages, so they answer no common prompt")
@@ -111,32 +111,32 @@ class RowReader:
     def _whole(self, row: dict[str, Any], name: str, value: Any) -> list[Message] | None:
         """The conversation, if it is one and not only its end."""
         if isinstance(value, str) and not self.has(row, self.prompt_key):
-            return transcript(value, name)
+            return parse_transcript(value, name)
         if isinstance(value, list) and value:
-            messages = as_messages(value, name)
+            messages = parse_messages(value, name)
             return messages if messages[0]["role"] in ("system", "user") else None
         return None
 
     def _read(self, row: dict[str, Any]) -> list[Message]:
         key = self.config.messages_key
-        return as_messages(row[key], key) if self.has(row, key) else self._prompt(row)
+        return parse_messages(row[key], key) if self.has(row, key) else self._prompt(row)
 
     def _prompt(self, row: dict[str, Any]) -> list[Message]:
         prompt = self.value(row, self.prompt_key)
         if not isinstance(prompt, str):
-            return as_messages(prompt, self.prompt_key)
+            return parse_messages(prompt, self.prompt_key)
         if not prompt.strip():
             raise BadRow(f"'{self.prompt_key}' is empty", "empty")
         return [{"role": "user", "content": prompt}]
 
     def _asked(self, messages: list[Message], row: dict[str, Any]) -> list[Message]:
         """The messages with the run's system message, if they have none, and the last question as formatted."""
-        if not says_something(messages):
+        if not has_content(messages):
             raise BadRow("no message with a text", "empty")
         if self.config.prompt_format != "{prompt}":
             last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
             if last is not None:
-                text = self._formatted(text_of(messages[last]), row)
+                text = self._formatted(get_text(messages[last]), row)
                 messages = [*messages[:last], messages[last] | {"content": text}, *messages[last + 1 :]]
         if self.config.system is None or messages[0]["role"] == "system":
             return messages

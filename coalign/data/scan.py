@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from coalign.data.examples import MARKS, Example, Examples
-from coalign.data.shuffle import Phase
+from coalign.data.examples import MARKS, Example, RowEncoder
+from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows
 
 log = logging.getLogger(__name__)
@@ -42,13 +42,13 @@ class ExampleSource(Protocol):
         ...
 
 
-class Scan:
+class SourceScan:
     """Goes through the rows (of ``phase``) and yields those that can be used: (row number, what the row becomes).
 
     Once it is at the end, ``tokens`` and ``hash`` are those of all that it yielded.
     """
 
-    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None) -> None:
+    def __init__(self, examples: RowEncoder, rows: FileRows, phase: DataPhase | None) -> None:
         self.examples, self.rows, self.phase = examples, rows, phase
         self.tokens = 0
         self._seen = hashlib.blake2b(digest_size=16)
@@ -74,17 +74,17 @@ class Scan:
             self._seen.update(text.encode())
 
 
-class Scanned:
+class ScannedSource:
     """An ExampleSource that tokenises what is drawn."""
 
-    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None = None) -> None:
+    def __init__(self, examples: RowEncoder, rows: FileRows, phase: DataPhase | None = None) -> None:
         """ValueError for a row that may not be dropped, and if none is left."""
-        scan = Scan(examples, rows, phase)
+        scan = SourceScan(examples, rows, phase)
         self.name = examples.name
         self._examples, self._rows, self._phase = examples, rows, phase
         self._used = array("q", (number for number, _ in scan))
         self.tokens, self._hash = scan.tokens, scan.hash
-        conclude(self, examples)
+        check_usable(self, examples)
 
     def __len__(self) -> int:
         return len(self._used)
@@ -94,20 +94,20 @@ class Scanned:
         return self._examples.read(self._rows[number], number)
 
     def report(self) -> str:
-        return f"{counted(self._examples, self._phase, len(self._rows))}: {self._examples.report()}"
+        return f"{describe_rows(self._examples, self._phase, len(self._rows))}: {self._examples.report()}"
 
     def fingerprint(self) -> dict[str, Any]:
         return {"name": self.name, "rows": len(self), "hash": self._hash}
 
 
-def counted(examples: Examples, phase: Phase | None, rows: int) -> str:
+def describe_rows(examples: RowEncoder, phase: DataPhase | None, rows: int) -> str:
     """How many rows a report is about: "7473 rows", or "1495 of 7473 rows (phase sft)"."""
     if phase is None:
         return f"{rows} rows"
     return f"{examples.counts['rows']} of {rows} rows (phase {phase.name})"
 
 
-def conclude(source: ExampleSource, examples: Examples) -> None:
+def check_usable(source: ExampleSource, examples: RowEncoder) -> None:
     """ValueError for a source without usable rows; a warning of what its kind finds odd about them."""
     if not len(source):
         bound = f"; data.{examples.longest} is the bound" if examples.counts["long"] else ""

@@ -13,7 +13,7 @@ from math import gcd, lcm
 ROUNDS = 6
 
 
-def uniform(*key: int) -> float:
+def draw_uniform(*key: int) -> float:
     """A number in [0, 1) that belongs to the key."""
     return (_hash(key) >> 11) / 2**53
 
@@ -46,7 +46,7 @@ def _hash(numbers: tuple[int, ...]) -> int:
 SALT = 0x5EED  # not the run's seed: the runs of a pipeline must agree
 
 
-class Phase:
+class DataPhase:
     """The row numbers that belong to one of several phases.
 
     The shares (to a thousandth) become whole numbers in lowest terms ({sft: 2, rm: 4, rl: 4} is 1:2:2), and the rows

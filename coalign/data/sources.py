@@ -36,7 +36,7 @@ class BadRow(ValueError):
         self.reason = reason
 
 
-class File(Protocol):
+class RowFile(Protocol):
     """The rows of one file, numbered from 0. BadRow for one that is not an object with keys.
 
     A file that is opened with ``max_samples`` needs no access by number to more than the first so many.
@@ -134,7 +134,7 @@ class TextLines(JsonLines):
     parse = staticmethod(_text)
 
 
-class Table:
+class TableFile:
     """Rows of something indexable that is already open."""
 
     def __init__(self, path: Path, length: int, get: Callable[[int], Any]) -> None:
@@ -154,7 +154,7 @@ class Table:
             yield partial(self.__getitem__, index), partial(self.where, index), index + 1
 
 
-class Parquet:
+class ParquetRows:
     """Read in turn, row group by row group. Access by number unpacks the file, once, next to other temporary files
     (TMPDIR), and maps it from there: parquet itself has none."""
 
@@ -207,7 +207,7 @@ class Parquet:
             os.unlink(name)  # what is mapped stays until nobody maps it
 
 
-__all__ = ["START", "BadRow", "FileRows", "ReadPosition", "SourceRow", "Table", "open_rows"]
+__all__ = ["START", "BadRow", "FileRows", "ReadPosition", "SourceRow", "TableFile", "open_rows"]
 
 ReadPosition = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
 START: ReadPosition = (0, 0, 0)
@@ -225,7 +225,7 @@ class SourceRow:
 class FileRows:
     """The rows of ``files``, one file after the other, by number from 0; at most the first ``max_samples``."""
 
-    def __init__(self, files: Sequence[File], max_samples: int | None = None) -> None:
+    def __init__(self, files: Sequence[RowFile], max_samples: int | None = None) -> None:
         self.files, self._most = list(files), max_samples
 
     @property
@@ -262,7 +262,7 @@ class FileRows:
                 number += 1
             start = 0
 
-    def _find(self, number: int) -> tuple[File, int]:
+    def _find(self, number: int) -> tuple[RowFile, int]:
         if not 0 <= number < len(self):
             raise IndexError(f"{self.files[0].path} has {len(self)} rows, so no row {number}")
         which = bisect_right(self._ends, number)
@@ -294,14 +294,14 @@ def _matching(path: Path) -> list[Path]:
     return [Path(name) for name in found]
 
 
-def _open(path: Path, max_samples: int | None) -> File:
+def _open(path: Path, max_samples: int | None) -> RowFile:
     opener = _open_directory if path.is_dir() else OPENERS.get(path.suffix.lower())
     if opener is None:
         raise ValueError(f"{path}: expected a name that ends in {', '.join(OPENERS)}, or a `datasets` directory")
     return opener(path, max_samples)
 
 
-def _open_json(path: Path, max_samples: int | None) -> File:
+def _open_json(path: Path, max_samples: int | None) -> RowFile:
     with path.open("rb") as file:
         first = next((line.strip()[:1] for line in file if line.strip()), b"")
     if first != b"[":
@@ -310,10 +310,10 @@ def _open_json(path: Path, max_samples: int | None) -> File:
         rows = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
-    return Table(path, len(rows), rows.__getitem__)
+    return TableFile(path, len(rows), rows.__getitem__)
 
 
-def _open_directory(path: Path, max_samples: int | None) -> File:
+def _open_directory(path: Path, max_samples: int | None) -> RowFile:
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         raise ValueError(
@@ -327,13 +327,13 @@ def _open_directory(path: Path, max_samples: int | None) -> File:
     import datasets
 
     rows = datasets.load_from_disk(str(path))
-    return Table(path, len(rows), rows.__getitem__)
+    return TableFile(path, len(rows), rows.__getitem__)
 
 
-OPENERS: Mapping[str, Callable[[Path, int | None], File]] = {
+OPENERS: Mapping[str, Callable[[Path, int | None], RowFile]] = {
     ".jsonl": JsonLines,
     ".json": _open_json,
-    ".parquet": Parquet,
+    ".parquet": ParquetRows,
     ".txt": TextLines,
 }
 

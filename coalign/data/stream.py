@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from coalign.data.examples import Example, Examples
-from coalign.data.order import same_settings
-from coalign.data.shuffle import Phase, permute
+from coalign.data.examples import Example, RowEncoder
+from coalign.data.order import check_same_settings
+from coalign.data.shuffle import DataPhase, permute
 from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import Stat, Stats, Total
 
 
-class Streamed:
+class StreamedOrder:
     """An Order over a stream; at its end it begins again, shuffled anew.
 
     The next ``window`` rows (of ``phase``) are held in memory, as the file has them, and drawn in an order that follows
@@ -30,13 +30,13 @@ class Streamed:
 
     def __init__(
         self,
-        examples: Examples,
+        examples: RowEncoder,
         rows: FileRows,
         key: tuple[int, ...] | None,
         *,
         window: int,
         identity: str,
-        phase: Phase | None = None,
+        phase: DataPhase | None = None,
     ) -> None:
         """``identity`` is a hash of what makes the stream what it is, for the checkpoint."""
         self.name = examples.name
@@ -85,7 +85,7 @@ class Streamed:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        same_settings(state, self._settings())
+        check_same_settings(state, self._settings())
         if state["hash"] != self._identity:
             raise ValueError(
                 f"{self.name} is not the stream that the checkpoint was made with ({state['name']}): its files, the "

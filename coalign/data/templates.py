@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jinja2 import TemplateError
 
 from coalign.data.batch import Batch
-from coalign.data.messages import Message, text_of
+from coalign.data.messages import Message, get_text
 from coalign.data.sources import BadRow
 from coalign.types import Sample, Status
 
@@ -86,7 +86,7 @@ class PlainText:
             raise BadRow(
                 f"data.chat_template: none takes a single user message, not {_roles(messages)}; set a template"
             )
-        tokens = self.tokenizer(text_of(messages[0]), verbose=False)["input_ids"]
+        tokens = self.tokenizer(get_text(messages[0]), verbose=False)["input_ids"]
         eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         if tokens[:2] == [bos, bos]:
             tokens = tokens[1:]  # the text brought its own
@@ -96,7 +96,7 @@ class PlainText:
         self, messages: Messages, tools: Tools | None = None, *, since: int = 0
     ) -> tuple[list[int], list[bool]]:
         prompt = self.prompt(messages[:-1], tools)
-        answer = self.tokenizer(text_of(messages[-1]), add_special_tokens=False, verbose=False)["input_ids"]
+        answer = self.tokenizer(get_text(messages[-1]), add_special_tokens=False, verbose=False)["input_ids"]
         eos = self.tokenizer.eos_token_id
         if answer[-1:] != [eos]:  # the text may bring its own
             answer = [*answer, eos]
@@ -114,7 +114,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, jinja: str) -> None:
         self.tokenizer = tokenizer
         self.jinja = jinja
-        self._special = special_tokens(tokenizer)
+        self._special = list_special_tokens(tokenizer)
         self._knows_tools = re.search(r"\btools\b", jinja) is not None
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
 
@@ -214,7 +214,7 @@ class ChatTemplate:
         """
         if characters == len(text):
             return len(tokens)
-        return common_prefix(self._tokenize(text[:characters]), tokens)
+        return count_common_prefix(self._tokenize(text[:characters]), tokens)
 
     def _end_turns(self, tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
         """Trains the token that ends each turn and none after it; adds EOS where the last turn has no such token."""
@@ -265,12 +265,12 @@ def _roles(messages: Messages) -> str:
     return ", ".join(str(m["role"]) for m in messages) or "none"
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
+def count_common_prefix(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def list_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The ids of the special tokens, EOS among them."""
     added = tokenizer.added_tokens_decoder.items()
     return {i for i, token in added if token.special} | {tokenizer.eos_token_id}
@@ -311,6 +311,6 @@ def _last_turn(sample: Sample, start: int) -> int:
     return start + int(given[-1]) + 1 if len(given) and bool(sample.loss_mask[-1]) else start
 
 
-def at_their_end(status: Tensor) -> Tensor:
+def is_finished(status: Tensor) -> Tensor:
     """bool[N]: the sequences that can be judged; those that failed, or still go on, cannot."""
     return (status == Status.OK) | (status == Status.TRUNCATED)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from coalign.data.messages import text_of
+from coalign.data.messages import get_text
 from coalign.environments.episode import Episode, Turn
 from coalign.environments.parsers import ToolRequest, hermes
 from coalign.types import Status
@@ -172,7 +172,7 @@ class Completions:
 def _plain(message: Any) -> dict[str, Any]:
     """A message as a dict; clients also send back the objects that they were given."""
     given = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
-    return {**given, "content": text_of({"content": given.get("content") or ""})}
+    return {**given, "content": get_text({"content": given.get("content") or ""})}
 
 
 def _essence(message: Mapping[str, Any]) -> tuple[Any, ...]:

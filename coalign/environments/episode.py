@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from coalign.data.messages import Message, as_tools
+from coalign.data.messages import Message, parse_tools
 from coalign.data.templates import Tools
 from coalign.environments.rendering import Rendering
 from coalign.types import Status
@@ -203,7 +203,7 @@ class Episode:
         self.prompt_length = 0
         self._prompt = list(prompt)
         self._render_opening = False  # from the messages; otherwise it is the prompt
-        self._tools: Tools | None = as_tools(row["tools"], "tools") if row.get("tools") else None
+        self._tools: Tools | None = parse_tools(row["tools"], "tools") if row.get("tools") else None
         self._said: list[Message] = []  # since the last turn, and not in the log yet
         self._written: list[int] = []  # likewise
         self._answer: list[int] | None = None  # the last turn

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coalign.data.messages import Message
-from coalign.data.templates import ChatTemplate, Template, Tools, common_prefix, special_tokens
+from coalign.data.templates import ChatTemplate, Template, Tools, count_common_prefix, list_special_tokens
 
 _SAID = "stand-in"
 # Some templates (Qwen3's) render an answer without reasoning in another way once it is no longer the last message.
@@ -32,7 +32,7 @@ class Rendering:
     def __init__(self, template: Template) -> None:
         self.template = template
         self.tokenizer: Any = template.tokenizer
-        self._special = special_tokens(self.tokenizer)
+        self._special = list_special_tokens(self.tokenizer)
 
     def opening(self, messages: list[Message], tools: Tools | None) -> list[int]:
         """The tokens after which the policy's first turn comes. BadRow where the template refuses."""
@@ -57,7 +57,7 @@ class Rendering:
         for said in _ANSWERS:
             before = self.text(template.render(_stand_in(said, messages), tools))
             after = self.text(template.render(_stand_in(said, messages) + messages, tools, generation_prompt=True))
-            same = common_prefix(before, after)
+            same = count_common_prefix(before, after)
             if self._ends_a_text(before[same:]):
                 return self._continued(list(answer), self._ending(before[:same], tools), after[same:])
         raise RenderingError(

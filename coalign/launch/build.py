@@ -19,8 +19,8 @@ from coalign.algorithms.traits import per
 from coalign.cluster.base import planned
 from coalign.cluster.placement.nodes import Node, ProcessPlacement
 from coalign.cluster.placement.slots import Footprint, Slot, distinct
-from coalign.config import check_names, located
-from coalign.config.errors import near
+from coalign.config import check_names, locate_problems
+from coalign.config.errors import suggest
 from coalign.config.functions import resolve, resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.kinds import KINDS
@@ -128,8 +128,8 @@ def prepare(config: RunConfig) -> tuple[type[Engine], dict[str, ModelConfig]]:
     """The recipe and the models it needs, checked. ValueError names the key that is wrong, and its place."""
     cls = recipe(config.algorithm)
     if cls.source not in KINDS:
-        raise ValueError(f"{cls.__name__}.source: '{cls.source}' is no kind of data{near(cls.source, KINDS)}")
-    with located(config):
+        raise ValueError(f"{cls.__name__}.source: '{cls.source}' is no kind of data{suggest(cls.source, KINDS)}")
+    with locate_problems(config):
         check_names(config, [*cls.models, *(reward.model for reward in config.reward if reward.model)])
         check_functions_are_imported(config)
         cls.check(config)

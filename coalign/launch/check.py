@@ -17,7 +17,7 @@ from coalign.cluster.placement.slots import distinct
 from coalign.cluster.residency import movable
 from coalign.cluster.standins import STANDINS
 from coalign.cluster.worker import module_class
-from coalign.config import located
+from coalign.config import locate_problems
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.engine.engine import Engine
@@ -40,12 +40,12 @@ def check(config: RunConfig, display: Display) -> None:
     count = f"{len(models)} models" if len(models) > 1 else "1 model"
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw_graph(graph) + "\n")
-    with located(config):
+    with locate_problems(config):
         _try_backends(models, config)
         notes = [f"{name}: {note}" for name, model in models.items() for note in _notes(model)]
     if rewards := composition(models, config):
         display.show(rewards + "\n")
-    with located(config):
+    with locate_problems(config):
         display.show(requested_layout(models_with_processes(cls, models, config), config))
     display.show("")
     display.show(_memory(cls, models, config))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.cluster.start import kind, start
-from coalign.config import dump, located
+from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine, Hook
 from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore, verify
@@ -42,7 +42,7 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
     trace(cls, models, config)
     folder = RunFolder(config.output)
     with _logged(folder, display):
-        with located(config):
+        with locate_problems(config):
             cluster = start(config, models_with_processes(cls, models, config))
         try:
             if kind(config) == "ray":

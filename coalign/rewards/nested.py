@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from coalign.config.functions import bind, columns_of, resolve
+from coalign.config.functions import bind, list_columns, resolve
 from coalign.config.schema import Function
 from coalign.rewards.threads import ThreadPool
 from coalign.types import Sample
@@ -23,7 +23,7 @@ def _taking(config: Function, *, expected: Mapping[int, str]) -> Function:
     """Refuse (ConfigError, ValueError) a function that is not there, gets wrong arguments or takes something else."""
     fn = resolve(config.fn, "coalign.rewards")
     bind(fn, config.arguments, "")
-    needed, optional = columns_of(partial(fn.__call__, None) if inspect.isclass(fn) else fn)
+    needed, optional = list_columns(partial(fn.__call__, None) if inspect.isclass(fn) else fn)
     if _arity(needed, optional) not in expected or needed[:1] in (["group"], ["samples"]):
         takes, wanted = ", ".join(needed + optional), " or ".join(expected.values())
         raise ValueError(f"'{config.fn}' takes ({takes}); expected a function of {wanted}")
@@ -50,7 +50,7 @@ class Nested:
         arguments = bind(fn, config.arguments, "")
         self.name = config.fn
         self._fn = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)
-        self.arity = _arity(*columns_of(self._fn))
+        self.arity = _arity(*list_columns(self._fn))
         self._waits = any(map(inspect.iscoroutinefunction, (fn, type(self._fn).__call__)))
         self._threads = ThreadPool()
 

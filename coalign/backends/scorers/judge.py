@@ -19,7 +19,7 @@ from coalign.backends.pretrained import context_length, read_config, read_tokeni
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.templates import at_their_end, load_template, read_samples
+from coalign.data.templates import is_finished, load_template, read_samples
 from coalign.rewards.judge_questions import Judging
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Status, Total, merge_stats
@@ -72,7 +72,7 @@ class Examiner:
         ``answer`` is given questions (columns tokens and group). ``batch`` may be a part of a roll-out, so whether too
         little could be judged is for others to say.
         """
-        rows = at_their_end(batch["status"]).nonzero().flatten()
+        rows = is_finished(batch["status"]).nonzero().flatten()
         samples = read_samples(batch.select(rows), self._policys)
         groups = [list(some) for _, some in groupby(samples, key=lambda sample: sample.group)]
         answers = self._ask(groups, answer)

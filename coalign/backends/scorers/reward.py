@@ -12,7 +12,7 @@ from coalign.backends.base import Module
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
-from coalign.data.templates import at_their_end, read_samples
+from coalign.data.templates import is_finished, read_samples
 from coalign.rewards.calls import Caller, Outcome, RewardFailure, RewardFunction
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Total, merge_stats
@@ -58,7 +58,7 @@ class RewardModule(Module):
 
         ``batch`` may be a part of a roll-out, so whether too much has failed is for others to say.
         """
-        rows = at_their_end(batch["status"])
+        rows = is_finished(batch["status"])
         samples = read_samples(batch.select(rows), self.tokenizer)
         outcomes = self.caller.score(self.functions, samples)
         columns: dict[str, Any] = {}

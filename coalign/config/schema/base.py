@@ -25,12 +25,12 @@ from coalign.config.errors import Conflict
 
 Item = TypeVar("Item")
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-Several = Annotated[list[Item], BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value)]
+OneOrMore = Annotated[list[Item], BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value)]
 """A list; a single item may stand without the brackets."""
 
 
 @dataclass(frozen=True)
-class Input:
+class InputPath:
     """Marks a text as the path of something that must exist before a run."""
 
     kind: Literal["file", "directory"]

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
-from coalign.config.errors import Conflict, near
-from coalign.config.schema.base import Input, ResultNeutral, Section, Several
+from coalign.config.errors import Conflict, suggest
+from coalign.config.schema.base import InputPath, OneOrMore, ResultNeutral, Section
 
 
 class SourceConfig(Section):
@@ -16,7 +16,7 @@ class SourceConfig(Section):
 
     shorthand = "path"
 
-    path: Annotated[str, Input("file")]
+    path: Annotated[str, InputPath("file")]
     """JSONL, JSON, parquet, text, a directory written by `datasets.save_to_disk`, or several by a pattern
     (`dir/*.jsonl`); for documents also the PREFIX.idx of an indexed dataset (`coalign indexed build`)."""
     weight: NonNegativeFloat = 1.0
@@ -30,9 +30,9 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    train: Annotated[Several[SourceConfig], Field(examples=["train.jsonl"])] = []
+    train: Annotated[OneOrMore[SourceConfig], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
-    eval: Annotated[Several[SourceConfig], Field(examples=["eval.jsonl"])] = []
+    eval: Annotated[OneOrMore[SourceConfig], Field(examples=["eval.jsonl"])] = []
     """Likewise, for evaluation."""
     mixing: Literal["weight", "size", "tokens"] = "weight"
     """Rows are drawn from a source in proportion to its `weight`, or to `weight` times its number of rows; or, by
@@ -101,7 +101,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _phase_is_one_of_the_phases(self) -> Self:
         if self.phase is not None and self.phase not in self.phases:
-            raise Conflict(("phase",), f"'{self.phase}' is not one of data.phases{near(self.phase, self.phases)}")
+            raise Conflict(("phase",), f"'{self.phase}' is not one of data.phases{suggest(self.phase, self.phases)}")
         if self.phases and self.phase is None:
             raise Conflict(
                 ("phase",), f"missing: which of data.phases does this run train on ({', '.join(self.phases)})?"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Function, Input, LossConfig, Probability, ResultNeutral, Section, Several
+from coalign.config.schema.base import Function, InputPath, LossConfig, OneOrMore, Probability, ResultNeutral, Section
 from coalign.config.schema.rollout import NativeConfig, SamplingConfig
 
 # The ways in which a model is cut over devices. Which of them there are is up to its module.
@@ -54,7 +54,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """The product is scaled by alpha / rank."""
     dropout: Probability = 0.0
-    target: Several[str] = ["all-linear"]
+    target: OneOrMore[str] = ["all-linear"]
     """Names of linear layers, as patterns (`*.q_proj`, `model.layers.1?.*`); `all-linear`: every one but the head."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (2312.03732)."""
@@ -62,7 +62,7 @@ class LoraConfig(Section):
     """Magnitude and direction apart (2402.09353)."""
     base_bits: Literal[4] | None = None
     """QLoRA (2305.14314): the frozen weights in 4-bit NF4 (needs bitsandbytes)."""
-    load: Annotated[str, Input("directory")] | None = None
+    load: Annotated[str, InputPath("directory")] | None = None
     """A directory with a trained adapter (adapter_config.json) to go on from."""
 
 
@@ -129,11 +129,11 @@ class ModelConfig(Section):
     """Backend: `fsdp`, `deepspeed`, `native`, `reward`, … or a dotted path to a Module subclass."""
     like: str | None = None
     """Take every key that is not given here from this model."""
-    load: Annotated[str, Input("directory")] | None = None
+    load: Annotated[str, InputPath("directory")] | None = None
     """A Hugging Face model directory."""
     init: Literal["load", "random"] = "load"
     """`random` takes only config and tokenizer from the directory and draws the weights from the seed."""
-    tokenizer: Annotated[str, Input("directory")] | None = None
+    tokenizer: Annotated[str, InputPath("directory")] | None = None
     """A tokenizer directory, when it is not in `load`."""
     chat_template: str | None = None
     """Of a model that only scores: it reads the conversation with its own tokenizer, as this template renders it:

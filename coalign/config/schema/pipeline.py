@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Input, ResultNeutral, RewardConfig, Section, Several, check_rewards
+from coalign.config.schema.base import InputPath, OneOrMore, ResultNeutral, RewardConfig, Section, check_rewards
 from coalign.config.schema.data import DataConfig
 from coalign.config.schema.rollout import NativeConfig, SamplingConfig
 from coalign.config.schema.run import RunConfig
@@ -19,8 +19,8 @@ from coalign.config.schema.run import RunConfig
 class JudgeConfig(Section):
     """Who scores responses: reward functions (summed by weight), or a reward model."""
 
-    reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
-    reward_model: Annotated[str, Input("directory")] | None = None
+    reward: Annotated[OneOrMore[RewardConfig], Field(examples=[{"fn": "math"}])] = []
+    reward_model: Annotated[str, InputPath("directory")] | None = None
     """A Hugging Face directory with a reward head; it reads with its own tokenizer."""
     reward_template: str = "auto"
     """The reward model's chat template: `auto`: its tokenizer's; `none`; or a Jinja template, or a file that holds
@@ -52,7 +52,7 @@ class JudgeConfig(Section):
 class GenerateConfig(JudgeConfig):
     """Responses of a model to prompts; with a reward function or model they are scored, too."""
 
-    model: Annotated[str, Input("directory")] | None = None
+    model: Annotated[str, InputPath("directory")] | None = None
     """A Hugging Face model directory; None: the pipeline's current model."""
     data: DataConfig = DataConfig()
     """`train` holds the prompts; they are drawn in the order of a training run, or of the file without `shuffle`."""
@@ -99,7 +99,7 @@ class SelectConfig(Section):
     """As conversations, for SFT: `best`, of each prompt's responses the one with the highest score; `threshold`, every
     one that reaches the threshold; `all`. As pairs, for DPO: `best_worst`, the highest against the lowest. For KTO:
     `labelled`, every one, with whether it reaches the threshold."""
-    data: Annotated[Several[Annotated[str, Input("file")]], Field(examples=["scored.jsonl"])] = []
+    data: Annotated[OneOrMore[Annotated[str, InputPath("file")]], Field(examples=["scored.jsonl"])] = []
     """Files with scored responses; none: what the stage before has written."""
     threshold: float | None = None
     """The lowest score of a response that is learnt (of a pair: of the chosen one)."""
@@ -154,7 +154,7 @@ class PipelineConfig(Section):
 
     output: str = "runs/pipeline"
     """The folder: `round_K/NN_NAME/` for each stage."""
-    model: Annotated[str, Input("directory")] | None = None
+    model: Annotated[str, InputPath("directory")] | None = None
     """The model that the first round begins with."""
     rounds: PositiveInt = 1
     stages: Annotated[list[StageConfig], Field(min_length=1)]

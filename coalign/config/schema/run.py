@@ -6,15 +6,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
 
-from coalign.config.errors import Conflict, Key, Places, near
+from coalign.config.errors import Conflict, Key, KeyLocations, suggest
 from coalign.config.schema.base import (
     FUNCTIONS,
     Function,
     LossConfig,
+    OneOrMore,
     ResultNeutral,
     RewardConfig,
     Section,
-    Several,
     check_rewards,
 )
 from coalign.config.schema.data import DataConfig, SourceConfig
@@ -26,7 +26,7 @@ from coalign.config.schema.runtime import RuntimeConfig, SyncConfig
 class PtxConfig(Section):
     """Language modelling on other data, beside the policy's own objective (PPO-ptx, 2203.02155)."""
 
-    data: Annotated[Several[SourceConfig], Field(examples=["documents.jsonl"])] = []
+    data: Annotated[OneOrMore[SourceConfig], Field(examples=["documents.jsonl"])] = []
     coef: NonNegativeFloat = 1.0
     """Of the negative log-likelihood per token, added to the policy's loss."""
     rows_per_step: PositiveInt = 8
@@ -53,7 +53,7 @@ class RunConfig(Section):
     curriculum: CurriculumConfig | None = None
     filter: Annotated[FilterConfig | None, Field(examples=[{"fn": "varied"}])] = None
     replay: Annotated[ReplayConfig | None, Field(examples=[{"fn": "mix"}])] = None
-    reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
+    reward: Annotated[OneOrMore[RewardConfig], Field(examples=[{"fn": "math"}])] = []
     """Reward functions, summed by weight."""
     truncated: Annotated[Function | None, Field(examples=[{"fn": "mask_truncated"}])] = None
     """What becomes of responses cut by a limit, before advantages are taken: a function of columns, such as
@@ -69,10 +69,10 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     models: dict[str, ModelConfig] = {}
 
-    _places: Places = PrivateAttr(default_factory=lambda: Places({}))
+    _places: KeyLocations = PrivateAttr(default_factory=lambda: KeyLocations({}))
 
     @property
-    def places(self) -> Places:
+    def places(self) -> KeyLocations:
         """Where each key was written; empty for a configuration that was not loaded from YAML."""
         return self._places
 
@@ -82,7 +82,9 @@ class RunConfig(Section):
         for index, group in enumerate(self.runtime.colocation):
             for name in group:
                 if name not in known:
-                    raise Conflict(("runtime", "colocation", index), f"there is no model '{name}'{near(name, known)}")
+                    raise Conflict(
+                        ("runtime", "colocation", index), f"there is no model '{name}'{suggest(name, known)}"
+                    )
         return self
 
     @model_validator(mode="after")
@@ -99,7 +101,7 @@ class RunConfig(Section):
         for index, name in enumerate(self.runtime.profile.models if self.runtime.profile else []):
             if name not in known:
                 key: Key = ("runtime", "profile", "models", index)
-                raise Conflict(key, f"there is no model '{name}'{near(name, known)}")
+                raise Conflict(key, f"there is no model '{name}'{suggest(name, known)}")
         return self
 
     @model_validator(mode="after")
@@ -111,7 +113,9 @@ class RunConfig(Section):
                 continue
             key: Key = ("reward", index, "model")
             if reward.model not in self.models:
-                raise Conflict(key, f"there is no model '{reward.model}'{near(reward.model, scorers or self.models)}")
+                raise Conflict(
+                    key, f"there is no model '{reward.model}'{suggest(reward.model, scorers or self.models)}"
+                )
             raise Conflict(
                 key,
                 f"models.{reward.model} scores nothing: its head is `{self.models[reward.model].head}` (a reward "

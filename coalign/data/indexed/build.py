@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.cache import identify, sizes
-from coalign.data.indexed.format import Indexed, Writer, dtype_for, files
-from coalign.data.kinds import DocumentSource
+from coalign.data.cache import hash_settings, list_file_sizes
+from coalign.data.indexed.format import IndexedTokens, IndexedWriter, choose_dtype, name_files
+from coalign.data.kinds import DocumentEncoder
 from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template
 from coalign.files import move_aside
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BuildPlan:
     """What becomes of what; ``chunk``: rows that one process works on at a time. The others: DataConfig's."""
 
     inputs: tuple[str, ...]
@@ -49,16 +49,18 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class BuildTask:
     """One chunk: rows of an input from a place on. ``part`` is the prefix to write."""
 
-    plan: Plan
+    plan: BuildPlan
     input: int
     place: ReadPosition
     part: Path
 
 
-def build(plan: Plan, prefix: Path, *, processes: int, advance: Callable[[int], None] = lambda rows: None) -> Counter:
+def build(
+    plan: BuildPlan, prefix: Path, *, processes: int, advance: Callable[[int], None] = lambda rows: None
+) -> Counter:
     """Write PREFIX.bin and PREFIX.idx; how many rows there were, and what became of them (`used`, `empty`, …, and
     `tokens`). ``advance`` is told of rows that are done.
 
@@ -78,22 +80,22 @@ def build(plan: Plan, prefix: Path, *, processes: int, advance: Callable[[int], 
     if not total["used"]:
         shutil.rmtree(parts)
         raise ValueError(f"{', '.join(plan.inputs)}: no document to write ({dict(total)})")
-    join([Indexed(part) for part in sorted(done)], prefix)
+    join([IndexedTokens(part) for part in sorted(done)], prefix)
     shutil.rmtree(parts)
     return total
 
 
-def join(datasets: Sequence[Indexed], prefix: Path) -> None:
+def join(datasets: Sequence[IndexedTokens], prefix: Path) -> None:
     """All documents of ``datasets``, in turn, as one dataset. ValueError unless their tokens are of one type,
     FileExistsError if it is there."""
     _check_absent(prefix)
-    with Writer(prefix, datasets[0].dtype) as out:
+    with IndexedWriter(prefix, datasets[0].dtype) as out:
         for each in datasets:
             out.extend(each)
 
 
 def _check_absent(prefix: Path) -> None:
-    if there := [file for file in files(prefix) if file.exists()]:
+    if there := [file for file in name_files(prefix) if file.exists()]:
         raise FileExistsError(f"{there[0]} exists already; remove it or choose another output")
 
 
@@ -102,9 +104,9 @@ def _workers(processes: int) -> Executor:
     return ThreadPoolExecutor(1) if processes == 1 else ProcessPoolExecutor(processes, get_context("spawn"))
 
 
-def _each(pool: Executor, tasks: Iterator[Task], ahead: int) -> Iterator[tuple[Task, Counter]]:
+def _each(pool: Executor, tasks: Iterator[BuildTask], ahead: int) -> Iterator[tuple[BuildTask, Counter]]:
     """Each task and what came of it, as they end; never more than ``ahead`` of them wait."""
-    running: dict[Future[Counter], Task] = {}
+    running: dict[Future[Counter], BuildTask] = {}
     while True:
         for task in islice(tasks, ahead - len(running)):
             running[pool.submit(_tokenise, task)] = task
@@ -120,11 +122,11 @@ def _each(pool: Executor, tasks: Iterator[Task], ahead: int) -> Iterator[tuple[T
             yield task, counts
 
 
-def _tasks(plan: Plan, parts: Path) -> Iterator[Task]:
+def _tasks(plan: BuildPlan, parts: Path) -> Iterator[BuildTask]:
     number = 0
     for which, path in enumerate(plan.inputs):
         for place in islice(_places(path), 0, None, plan.chunk):
-            yield Task(plan, which, place, parts / f"{number:08d}")
+            yield BuildTask(plan, which, place, parts / f"{number:08d}")
             number += 1
 
 
@@ -136,14 +138,14 @@ def _places(path: str) -> Iterator[ReadPosition]:
         place = after
 
 
-def _tokenise(task: Task) -> Counter[str]:
+def _tokenise(task: BuildTask) -> Counter[str]:
     """Write the part, unless an earlier build has."""
     told = task.part.with_suffix(".json")
     if told.exists():
         return Counter(json.loads(told.read_bytes()))
     examples, dtype = _reading(task.plan, task.input)
     examples.counts = Counter()
-    with Writer(task.part, dtype) as out:
+    with IndexedWriter(task.part, dtype) as out:
         for entry, _ in islice(open_rows(task.plan.inputs[task.input]).read(task.place), task.plan.chunk):
             for example in examples.use(entry) or ():
                 out.add(example.tokens)
@@ -153,17 +155,17 @@ def _tokenise(task: Task) -> Counter[str]:
 
 
 @cache
-def _reading(plan: Plan, which: int) -> tuple[DocumentSource, Any]:
+def _reading(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
     """How documents of an input are made, and the type of their tokens. Once in a process."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer, trust_remote_code=plan.trust_remote_code)
     path = plan.inputs[which]
-    examples = DocumentSource(Path(path).name, plan.config, SourceConfig(path=path), load_template(tokenizer, "none"))
-    return examples, dtype_for(len(tokenizer))
+    examples = DocumentEncoder(Path(path).name, plan.config, SourceConfig(path=path), load_template(tokenizer, "none"))
+    return examples, choose_dtype(len(tokenizer))
 
 
-def _claim(parts: Path, plan: Plan) -> None:
+def _claim(parts: Path, plan: BuildPlan) -> None:
     """Make the folder of the parts. ValueError if it holds those of another build."""
     told = parts / "build.json"
     now = _identity(plan)
@@ -179,12 +181,12 @@ def _claim(parts: Path, plan: Plan) -> None:
     _write(told, now)
 
 
-def _identity(plan: Plan) -> Mapping[str, Any]:
+def _identity(plan: BuildPlan) -> Mapping[str, Any]:
     found = {"settings": [], "inputs": []}
     for which, path in enumerate(plan.inputs):
         examples, dtype = _reading(plan, which)
-        found["settings"].append(identify(examples, plan.config, SourceConfig(path=path), None, None))
-        found["inputs"].append([path, sizes(open_rows(path))])
+        found["settings"].append(hash_settings(examples, plan.config, SourceConfig(path=path), None, None))
+        found["inputs"].append([path, list_file_sizes(open_rows(path))])
     return json.loads(json.dumps({**found, "dtype": str(dtype), "chunk": plan.chunk}))
 
 

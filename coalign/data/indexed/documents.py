@@ -10,13 +10,13 @@ import numpy as np
 import xxhash
 
 from coalign.data.examples import MARKS, Example
-from coalign.data.indexed.format import Indexed, files
-from coalign.data.shuffle import Phase
+from coalign.data.indexed.format import IndexedTokens, name_files
+from coalign.data.shuffle import DataPhase
 
 SAMPLED = 1 << 20  # tokens at each end of a file that its fingerprint is made of, beside its index
 
 
-def prefix_of(path: str | Path) -> Path | None:
+def find_prefix(path: str | Path) -> Path | None:
     """The prefix of the indexed dataset that ``path`` (PREFIX.idx or PREFIX.bin) names; None if it names none."""
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else None
@@ -29,11 +29,11 @@ class IndexedDocuments:
 
     def __init__(
         self,
-        data: Indexed,
+        data: IndexedTokens,
         vocabulary: int,
         *,
         most: int | None = None,
-        phase: Phase | None = None,
+        phase: DataPhase | None = None,
         max_samples: int | None = None,
     ) -> None:
         """``vocabulary``: token ids there are. ValueError if no document is left."""
@@ -76,7 +76,7 @@ class IndexedDocuments:
         return f"{self._seen} documents: {len(self._documents)} used{cut}{left_out}"
 
     def fingerprint(self) -> dict[str, Any]:
-        seen = xxhash.xxh3_128(files(self._data.prefix)[1].read_bytes())
+        seen = xxhash.xxh3_128(name_files(self._data.prefix)[1].read_bytes())
         for part in (slice(0, SAMPLED), slice(-SAMPLED, None)):
             seen.update(self._data.flat[part].tobytes())
         seen.update(f"{self._most} {self._seen}".encode())

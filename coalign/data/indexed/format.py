@@ -23,24 +23,24 @@ CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.f
 SMALL = 65500  # tokens of a vocabulary that Megatron stores in 16 bits
 
 
-def dtype_for(vocabulary: int) -> np.dtype:
+def choose_dtype(vocabulary: int) -> np.dtype:
     """The type in which Megatron stores token ids of a vocabulary of this size."""
     return np.dtype(np.uint16 if vocabulary < SMALL else np.int32)
 
 
-def files(prefix: Path) -> tuple[Path, Path]:
+def name_files(prefix: Path) -> tuple[Path, Path]:
     """PREFIX.bin and PREFIX.idx."""
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
 
 
-class Indexed:
+class IndexedTokens:
     """What lies at ``prefix``, mapped. ``lengths`` i32[S] of sequences; ``documents`` i64[D + 1]: where each begins
     among the sequences; ``ends`` i64[D + 1]: where each begins among the tokens, which are ``flat``, mapped."""
 
     def __init__(self, prefix: Path) -> None:
         """FileNotFoundError, or ValueError for files that are not what they say."""
         self.prefix = prefix
-        data, index = files(prefix)
+        data, index = name_files(prefix)
         raw = np.memmap(index, np.uint8, mode="r")
         magic, version, code, sequences, documents = (
             HEADER.unpack(raw[: HEADER.size].tobytes()) if len(raw) >= HEADER.size else (b"", 0, 0, 0, 0)
@@ -81,16 +81,16 @@ class Indexed:
         return self.flat[first + start : last if stop is None else min(first + stop, last)]
 
 
-class Writer:
+class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx. They are there once the context is left without an error, and not before."""
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         self._code = next(code for code, kind in CODES.items() if kind == self.dtype)
         self._lengths, self._documents = array("i"), array("q", [0])
-        self._bin, self._idx = (file.with_name(f"{file.name}.part") for file in files(prefix))
+        self._bin, self._idx = (file.with_name(f"{file.name}.part") for file in name_files(prefix))
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> IndexedWriter:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._bin.open("wb")
         return self
@@ -114,11 +114,11 @@ class Writer:
         self._lengths.append(len(tokens))
         self._documents.append(len(self._lengths))
 
-    def extend(self, other: Indexed) -> None:
+    def extend(self, other: IndexedTokens) -> None:
         """All documents of another one. ValueError if its tokens are of another type."""
         if other.dtype != self.dtype:
             raise ValueError(f"{other.prefix} holds {other.dtype}, the others {self.dtype}: they cannot be merged")
-        with files(other.prefix)[0].open("rb") as source:
+        with name_files(other.prefix)[0].open("rb") as source:
             shutil.copyfileobj(source, self._file, 1 << 24)
         self._documents.extend((other.documents[1:] + len(self._lengths)).tolist())
         self._lengths.extend(other.lengths.tolist())
@@ -133,7 +133,7 @@ class Writer:
             out.write(np.array(self._documents, "<i8").tobytes())
             _flush(out)
         _flush(self._file)
-        data, index = files(self.prefix)
+        data, index = name_files(self.prefix)
         index.unlink(missing_ok=True)  # an old index would tell of the new tokens
         os.replace(self._bin, data)
         os.replace(self._idx, index)
