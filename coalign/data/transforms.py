@@ -12,7 +12,7 @@ from coalign.data.batch import Batch
 from coalign.types import Metric, Total
 
 
-def mismatch_responses(batch: Batch) -> Batch:
+def mismatch(batch: Batch) -> Batch:
     """Each row's prompt with the response of the next row (cyclically) that is of another group.
 
     Rotated, not reversed or drawn: every response is used, and no row meets its own, whatever the number of rows.
@@ -40,7 +40,7 @@ def mismatch_responses(batch: Batch) -> Batch:
     )
 
 
-def add_reference_point(batch: Batch, mismatched: Batch) -> Batch:
+def with_reference_point(batch: Batch, mismatched: Batch) -> Batch:
     """``batch`` with the column reference_point, f32[N]: z0 = max(0, mean over rows of log π(y'|x) - log π_ref(y'|x)).
 
     ``mismatched`` has the columns old_logprobs (the policy's) and ref_logprobs.

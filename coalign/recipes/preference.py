@@ -7,7 +7,7 @@ orpo
 kto
 """
 
-from coalign.data.transforms import add_reference_point, mismatch_responses
+from coalign.data.transforms import mismatch, with_reference_point
 from coalign.recipes.offline import Offline
 
 
@@ -81,6 +81,6 @@ class KTO(Offline):
             )
 
     def prepare(self, batch):
-        others = self.transform(mismatch_responses, batch)
+        others = self.transform(mismatch, batch)
         scorers = self.trainer.forward_step(others, into="old_logprobs"), self.reference.forward_step(others)
-        return self.transform(add_reference_point, batch, self.join(others, *scorers))
+        return self.transform(with_reference_point, batch, self.join(others, *scorers))

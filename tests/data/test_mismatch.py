@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from coalign.data.batch import Batch
-from coalign.data.transforms import add_reference_point, mismatch_responses
+from coalign.data.transforms import mismatch, with_reference_point
 
 
 def batch(groups, prompts=(2, 1, 3), responses=(1, 2, 1)) -> Batch:
@@ -19,7 +19,7 @@ def batch(groups, prompts=(2, 1, 3), responses=(1, 2, 1)) -> Batch:
 
 
 def test_every_prompt_meets_the_response_of_the_next_row():
-    out = mismatch_responses(batch([0, 1, 2]))
+    out = mismatch(batch([0, 1, 2]))
     assert [row["tokens"].tolist() for row in out.rows()] == [[0, 1, 200, 201], [10, 300], [20, 21, 22, 100]]
     assert [row["loss_mask"].tolist() for row in out.rows()] == [
         [False, False, True, True],
@@ -31,13 +31,13 @@ def test_every_prompt_meets_the_response_of_the_next_row():
 
 def test_a_response_to_the_same_prompt_is_no_mismatch():
     """Rows 0 and 1 are two responses of one row of data (paired KTO)."""
-    out = mismatch_responses(batch([7, 7, 8]))
+    out = mismatch(batch([7, 7, 8]))
     assert [row["tokens"].tolist()[-1] for row in out.rows()] == [300, 300, 100]
 
 
 def test_a_single_row_has_no_other():
     with pytest.raises(ValueError, match=r"raise runtime\.prompts_per_step"):
-        mismatch_responses(batch([7, 7, 7]))
+        mismatch(batch([7, 7, 7]))
 
 
 @pytest.mark.parametrize("policy, expected", [([-1.0, -1.0, -2.0, 0.0], 2.0), ([-5.0, -5.0, -5.0, -5.0], 0.0)])
@@ -49,5 +49,5 @@ def test_the_reference_point_by_hand(policy, expected):
         torch.tensor([3, 3]),
         {"loss_mask": mask, "old_logprobs": column(policy), "ref_logprobs": column([-2.0, -3.0, -1.0, -2.0])},
     )
-    out = add_reference_point(batch([0, 1, 2]), others)
+    out = with_reference_point(batch([0, 1, 2]), others)
     assert out["reference_point"].tolist() == [expected] * 3
