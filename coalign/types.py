@@ -192,7 +192,8 @@ class LossInput:
 
         >>> x = LossInput(
         ...     segment=torch.tensor([0, 0, 1]), sequences=2,
-        ...     logprobs=torch.tensor([-1.0, -2.0, -3.0], requires_grad=True), advantages=torch.tensor([1.0, 1.0, -1.0]),
+        ...     logprobs=torch.tensor([-1.0, -2.0, -3.0], requires_grad=True),
+        ...     advantages=torch.tensor([1.0, 1.0, -1.0]),
         ... )
         >>> output = LossOutput(-x.logprobs * x.advantages)  # per token: the framework sums and divides
         >>> output.value.tolist()

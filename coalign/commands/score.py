@@ -64,7 +64,7 @@ class ScoreRow:
     def read(self) -> RowAnswers:
         """Raises ValueError with the row's place if there is nothing to score; an empty response to compare has no
         answer where ``data.on_empty`` drops such rows."""
-        row = self.reader.named(self.rows[self.number])
+        row = self.reader.add_names(self.rows[self.number])
         try:
             said = self._answers(row)
         except BadRow as error:

@@ -1,4 +1,9 @@
-"""Typed, strict configuration of a run. Imports no torch."""
+"""Typed, strict configuration: YAML files and overrides are read, merged, resolved and validated. Imports no torch.
+
+Open `loading.py` first (`load`), then `schema/`, which declares all sections. `yaml_reader.py` parses with positions,
+`layers.py` merges files, overrides and defaults, `errors.py` describes problems, `functions.py` resolves names of
+functions and checks their arguments, `export.py` writes configurations, `pipelines.py` reads those of several stages.
+"""
 
 from coalign.config.errors import ConfigError, locate_problems
 from coalign.config.export import dump

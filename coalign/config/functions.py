@@ -1,9 +1,8 @@
-"""Functions and classes by name, and a function's keyword-only arguments as the schema of its configuration.
+"""Finds functions and classes by name, and checks arguments against a function's keyword-only parameters.
 
-A name is a dotted path (``my.pkg:fn``) or short; a short name is looked up in the home module of its kind. There is no
-registry: what the module defines is what can be named. Importing the named module is the only import made here.
-
-Python callers may pass the function itself; `name_object` gives it a name, so that a configuration holds texts alone.
+A name is a dotted path (``my.pkg:fn``), or a short name of the home module of its kind. There is no registry: all public
+functions and classes of the module can be named. Python callers may pass a function itself: `name_object` names it, so
+that a configuration holds only texts.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from pydantic.errors import PydanticUserError
 
 from coalign.config.errors import ConfigError, ConfigProblem, describe_error, parse_key, suggest
 
-THIS_PROCESS = "<this process>"  # stands for the module in the name of an object that no import finds
+THIS_PROCESS = "<this process>"  # in place of the module in names of objects that no import finds
 _objects: dict[str, Any] = {}  # those objects, by the rest of their names
 
 
 def name_object(value: Any) -> str:
-    """The name by which `resolve` finds a function, class or other callable object.
+    """Return the name by which `resolve` finds a function, class or other callable object.
 
-    That is its dotted path, if its module has it under its own name. Else (a lambda, a function inside another one, a
-    bound method) this process keeps the object, and the name means nothing to any other process.
+    That is its dotted path, if its module has it under its own name. Otherwise (a lambda, a nested function, a bound
+    method) this process keeps the object, and no other process can resolve the name.
     """
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module in sys.modules and path and _attribute(sys.modules[module], path) is value:
@@ -43,15 +42,14 @@ def name_object(value: Any) -> str:
 
 
 def is_bound_to_process(name: str) -> bool:
-    """Whether no other process finds what is called ``name``: another one's `__main__` is another program."""
+    """Whether only this process can resolve ``name``; the `__main__` of another process is another program."""
     return name.startswith((f"{THIS_PROCESS}:", "__main__:"))
 
 
 def resolve(name: str, home: str) -> Any:
-    """The function (or class) called ``name``: ``pkg.mod:attr``, or a public attribute of the module ``home``.
+    """Find a function or class: ``pkg.mod:attr``, or a public attribute of the module ``home``.
 
-    Case does not matter for short names, and `cosine_length` is the class CosineLength. Raises ValueError with the
-    nearest names, or if the module does not exist.
+    Short names ignore case, and `cosine_length` finds the class CosineLength. ValueError suggests the nearest names.
     """
     if ":" in name:
         return _dotted(name)
@@ -63,10 +61,10 @@ def resolve(name: str, home: str) -> Any:
 
 
 def resolve_class(name: str, home: str) -> type:
-    """The class called ``name``: ``pkg.mod:Class``, or a key of the table ``CLASSES`` of the package ``home``.
+    """Find a class: ``pkg.mod:Class``, or a key of the table ``CLASSES`` of the package ``home``.
 
-    ``resolve_class("fsdp", "coalign.backends")`` is ``coalign.backends.hf.fsdp.FSDPModule``; case does not matter.
-    Raises ValueError with the nearest names.
+    ``resolve_class("fsdp", "coalign.backends")`` is ``coalign.backends.hf.fsdp.FSDPModule``. Short names ignore case.
+    ValueError suggests the nearest names.
     """
     if ":" in name:
         return _dotted(name)
@@ -77,11 +75,11 @@ def resolve_class(name: str, home: str) -> type:
 
 
 def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """All keyword-only arguments of ``fn``: the given ones, checked against their annotations, and the defaults.
+    """Check ``arguments`` against the keyword-only parameters of ``fn``, and add the defaults.
 
-    ``where`` is the dotted path of the function's section. Raises ConfigError with one problem for every unknown,
-    missing or ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that pydantic cannot check
-    (a tensor, say) accepts anything.
+    ``where`` is the dotted path of the function's section. ConfigError has one problem for each unknown, missing or
+    ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that pydantic cannot check (such as a
+    tensor) accepts any value.
     """
     parameters = inspect.signature(fn).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -107,12 +105,12 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
 
 
 def list_columns(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """The columns that a flow function reads, in order: (needed, used when there)."""
+    """List the columns that a flow function takes, in order: (required, optional)."""
     positional = [
         p for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    needed = [p.name for p in positional if p.default is p.empty]
-    return needed, [p.name for p in positional if p.default is not p.empty]
+    required = [p.name for p in positional if p.default is p.empty]
+    return required, [p.name for p in positional if p.default is not p.empty]
 
 
 def _dotted(name: str) -> Any:
@@ -125,7 +123,7 @@ def _dotted(name: str) -> Any:
         value: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
+            raise  # the module exists, but something that it imports does not
         raise ValueError(f"'{name}': no module '{error.name}' in the current directory or installed") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
@@ -136,14 +134,14 @@ def _dotted(name: str) -> Any:
 
 
 def _attribute(value: Any, path: str) -> Any:
-    """What is at the dotted ``path`` below ``value``; None if there is nothing."""
+    """Follow the dotted ``path`` below ``value``; None if it does not exist."""
     for part in path.split("."):
         value = getattr(value, part, None)
     return value
 
 
 def _public(module: ModuleType) -> list[str]:
-    """What a person can name in a module: ``__all__``, or the functions and classes that the module itself defines."""
+    """The names that users can refer to: ``__all__``, or the functions and classes that the module itself defines."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
     return [
@@ -163,7 +161,7 @@ def _path(where: str, *keys: str | int) -> tuple[str | int, ...]:
 
 
 def _problems(key: tuple[str | int, ...], error: Any) -> list[ConfigProblem]:
-    """What a pydantic error says. A value may itself name a function, whose arguments are checked in turn."""
+    """Convert a pydantic error. A value may itself name a function, whose arguments were checked in turn."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return [ConfigProblem((*key, *problem.key), problem.message) for problem in cause.problems]
@@ -187,5 +185,5 @@ def _checked(value: Any, kind: Any) -> Any:
         adapter = TypeAdapter(kind)
     except (PydanticSchemaGenerationError, PydanticUserError):
         return value
-    # As JSON, because a tuple, a set or an enumeration can only be written as a list or a text in YAML.
+    # As JSON, because YAML writes tuples, sets and enumerations as lists or texts.
     return adapter.validate_json(json.dumps(value), strict=True)

@@ -1,6 +1,6 @@
-"""The layers of a configuration: included files beneath their file, overrides on top, a recipe's defaults below all.
+"""Layers of a configuration: a recipe's defaults at the bottom, included files, the file, and overrides on top.
 
-A later layer wins key by key; lists, texts and null replace. Nothing is validated here.
+A later layer wins key by key; lists, texts and null replace the value. Nothing is validated here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coalign.config.yaml_reader import parse
 
 @dataclass
 class ConfigLayer:
-    """Plain data in the shape of ``schema``, where its keys were written, and what was wrong with its text."""
+    """Plain data in the shape of ``schema``, with the places of its keys and the problems of its text."""
 
     data: dict[str, Any] = field(default_factory=dict)
     places: KeyLocations = field(default_factory=lambda: KeyLocations({}))
@@ -47,14 +47,14 @@ class ConfigLayer:
 
 
 def merge_layers(base: Any, over: Any) -> Any:
-    """``over`` with those keys of ``base`` that it does not give."""
+    """Add the keys of ``base`` that ``over`` does not have to ``over``."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     return base | {name: merge_layers(base.get(name), value) for name, value in over.items()}
 
 
 def read_mapping(data: Mapping[str, Any], place: ConfigLocation, schema: type[Section] = RunConfig) -> ConfigLayer:
-    """A layer of data that was not read from a file."""
+    """Make a layer of data that was not read from a file."""
     layer = ConfigLayer(expand_shorthands(data, (), schema), schema=schema)
     for key in _keys(data, ()):
         layer.places.put(key, place)
@@ -64,7 +64,7 @@ def read_mapping(data: Mapping[str, Any], place: ConfigLocation, schema: type[Se
 def read_file(
     path: Path, trail: tuple[Path, ...] = (), asked: ConfigLocation | None = None, schema: type[Section] = RunConfig
 ) -> ConfigLayer:
-    """A YAML file on top of what it includes (relative to it). Problems are collected, not raised."""
+    """Read a YAML file on top of the files that it includes, relative to it. Problems are collected, not raised."""
     if path.resolve() in [p.resolve() for p in trail]:
         circle = " → ".join(str(p) for p in (*trail, path))
         return ConfigLayer(problems=[ConfigProblem(("include",), f"files include each other: {circle}", asked)])
@@ -92,7 +92,7 @@ def read_includes(
     trail: tuple[Path, ...] = (),
     schema: type[Section] = RunConfig,
 ) -> ConfigLayer:
-    """``data``, written in the file ``path``, on top of what it includes."""
+    """Put ``data`` of the file ``path`` on top of the files that it includes."""
     included = data.pop("include", [])
     included = [included] if isinstance(included, str) else included
     layer = ConfigLayer(schema=schema)
@@ -121,7 +121,7 @@ def _malformed_references(value: Any, key: Key, places: KeyLocations) -> Iterato
 
 
 def apply_override(layer: ConfigLayer, override: str) -> None:
-    """Set ``key=value`` in the layer: the value, read as YAML, replaces what is at the dotted key."""
+    """Apply the override ``key=value``: the value, read as YAML, replaces that of the dotted key."""
     name, equals, text = override.partition("=")
     place = ConfigLocation(f"override '{override}'")
     if not equals or not name.strip():
@@ -136,7 +136,7 @@ def apply_override(layer: ConfigLayer, override: str) -> None:
 
 
 def set_key(layer: ConfigLayer, key: Key, value: Any, place: ConfigLocation) -> None:
-    """Replace what is at ``key`` in the layer by ``value``, which was written at ``place``."""
+    """Replace the value of ``key`` in the layer by ``value``, which was written at ``place``."""
     if problems := [ConfigProblem(key, p.message, place) for p in _malformed_references(value, key, layer.places)]:
         layer.problems += problems
         return
@@ -151,9 +151,9 @@ def set_key(layer: ConfigLayer, key: Key, value: Any, place: ConfigLocation) -> 
 
 
 def _set(data: Any, key: Key, value: Any) -> None:
-    """Put ``value`` at ``key``; mappings on the way are made, and replace what holds nothing."""
+    """Set ``value`` at ``key``; new mappings replace anything on the way that holds no keys."""
     for part in key[:-1]:
-        inner = data[part] if isinstance(data, list) else data.get(part)
+        inner: Any = data[part] if isinstance(data, list) else data.get(part)
         if not isinstance(inner, dict | list):
             data[part] = inner = {}
         data = inner
@@ -161,7 +161,7 @@ def _set(data: Any, key: Key, value: Any) -> None:
 
 
 def drop_foreign_arguments(base: Any, over: Any, key: Key = ()) -> Any:
-    """``base`` without what ``over`` makes meaningless: arguments of a function, where ``over`` names another one."""
+    """Drop the arguments of functions of ``base`` in place of which ``over`` names another function."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return base
     kept = {name: drop_foreign_arguments(value, over.get(name), (*key, name)) for name, value in base.items()}
@@ -171,9 +171,10 @@ def drop_foreign_arguments(base: Any, over: Any, key: Key = ()) -> Any:
 
 
 def expand_shorthands(value: Any, key: Key, schema: type[Section] = RunConfig) -> Any:
-    """The data with each text that stands for a section (``loss: sft``) written out as one: so layers can merge.
+    """Expand each text that stands for a section (``loss: sft``), so that layers can merge.
 
-    Callables and paths, which only Python can pass, become their names."""
+    Callables and paths, which only Python can pass, become texts.
+    """
     if isinstance(value, Mapping):
         return {name: expand_shorthands(item, (*key, name), schema) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -196,7 +197,7 @@ def _keys(value: Any, key: Key) -> list[Key]:
     return [found for name, item in items for found in [(*key, name), *_keys(item, (*key, name))]]
 
 
-def _unreadable(path: Path, error: Exception) -> str:
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"there is no file '{path}'{suggest_file(path)}"
     if isinstance(error, UnicodeDecodeError):
@@ -205,7 +206,7 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def suggest_file(path: Path) -> str:
-    """The end of a sentence about a missing file: the most similar name in its directory, if it has a directory."""
+    """Suggest the most similar name in the directory of a missing file, as the end of a sentence."""
     folder = path.parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)

@@ -1,4 +1,4 @@
-"""From a YAML file to a validated RunConfig, with every problem found told at once."""
+"""Loads a YAML file as a validated RunConfig, and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from coalign.config.layers import (
 from coalign.config.schema import InputPath, RunConfig, Section
 from coalign.config.yaml_reader import parse_scalar
 
-THIS = "<this>"  # where a section's own keys stand among the names that references know
+THIS = "<this>"  # key of the section's own data among the names that references can use
 Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
 Overrides = Sequence[str] | Mapping[str, Any]
 
@@ -55,17 +55,17 @@ def load(
     """Read, merge, resolve and validate the configuration of a run.
 
     ``source`` is a YAML file, or a mapping of the same shape. ``overrides`` are ``key=value`` with dotted keys
-    (``data.train[0].weight`` inside a list) and YAML values, or a mapping of dotted keys; the value replaces what is
-    there. A mapping may hold functions and classes in place of their names. ``defaults`` lies beneath the file, in the
-    shape of the YAML; a callable gets the algorithm's name and raises ValueError if there is none of that name.
+    (``data.train[0].weight`` inside a list) and YAML values, or a mapping of dotted keys; each value replaces the old
+    one. A mapping may hold functions and classes instead of their names. ``defaults`` has the shape of the YAML; a
+    callable receives the algorithm's name and raises ValueError for an unknown one.
 
-    In order: `include`d files (relative to the file, later wins, lists replace), the file, the overrides; the defaults
-    beneath; `like` between models; `${a.b}`, `${env:NAME}` and `${env:NAME,default}`. null stands for "not given" where
-    it is no value of the key, so ``models.reference=null`` takes the model away. Where a file names another ``fn`` than
-    the defaults, the arguments of the defaults are dropped. Data and model paths are looked up from the current
-    directory, then from that of the YAML file; they must exist.
+    Layers, from the bottom: defaults, `include`d files (relative to the file; later ones win, lists replace), the file,
+    overrides. Then `like` between models is applied, and `${a.b}`, `${env:NAME}` and `${env:NAME,default}` are resolved.
+    null means "not given" where it is not a value of the key, so ``models.reference=null`` removes the model. If a file
+    names another ``fn`` than the defaults, the defaults' arguments are dropped. Data and model paths must exist; they
+    are relative to the current directory, or else to that of the YAML file.
 
-    Raises ConfigError with one line for every problem: file and line (or override), key, and what would be right.
+    ConfigError has one line per problem: file and line (or override), key, and the expected value.
     """
     layer, folder = read_layer(source, overrides)
     return load_run(layer, LoadContext(folder), defaults)
@@ -74,7 +74,7 @@ def load(
 def load_section(
     schema: type[Section], source: str | os.PathLike[str] | Mapping[str, Any], overrides: Overrides = ()
 ) -> Any:
-    """The configuration of something else than a run, of the given ``schema``; see `load` for the rest."""
+    """Load a configuration of another ``schema`` than a run's; otherwise like `load`."""
     layer, folder = read_layer(source, overrides, schema)
     raise_problems(layer)
     return validate_layer(layer, LoadContext(folder))
@@ -82,28 +82,27 @@ def load_section(
 
 @dataclass(frozen=True)
 class LoadContext:
-    """What a section stands in: the ``folder`` of its file, the ``names`` that its references know beside the section's
-    own keys, and files that will have been ``made`` when they are needed."""
+    """The surroundings of a section that is loaded."""
 
-    folder: Path
-    names: Mapping[str, Any] = field(default_factory=dict)
-    made: Collection[str] = ()
+    folder: Path  # of its file
+    names: Mapping[str, Any] = field(default_factory=dict)  # for references, besides the section's own keys
+    planned: Collection[str] = ()  # input files that need not exist yet
 
 
-def load_run(layer: ConfigLayer, outside: LoadContext, defaults: Defaults) -> RunConfig:
-    """The run that a layer describes; see `load`."""
+def load_run(layer: ConfigLayer, context: LoadContext, defaults: Defaults) -> RunConfig:
+    """Build the configuration of a run from a layer; see `load`."""
     raise_problems(layer)
     _lay_defaults(layer, defaults)
     _inherit(layer)
-    config = validate_layer(layer, outside)
+    config = validate_layer(layer, context)
     config._places = layer.places
     return config
 
 
-def validate_layer(layer: ConfigLayer, outside: LoadContext) -> Any:
-    """The layer as an instance of its schema. Raises ConfigError with every problem there is."""
-    data = _without_nulls(_resolved(layer, outside.names), (), layer.schema)
-    layer.problems += _find_inputs(data, layer.schema, outside)
+def validate_layer(layer: ConfigLayer, context: LoadContext) -> Any:
+    """Build an instance of the layer's schema. ConfigError with all problems."""
+    data = _without_nulls(_resolved(layer, context.names), (), layer.schema)
+    layer.problems += _find_inputs(data, layer.schema, context)
     failed = [problem.key for problem in layer.problems]
     try:
         config = layer.schema.model_validate(data)
@@ -115,13 +114,13 @@ def validate_layer(layer: ConfigLayer, outside: LoadContext) -> Any:
 
 
 def raise_problems(layer: ConfigLayer) -> None:
-    """Raise ConfigError if the layer has problems."""
+    """Raise a ConfigError if the layer has problems."""
     if layer.problems:
         raise ConfigError(_placed(layer.problems, layer.places))
 
 
 def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
-    """Refuse models that the recipe does not have. Raises ConfigError with the place and the nearest name."""
+    """Refuse models that the recipe does not have: ConfigError with the place and the nearest name."""
     allowed = list(allowed)
     unknown = [name for name in config.models if name not in allowed]
     if unknown:
@@ -140,7 +139,7 @@ def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
 def read_layer(
     source: str | os.PathLike[str] | Mapping[str, Any], overrides: Overrides, schema: type[Section] = RunConfig
 ) -> tuple[ConfigLayer, Path]:
-    """What the person wrote, and the directory of the file."""
+    """Read the file or mapping and apply the overrides; also return the directory of the file."""
     if isinstance(source, Mapping):
         layer, folder = read_mapping(source, ConfigLocation("configuration"), schema), Path()
     else:
@@ -155,10 +154,13 @@ def read_layer(
 
 
 def _lay_defaults(layer: ConfigLayer, defaults: Defaults) -> None:
-    """Put the recipe's defaults beneath what the person wrote."""
-    name = _algorithm(layer)
-    if name is None:
-        return
+    """Put the recipe's defaults beneath the layer."""
+    try:
+        name = OmegaConf.create(layer.data).get("algorithm")
+    except OmegaConfBaseException:
+        return  # the reference is reported when it is resolved
+    if not isinstance(name, str):
+        return  # validation reports it
     try:
         found = defaults(name) if callable(defaults) else defaults
     except ValueError as error:
@@ -170,24 +172,18 @@ def _lay_defaults(layer: ConfigLayer, defaults: Defaults) -> None:
     layer.data, layer.places = base.data, base.places
 
 
-def _algorithm(layer: ConfigLayer) -> str | None:
-    """The recipe's name, or None if there is none (validation or resolution will say so)."""
-    try:
-        name = OmegaConf.create(layer.data).get("algorithm")
-    except OmegaConfBaseException:
-        return None
-    return name if isinstance(name, str) else None
-
-
 def _inherit(layer: ConfigLayer) -> None:
-    """Fill in what models take from others by `like`."""
+    """Add the keys that models take from others by `like`."""
     models = layer.data.get("models")
-    done: set[str] = set()
-    for name in models if isinstance(models, dict) else ():
-        _take(layer, models, name, done, ())
+    if isinstance(models, dict):
+        done: set[str] = set()
+        for name in models:
+            _inherit_model(layer, models, name, done, ())
 
 
-def _take(layer: ConfigLayer, models: dict[str, Any], name: str, done: set[str], trail: tuple[str, ...]) -> None:
+def _inherit_model(
+    layer: ConfigLayer, models: dict[str, Any], name: str, done: set[str], trail: tuple[str, ...]
+) -> None:
     model = models[name]
     source = model.get("like") if isinstance(model, dict) else None
     if name in done or not isinstance(source, str):
@@ -200,15 +196,15 @@ def _take(layer: ConfigLayer, models: dict[str, Any], name: str, done: set[str],
     elif models.get(source) is None:
         others = [other for other in models if other != name]
         layer.problems.append(ConfigProblem(key, f"there is no model '{source}'{suggest(source, others)}"))
-    elif isinstance(models[source], dict):  # validation refuses another kind
-        _take(layer, models, source, done, trail)
+    elif isinstance(models[source], dict):  # validation refuses other types
+        _inherit_model(layer, models, source, done, trail)
         models[name] = merge_layers(drop_foreign_arguments(models[source], model, ("models", name)), model)
         layer.places.inherit(("models", source), ("models", name))
     done.add(name)
 
 
 def _resolved(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
-    """The data with every reference replaced by its value; one that has none is reported and becomes null."""
+    """Replace all references by their values; one that cannot be resolved is reported and becomes null."""
     tree = OmegaConf.create({**layer.data, **names, THIS: layer.data})
     data = deepcopy(layer.data)
     for key, text in [(key, text) for key, text in _texts(data, ()) if "${" in text]:
@@ -260,7 +256,7 @@ OmegaConf.register_resolver("env", _environment, replace=True)
 
 
 def _without_nulls(value: Any, key: Key, schema: type[Section]) -> Any:
-    """The data without the nulls of keys that cannot be null: there null says "not given"."""
+    """Remove the nulls of keys that cannot be null, where null means "not given"."""
     if isinstance(value, list):
         return [_without_nulls(item, (*key, index), schema) for index, item in enumerate(value)]
     if not isinstance(value, dict):
@@ -272,7 +268,7 @@ def _without_nulls(value: Any, key: Key, schema: type[Section]) -> Any:
 
 
 def _problem(error: Any, data: Any, schema: type[Section]) -> ConfigProblem:
-    """A pydantic error as a problem."""
+    """Convert a pydantic error."""
     key, message = _as_written(error["loc"], data), describe_error(error)
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, Conflict):
@@ -283,7 +279,7 @@ def _problem(error: Any, data: Any, schema: type[Section]) -> ConfigProblem:
 
 
 def _as_written(key: Key, data: Any) -> Key:
-    """The key without the index 0 of an item that stands without the brackets of its list."""
+    """Remove the index 0 of a single list item that was written without brackets."""
     written: list[str | int] = []
     for part in key:
         if isinstance(part, int) and not isinstance(data, list):
@@ -292,36 +288,36 @@ def _as_written(key: Key, data: Any) -> Key:
         if isinstance(data, dict):
             data = data.get(part)
         elif isinstance(data, list):
-            data = data[part] if part < len(data) else None
+            data = data[part] if isinstance(part, int) and part < len(data) else None
     return tuple(written)
 
 
-def _find_inputs(data: dict[str, Any], schema: type[Section], outside: LoadContext) -> Iterator[ConfigProblem]:
-    """Point the paths that exist only beside the YAML file there; yields a problem for each that exists nowhere."""
+def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadContext) -> Iterator[ConfigProblem]:
+    """Resolve input paths that exist only relative to the YAML file; yield a problem for each that does not exist."""
     for key, text in list(_texts(data, ())):
-        wanted = find_input(key, schema)
-        if wanted is None or _exists(Path(text)) or text in outside.made:
+        required = find_input(key, schema)
+        if required is None or _exists(Path(text)) or text in context.planned:
             continue
-        if _exists(outside.folder / text):
-            _follow(data, key[:-1])[key[-1]] = str(outside.folder / text)
+        if _exists(context.folder / text):
+            _follow(data, key[:-1])[key[-1]] = str(context.folder / text)
         else:
-            yield ConfigProblem(key, _nowhere(text, wanted, outside.folder))
+            yield ConfigProblem(key, _nowhere(text, required, context.folder))
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is such a file, or any that the pattern fits."""
+    """Whether the file exists, or any file that matches the pattern."""
     return path.exists() or any(iglob(str(path), recursive=True))
 
 
-def _nowhere(text: str, wanted: InputPath, folder: Path) -> str:
+def _nowhere(text: str, required: InputPath, folder: Path) -> str:
     tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
     suggestion = next((found for path in tried if (found := suggest_file(path))), "")
-    return f"there is no {wanted.kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
+    return f"there is no {required.kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
 
 
 def _placed(problems: Iterable[ConfigProblem], places: KeyLocations) -> list[ConfigProblem]:
-    """The problems with their places, each told once (what a model takes by `like` is wrong where it was written)."""
-    told: dict[tuple[Any, ...], ConfigProblem] = {}
+    """Add places to problems and drop duplicates: a value taken by `like` is wrong only where it was written."""
+    unique: dict[tuple[Any, ...], ConfigProblem] = {}
     for problem in map(places.on, problems):
-        told.setdefault((problem.place, problem.key[-1:], problem.message), problem)
-    return sorted(told.values(), key=lambda p: (p.place.source, p.place.line or 0) if p.place else ("", 0))
+        unique.setdefault((problem.place, problem.key[-1:], problem.message), problem)
+    return sorted(unique.values(), key=lambda p: (p.place.source, p.place.line or 0) if p.place else ("", 0))

@@ -4,7 +4,16 @@ Unknown keys are refused (``extra="forbid"``) except where a section configures 
 function's keyword-only arguments are the schema, checked by coalign.config.functions. Imports no torch.
 """
 
-from coalign.config.schema.base import FUNCTIONS, Function, InputPath, LossConfig, NoEffect, RewardConfig, Section
+from coalign.config.schema.base import (
+    FUNCTIONS,
+    DrawSetting,
+    Function,
+    InputPath,
+    LossConfig,
+    NoEffect,
+    RewardConfig,
+    Section,
+)
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
 from coalign.config.schema.pipeline import (
@@ -35,6 +44,7 @@ __all__ = [
     "STAGES",
     "CurriculumConfig",
     "DataConfig",
+    "DrawSetting",
     "EarlyStopConfig",
     "EmaConfig",
     "EvalSamplingConfig",

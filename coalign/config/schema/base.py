@@ -40,9 +40,20 @@ class NoEffect:
     """Marks a setting that does not change what is computed, whatever its value."""
 
 
+class DrawSetting:
+    """Marks a setting of `data` that decides which rows are drawn and when, but not what a row becomes."""
+
+
+Drawn = Annotated[Item, DrawSetting()]
+
+
+class FunctionSetting:
+    """Marks a setting of a part of the reward that only functions have."""
+
+
 ResultNeutral = Annotated[Item, NoEffect()]
-"""A setting that leaves results as they are. A finished stage of a pipeline stays valid when it changes. A setting
-without this mark counts as one that changes results."""
+"""A setting that does not change results: a finished stage of a pipeline stays valid when it changes. All settings
+without this mark count as changing results."""
 
 
 class Section(BaseModel):
@@ -109,9 +120,9 @@ class RewardConfig(Function):
     run has seen so far. Evaluation takes the values as they are."""
     clip: PositiveFloat | None = None
     """Bounds the value, after `normalise`, to [-clip, clip]."""
-    timeout: PositiveFloat = 30.0
+    timeout: Annotated[PositiveFloat, FunctionSetting()] = 30.0
     """Of a function: seconds one call may take before it counts as failed."""
-    retries: NonNegativeInt = 2
+    retries: Annotated[NonNegativeInt, FunctionSetting()] = 2
     """Of a function: calls after one that failed."""
 
     @property
@@ -125,9 +136,8 @@ class RewardConfig(Function):
             found = "both" if self.fn else "neither"
             raise ValueError(f"has {found} of `fn` (a function) and `model` (a reward model of the run); expected one")
         if self.model:
-            defaults = {name: type(self).model_fields[name].default for name in ("timeout", "retries")}
-            given = [name for name, default in defaults.items() if getattr(self, name) != default]
-            for name in [*self.arguments, *given]:
+            marked = [(n, f) for n, f in type(self).model_fields.items() if FunctionSetting in map(type, f.metadata)]
+            for name in [*self.arguments, *(n for n, f in marked if getattr(self, n) != f.default)]:
                 raise Conflict((name,), "is for functions; a model is set up under `models`")
         return self
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
 from coalign.config.errors import Conflict, suggest
-from coalign.config.schema.base import InputPath, OneOrMore, ResultNeutral, Section
+from coalign.config.schema.base import Drawn, InputPath, OneOrMore, ResultNeutral, Section
 
 
 class SourceConfig(Section):
@@ -16,10 +16,10 @@ class SourceConfig(Section):
 
     shorthand = "path"
 
-    path: Annotated[str, InputPath("file")]
+    path: Drawn[Annotated[str, InputPath("file")]]
     """JSONL, JSON, parquet, text, a directory written by `datasets.save_to_disk`, or several by a pattern
     (`dir/*.jsonl`); for documents also the PREFIX.idx of an indexed dataset (`coalign indexed build`)."""
-    weight: NonNegativeFloat = 1.0
+    weight: Drawn[NonNegativeFloat] = 1.0
     """Probability of drawing from this source, relative to the others'."""
     prompt_key: str | None = None
     """None: the run's `data.prompt_key`; likewise below."""
@@ -30,23 +30,23 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    train: Annotated[OneOrMore[SourceConfig], Field(examples=["train.jsonl"])] = []
+    train: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
-    eval: Annotated[OneOrMore[SourceConfig], Field(examples=["eval.jsonl"])] = []
+    eval: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["eval.jsonl"])] = []
     """Likewise, for evaluation."""
-    mixing: Literal["weight", "size", "tokens"] = "weight"
+    mixing: Drawn[Literal["weight", "size", "tokens"]] = "weight"
     """Rows are drawn from a source in proportion to its `weight`, or to `weight` times its number of rows; or, by
     `tokens`, so that its share of all tokens is in proportion to its `weight`."""
-    phases: dict[str, NonNegativeFloat] = {}
+    phases: Drawn[dict[str, NonNegativeFloat]] = {}
     """Splits every training source between several runs, e.g. {sft: 2, rm: 4, rl: 4}: shares that never meet."""
-    phase: str | None = None
+    phase: Drawn[str | None] = None
     """The share that this run trains on."""
-    stream: bool = False
+    stream: Drawn[bool] = False
     """Read training sources as they come instead of going through them first: for more rows than one waits for. Rows
     are shuffled within a window; the run's length must be given in steps or tokens."""
-    stream_window: PositiveInt = 10_000
+    stream_window: Drawn[PositiveInt] = 10_000
     """Rows shuffled together when streaming."""
-    cache: ResultNeutral[str | None] = None
+    cache: Drawn[ResultNeutral[str | None]] = None
     """A directory where tokenised sources are kept, by content of file, tokenizer, template and keys."""
     prompt_key: str = "prompt"
     """A string, or a list of {role, content} messages."""
@@ -96,7 +96,7 @@ class DataConfig(Section):
     """… with responses to compare that are all the same, or all ranked the same."""
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
     """… with a prompt or conversation of too many tokens. What is to be answered is cut, never the (last) response."""
-    shuffle: bool = True
+    shuffle: Drawn[bool] = True
 
     @model_validator(mode="after")
     def _phase_is_one_of_the_phases(self) -> Self:
