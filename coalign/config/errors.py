@@ -69,15 +69,15 @@ def parse_key(text: str) -> Key:
     return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", text))
 
 
-def suggest(name: str, names: Iterable[str], format_value: int = 12) -> str:
-    """Suggest a correction of an unknown ``name``, as the end of a sentence: the nearest of ``names``, or all of them."""
+def suggest(name: str, names: Iterable[str], limit: int = 12) -> str:
+    """Correct an unknown ``name``, as the end of a sentence: the nearest of ``names``, or else all of them."""
     names = list(names)
     by_lower = {n.lower(): n for n in names}
     if match := difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6):
         return f"; did you mean '{by_lower[match[0]]}'?"
     if not names:
         return ""
-    return "; there are: " + ", ".join(names[:format_value]) + (", …" if len(names) > format_value else "")
+    return "; there are: " + ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
 
 
 _EXPECTED = {

@@ -1,8 +1,8 @@
 """Finds functions and classes by name, and checks arguments against a function's keyword-only parameters.
 
-A name is a dotted path (``my.pkg:fn``), or a short name of the home module of its kind. There is no registry: all public
-functions and classes of the module can be named. Python callers may pass a function itself: `name_object` names it, so
-that a configuration holds only texts.
+A name is a dotted path (``my.pkg:fn``), or a short name of the home module of its kind. There is no registry: users can
+name all public functions and classes of the module. Python callers may pass a function itself: `name_object` names it,
+so that a configuration holds only texts.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def load(
     callable receives the algorithm's name and raises ValueError for an unknown one.
 
     Layers, from the bottom: defaults, `include`d files (relative to the file; later ones win, lists replace), the file,
-    overrides. Then `like` between models is applied, and `${a.b}`, `${env:NAME}` and `${env:NAME,default}` are resolved.
+    overrides. Then `like` between models is applied; `${a.b}`, `${env:NAME}` and `${env:NAME,default}` are resolved.
     null means "not given" where it is not a value of the key, so ``models.reference=null`` removes the model. If a file
     names another ``fn`` than the defaults, the defaults' arguments are dropped. Data and model paths must exist; they
     are relative to the current directory, or else to that of the YAML file.

@@ -1,11 +1,11 @@
 """Parses YAML with the place of every value. Scalars follow YAML 1.2: 1e-6 is a number; yes, on and dates are texts.
 
-Duplicate keys and aliases that contain themselves are refused. A key without a value (``runtime:``) counts as not given;
+Duplicate keys and aliases that contain themselves are refused. A key without a value (``runtime:``) is not given;
 ``null`` means null.
 
-It builds on PyYAML's nodes, which carry their positions. `ruamel.yaml` would still need all of this: it raises the first
-duplicate key only, accepts self-containing aliases and unknown tags, reads dates and hexadecimal numbers, and does not
-distinguish a missing value from null.
+It builds on PyYAML's nodes, which carry their positions. `ruamel.yaml` would not replace this module: it reports only
+the first duplicate key, accepts self-containing aliases and unknown tags, reads dates and hexadecimal numbers, and does
+not distinguish a missing value from null.
 """
 
 from __future__ import annotations

@@ -163,9 +163,7 @@ def build_loader(
     if config.mixing != "weight":
         sizes = [_require_known(order.name, order.rows) for order in orders]
         if config.mixing == "tokens":  # fewer draws of longer rows
-            sizes = [
-                rows / _require_known(order.name, order.tokens) for rows, order in zip(sizes, orders, strict=True)
-            ]
+            sizes = [rows / _require_known(order.name, order.tokens) for rows, order in zip(sizes, orders, strict=True)]
         weights = [weight * size for weight, size in zip(weights, sizes, strict=True)]
     return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens)
 
@@ -176,9 +174,9 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
     if prefix := find_prefix(source.path):
         if not encoder.from_tokens:
             raise ValueError(f"{source.path} holds documents as token ids; this recipe reads rows of text")
-        most, vocabulary = encoder.max_tokens, len(encoder.template.tokenizer)
+        limit, vocabulary = encoder.max_tokens, len(encoder.template.tokenizer)
         data = IndexedDocuments(
-            IndexedTokens(prefix), vocabulary, most=most, phase=phase, max_samples=source.max_samples
+            IndexedTokens(prefix), vocabulary, max_tokens=limit, phase=phase, max_samples=source.max_samples
         )
         return ShuffledOrder(data, shuffled)
     rows = open_rows(source.path, source.max_samples)

@@ -137,7 +137,7 @@ def write_whole(prefix, *documents):
 
 
 def test_pieces_train_every_token_but_the_first_once(tmp_path):
-    source = IndexedDocuments(write(tmp_path / "a", [*range(10)], [20, 21], [30], []), 100, most=4)
+    source = IndexedDocuments(write(tmp_path / "a", [*range(10)], [20, 21], [30], []), 100, max_tokens=4)
     found = [source[i][0] for i in range(len(source))]
     assert [example.tokens for example in found] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9], [20, 21]]
     assert all(example.loss_mask == [False] + [True] * (len(example.tokens) - 1) for example in found)

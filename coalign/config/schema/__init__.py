@@ -1,7 +1,7 @@
-"""The typed schema of a run. Every default lives here or in a recipe's ``defaults``, and nowhere else.
+"""The typed schema of a run. All defaults are declared here or in a recipe's ``defaults``.
 
-Unknown keys are refused (``extra="forbid"``) except where a section configures a function: there (``Function``) the
-function's keyword-only arguments are the schema, checked by coalign.config.functions. Imports no torch.
+Open `run.py` first (RunConfig). Unknown keys are refused, except in a section that configures a function
+(``Function``): there the function's keyword-only arguments are the schema, checked by coalign.config.functions.
 """
 
 from coalign.config.schema.base import (

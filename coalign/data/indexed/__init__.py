@@ -1,4 +1,7 @@
-"""Documents as token ids on disk, in Megatron's format: written once, mapped by every run."""
+"""Tokenised documents on disk in Megatron's format: written once, mapped by every run.
+
+`format.py` reads and writes the files, `build.py` makes them from text, `documents.py` is their source for training.
+"""
 
 from coalign.data.indexed.documents import IndexedDocuments, find_prefix
 from coalign.data.indexed.format import IndexedTokens, IndexedWriter, choose_dtype

@@ -1,7 +1,7 @@
-"""From files of documents to an indexed dataset: by several processes, and going on where a killed one stopped.
+"""Builds an indexed dataset from files of documents, in several processes, and resumes a build that was killed.
 
-The rows are cut into chunks of equal number. Each becomes an indexed dataset of its own in PREFIX.parts, whole or not
-at all; at the end they are joined in the order of the files, so the result does not depend on the processes.
+Rows are divided into chunks of equal number. Each chunk is written atomically as an indexed dataset in PREFIX.parts. At
+the end all parts are joined in file order, so the result does not depend on the processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """What becomes of what; ``chunk``: rows that one process works on at a time. The others: DataConfig's."""
+    """Inputs and settings of a build. ``chunk`` is the number of rows per task; the others are DataConfig's."""
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -50,7 +50,7 @@ class BuildPlan:
 
 @dataclass(frozen=True, slots=True)
 class BuildTask:
-    """One chunk: rows of an input from a place on. ``part`` is the prefix to write."""
+    """One chunk: rows of input number ``input`` from ``place`` on, to write with the prefix ``part``."""
 
     plan: BuildPlan
     input: int
@@ -61,11 +61,11 @@ class BuildTask:
 def build(
     plan: BuildPlan, prefix: Path, *, processes: int, advance: Callable[[int], None] = lambda rows: None
 ) -> Counter:
-    """Write PREFIX.bin and PREFIX.idx; how many rows there were, and what became of them (`used`, `empty`, …, and
-    `tokens`). ``advance`` is told of rows that are done.
+    """Write PREFIX.bin and PREFIX.idx, and return counts: `rows`, `used`, `empty`, …, and `tokens`.
 
-    Raises FileExistsError if the output is there, ValueError for a row that may not be dropped (data.on_missing_key,
-    data.on_empty), for PREFIX.parts of other inputs or settings, and if no document is left.
+    ``advance`` is called with the number of rows done. FileExistsError if the output exists. ValueError for a row that
+    may not be dropped (data.on_missing_key, data.on_empty), for PREFIX.parts of another build, and if no document is
+    usable.
     """
     _check_absent(prefix)
     parts = prefix.with_name(f"{prefix.name}.parts")
@@ -86,8 +86,10 @@ def build(
 
 
 def join(datasets: Sequence[IndexedTokens], prefix: Path) -> None:
-    """All documents of ``datasets``, in turn, as one dataset. ValueError unless their tokens are of one type,
-    FileExistsError if it is there."""
+    """Write all documents of ``datasets``, in order, as one dataset.
+
+    ValueError if the types of their tokens differ, FileExistsError if the output exists.
+    """
     _check_absent(prefix)
     with IndexedWriter(prefix, datasets[0].dtype) as out:
         for each in datasets:
@@ -95,17 +97,17 @@ def join(datasets: Sequence[IndexedTokens], prefix: Path) -> None:
 
 
 def _check_absent(prefix: Path) -> None:
-    if there := [file for file in name_files(prefix) if file.exists()]:
-        raise FileExistsError(f"{there[0]} exists already; remove it or choose another output")
+    if existing := [file for file in name_files(prefix) if file.exists()]:
+        raise FileExistsError(f"{existing[0]} exists already; remove it or choose another output")
 
 
 def _workers(processes: int) -> Executor:
-    """One is this process: it has what it needs, and a new one takes seconds to import it."""
+    """Start workers; a single one is a thread, because a new process needs seconds for its imports."""
     return ThreadPoolExecutor(1) if processes == 1 else ProcessPoolExecutor(processes, get_context("spawn"))
 
 
 def _each(pool: Executor, tasks: Iterator[BuildTask], ahead: int) -> Iterator[tuple[BuildTask, Counter]]:
-    """Each task and what came of it, as they end; never more than ``ahead`` of them wait."""
+    """Run the tasks and yield each with its counts as it ends; at most ``ahead`` are submitted at once."""
     running: dict[Future[Counter], BuildTask] = {}
     while True:
         for task in islice(tasks, ahead - len(running)):
@@ -131,7 +133,7 @@ def _tasks(plan: BuildPlan, parts: Path) -> Iterator[BuildTask]:
 
 
 def _places(path: str) -> Iterator[ReadPosition]:
-    """Where each row begins."""
+    """Yield the position of each row."""
     place = START
     for _, after in open_rows(path).read():
         yield place
@@ -139,24 +141,24 @@ def _places(path: str) -> Iterator[ReadPosition]:
 
 
 def _tokenise(task: BuildTask) -> Counter[str]:
-    """Write the part, unless an earlier build has."""
-    told = task.part.with_suffix(".json")
-    if told.exists():
-        return Counter(json.loads(told.read_bytes()))
-    examples, dtype = _reading(task.plan, task.input)
-    examples.counts = Counter()
+    """Write the part, unless an earlier build has done so; return its counts."""
+    counts = task.part.with_suffix(".json")
+    if counts.exists():
+        return Counter(json.loads(counts.read_bytes()))
+    encoder, dtype = _reading(task.plan, task.input)
+    encoder.counts = Counter()
     with IndexedWriter(task.part, dtype) as out:
         for entry, _ in islice(open_rows(task.plan.inputs[task.input]).read(task.place), task.plan.chunk):
-            for example in examples.use(entry) or ():
+            for example in encoder.use(entry) or ():
                 out.add(example.tokens)
-                examples.counts["tokens"] += len(example.tokens)
-    _write(told, dict(examples.counts))
-    return examples.counts
+                encoder.counts["tokens"] += len(example.tokens)
+    _write(counts, dict(encoder.counts))
+    return encoder.counts
 
 
 @cache
 def _reading(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
-    """How documents of an input are made, and the type of their tokens. Once in a process."""
+    """Make the encoder of an input and the type of its tokens, once per process."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer, trust_remote_code=plan.trust_remote_code)
@@ -166,7 +168,7 @@ def _reading(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
 
 
 def _claim(parts: Path, plan: BuildPlan) -> None:
-    """Make the folder of the parts. ValueError if it holds those of another build."""
+    """Create the folder of the parts. ValueError if it holds those of another build."""
     told = parts / "build.json"
     now = _identity(plan)
     if told.exists() and any(parts.glob("[0-9]*.json")):
