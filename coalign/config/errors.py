@@ -106,7 +106,9 @@ def describe_error(error: Any) -> str:
         return cause.message if isinstance(cause, Conflict) else str(cause)
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", context["expected"])
-        return f"is {format_value(value)}; expected {' | '.join(options)}{_nearest(value, options)}"
+        match = difflib.get_close_matches(str(value).lower(), options, n=1, cutoff=0.6)
+        nearest = f"; did you mean '{match[0]}'?" if match else ""
+        return f"is {format_value(value)}; expected {' | '.join(options)}{nearest}"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
         return f"is {format_value(value)}; expected a number {words} {context[name]:g}"
@@ -114,7 +116,9 @@ def describe_error(error: Any) -> str:
         length = context.get("max_length", context.get("min_length"))
         return f"is {format_value(value)}; expected a list of {length}"
     if kind in _EXPECTED:
-        return f"is {format_value(value)}; expected {_EXPECTED[kind]}{_quoted_number(kind, value)}"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        quoted = f" (in quotes: '{value}')" if kind == "string_type" and is_number else ""
+        return f"is {format_value(value)}; expected {_EXPECTED[kind]}{quoted}"
     return f"is {format_value(value)}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
@@ -123,17 +127,6 @@ def format_value(value: Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
-
-
-def _nearest(value: Any, options: list[str]) -> str:
-    match = difflib.get_close_matches(str(value).lower(), options, n=1, cutoff=0.6)
-    return f"; did you mean '{match[0]}'?" if match else ""
-
-
-def _quoted_number(kind: str, value: Any) -> str:
-    if kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
-        return f" (in quotes: '{value}')"
-    return ""
 
 
 class KeyLocations:

@@ -88,7 +88,8 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     bound, problems = {}, []
     for name, value in arguments.items():
         if name not in named and not takes_any:
-            problems.append(ConfigProblem(_path(where, name), _unknown(fn, name, named)))
+            unknown = f" of {fn.__name__}{suggest(name, named)}" if named else f"; {fn.__name__} takes none"
+            problems.append(ConfigProblem(_path(where, name), f"unknown argument{unknown}"))
             continue
         try:
             bound[name] = _checked(value, types.get(name, Any))
@@ -166,12 +167,6 @@ def _problems(key: tuple[str | int, ...], error: Any) -> list[ConfigProblem]:
     if isinstance(cause, ConfigError):
         return [ConfigProblem((*key, *problem.key), problem.message) for problem in cause.problems]
     return [ConfigProblem(key, describe_error(error))]
-
-
-def _unknown(fn: Callable[..., Any], name: str, named: Mapping[str, Any]) -> str:
-    if not named:
-        return f"unknown argument; {fn.__name__} takes none"
-    return f"unknown argument of {fn.__name__}{suggest(name, named)}"
 
 
 def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ import xxhash
 from coalign.config.introspect import list_marked
 from coalign.config.schema import DataConfig, DrawSetting, SourceConfig
 from coalign.data.examples import MARKS, Example, RowEncoder
-from coalign.data.scan import SourceScan, check_usable, describe_rows
+from coalign.data.scan import FileSource, SourceScan
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows
 
@@ -141,15 +141,13 @@ def _map_array(file: Path, dtype: Any) -> np.ndarray:
     )  # empty files cannot be mapped
 
 
-class CachedSource:
+class CachedSource(FileSource):
     """An ExampleSource whose rows were tokenised before. It draws exactly what ScannedSource would."""
 
     def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, store: ExampleStore) -> None:
         """ValueError if it holds no usable row."""
-        encoder.counts = Counter(store.meta["counts"])
-        self.name, self.tokens = encoder.name, store.meta["tokens"]
-        self._encoder, self._rows, self._phase, self._store = encoder, rows, phase, store
-        check_usable(self, encoder)
+        encoder.counts, self._store = Counter(store.meta["counts"]), store
+        super().__init__(encoder, rows, phase, store.meta["tokens"], store.meta["hash"])
 
     def __len__(self) -> int:
         return len(self._store)
@@ -158,12 +156,6 @@ class CachedSource:
         number = self._store.number(index)
         row = self._encoder.reader.add_names(self._rows[number])
         return self._encoder.mark_origin(self._store.read(index, row), number)
-
-    def report(self) -> str:
-        return describe_rows(self._encoder, self._phase, len(self._rows))
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"name": self.name, "rows": len(self), "hash": self._store.meta["hash"]}
 
 
 def open_cached(

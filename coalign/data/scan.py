@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -71,17 +72,40 @@ class SourceScan:
         self._digest.update(text.encode())
 
 
-class ScannedSource:
+class FileSource(ABC):
+    """Base of sources that read rows of files. Its encoder has counted all rows when it is initialised."""
+
+    def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, tokens: int, hash: str) -> None:
+        """ValueError if no row is usable. Logs the encoder's warning about the rows."""
+        self.name, self.tokens, self._hash = encoder.name, tokens, hash
+        self._encoder, self._rows, self._phase = encoder, rows, phase
+        if not len(self):
+            limit = f"; data.{encoder.longest} is the bound" if encoder.counts["long"] else ""
+            raise ValueError(f"{self.name} has no usable rows ({self.report()}){limit}")
+        if warning := encoder.warning():
+            log.warning("%s: %s", self.name, warning)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def report(self) -> str:
+        rows = f"{len(self._rows)} rows"
+        if self._phase is not None:
+            rows = f"{self._encoder.counts['rows']} of {rows} (phase {self._phase.name})"
+        return f"{rows}: {self._encoder.report()}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"name": self.name, "rows": len(self), "hash": self._hash}
+
+
+class ScannedSource(FileSource):
     """An ExampleSource that tokenises a row whenever it is drawn."""
 
     def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None = None) -> None:
         """ValueError for a row that may not be dropped, and if no row is usable."""
         scan = SourceScan(encoder, rows, phase)
-        self.name = encoder.name
-        self._encoder, self._rows, self._phase = encoder, rows, phase
         self._used = array("q", (number for number, _ in scan))
-        self.tokens, self._hash = scan.tokens, scan.hash
-        check_usable(self, encoder)
+        super().__init__(encoder, rows, phase, scan.tokens, scan.hash)
 
     def __len__(self) -> int:
         return len(self._used)
@@ -89,24 +113,3 @@ class ScannedSource:
     def __getitem__(self, index: int) -> list[Example]:
         number = self._used[index]
         return self._encoder.read(self._rows[number], number)
-
-    def report(self) -> str:
-        return describe_rows(self._encoder, self._phase, len(self._rows))
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"name": self.name, "rows": len(self), "hash": self._hash}
-
-
-def describe_rows(encoder: RowEncoder, phase: DataPhase | None, rows: int) -> str:
-    """Report of a source of so many rows: "7473 rows: 7470 used", "1495 of 7473 rows (phase sft): 1495 used"."""
-    count = f"{rows} rows" if phase is None else f"{encoder.counts['rows']} of {rows} rows (phase {phase.name})"
-    return f"{count}: {encoder.report()}"
-
-
-def check_usable(source: ExampleSource, encoder: RowEncoder) -> None:
-    """Raise ValueError for a source without usable rows; log the encoder's warning about its rows."""
-    if not len(source):
-        limit = f"; data.{encoder.longest} is the bound" if encoder.counts["long"] else ""
-        raise ValueError(f"{source.name} has no usable rows ({source.report()}){limit}")
-    if warning := encoder.warning():
-        log.warning("%s: %s", source.name, warning)

@@ -135,11 +135,11 @@ class RunConfig(Section):
                 f"is {every}, so a batch is sampled from weights that are up to {every - 1} steps old: set "
                 f"`runtime.max_staleness` to {every - 1} or more (it is {runtime.max_staleness})",
             )
-        for key in ("eval_every", "save_every"):
-            if getattr(runtime, key) % every:
+        for name in ("eval_every", "save_every"):
+            if getattr(runtime, name) % every:
                 raise Conflict(
-                    ("runtime", key),
-                    f"is {getattr(runtime, key)}, no multiple of `sync.every` ({every}): between two syncs the model "
+                    ("runtime", name),
+                    f"is {getattr(runtime, name)}, no multiple of `sync.every` ({every}): between two syncs the model "
                     "that generates has older weights than those that are evaluated and saved",
                 )
         if runtime.eval_every and not self.data.eval:
