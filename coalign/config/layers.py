@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
@@ -56,7 +56,7 @@ def merge_layers(base: Any, over: Any) -> Any:
 def read_mapping(data: Mapping[str, Any], place: ConfigLocation, schema: type[Section] = RunConfig) -> ConfigLayer:
     """Make a layer of data that was not read from a file."""
     layer = ConfigLayer(expand_shorthands(data, (), schema), schema=schema)
-    for key in _keys(data, ()):
+    for key, _ in walk(data):
         layer.places.put(key, place)
     return layer
 
@@ -108,16 +108,25 @@ def read_includes(
     return layer
 
 
+def walk(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield ``value`` and everything below it, each with its key."""
+    yield key, value
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from walk(item, (*key, name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from walk(item, (*key, index))
+
+
 def _malformed_references(value: Any, key: Key, places: KeyLocations) -> Iterator[ConfigProblem]:
-    if isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _malformed_references(item, (*key, name), places)
-    elif isinstance(value, str) and "${" in value:
-        try:
-            OmegaConf.create([value])
-        except GrammarParseError:
-            message = f"{format_value(value)}: expected ${{key.of.this.file}} or ${{env:NAME,default}}"
-            yield places.on(ConfigProblem(key, message + r"; where ${ is meant as text, write \${"))
+    for where, text in walk(value, key):
+        if isinstance(text, str) and "${" in text:
+            try:
+                OmegaConf.create([text])
+            except GrammarParseError:
+                message = f"{format_value(text)}: expected ${{key.of.this.file}} or ${{env:NAME,default}}"
+                yield places.on(ConfigProblem(where, message + r"; where ${ is meant as text, write \${"))
 
 
 def apply_override(layer: ConfigLayer, override: str) -> None:
@@ -146,18 +155,19 @@ def set_key(layer: ConfigLayer, key: Key, value: Any, place: ConfigLocation) -> 
         layer.problems.append(ConfigProblem(key, "the list has no such item", place))
         return
     layer.places.forget(key)
-    for inner in [key, *_keys(value, key)]:
+    for inner, _ in walk(value, key):
         layer.places.put(inner, place)
 
 
 def _set(data: Any, key: Key, value: Any) -> None:
     """Set ``value`` at ``key``; new mappings replace anything on the way that holds no keys."""
+    container: dict[Any, Any] = data  # or a list, which is indexed alike
     for part in key[:-1]:
-        inner: Any = data[part] if isinstance(data, list) else data.get(part)
+        inner = container.get(part) if isinstance(container, dict) else container[part]
         if not isinstance(inner, dict | list):
-            data[part] = inner = {}
-        data = inner
-    data[key[-1]] = value
+            container[part] = inner = {}
+        container = cast(dict[Any, Any], inner)
+    container[key[-1]] = value
 
 
 def drop_foreign_arguments(base: Any, over: Any, key: Key = ()) -> Any:
@@ -185,16 +195,6 @@ def expand_shorthands(value: Any, key: Key, schema: type[Section] = RunConfig) -
         value = os.fspath(value)
     section = find_section(key, schema) if isinstance(value, str) and "${" not in value else None
     return {section.shorthand: value} if section and section.shorthand else value
-
-
-def _keys(value: Any, key: Key) -> list[Key]:
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    else:
-        return []
-    return [found for name, item in items for found in [(*key, name), *_keys(item, (*key, name))]]
 
 
 def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:

@@ -38,6 +38,7 @@ from coalign.config.layers import (
     read_mapping,
     set_key,
     suggest_file,
+    walk,
 )
 from coalign.config.schema import InputPath, RunConfig, Section
 from coalign.config.yaml_reader import parse_scalar
@@ -207,7 +208,7 @@ def _resolved(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
     """Replace all references by their values; one that cannot be resolved is reported and becomes null."""
     tree = OmegaConf.create({**layer.data, **names, THIS: layer.data})
     data = deepcopy(layer.data)
-    for key, text in [(key, text) for key, text in _texts(data, ()) if "${" in text]:
+    for key, text in [(key, text) for key, text in walk(data) if isinstance(text, str) and "${" in text]:
         parent = _follow(data, key[:-1])
         try:
             value = _follow(tree, (THIS, *key))
@@ -216,14 +217,6 @@ def _resolved(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
             layer.problems.append(ConfigProblem(key, _unresolved(text, error)))
             parent[key[-1]] = None
     return expand_shorthands(data, (), layer.schema)
-
-
-def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(item, (*key, name))
 
 
 def _follow(value: Any, key: Key) -> Any:
@@ -294,8 +287,8 @@ def _as_written(key: Key, data: Any) -> Key:
 
 def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadContext) -> Iterator[ConfigProblem]:
     """Resolve input paths that exist only relative to the YAML file; yield a problem for each that does not exist."""
-    for key, text in list(_texts(data, ())):
-        required = find_input(key, schema)
+    for key, text in list(walk(data)):
+        required = find_input(key, schema) if isinstance(text, str) else None
         if required is None or _exists(Path(text)) or text in context.planned:
             continue
         if _exists(context.folder / text):
