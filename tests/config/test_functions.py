@@ -25,7 +25,8 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / HOME
     folder.mkdir()
     (folder / "__init__.py").write_text(
-        "from math import sqrt\n\ndef ratio(x): ...\n\ndef Clip(x): ...\n\n_hidden = 3\nCLASSES = {'fsdp': 'pretend.fsdp:FSDPModule'}\n"
+        "from math import sqrt\n\ndef ratio(x): ...\n\ndef Clip(x): ...\n\n_hidden = 3\n"
+        "CLASSES = {'fsdp': 'pretend.fsdp:FSDPModule'}\n"
     )
     (folder / "fsdp.py").write_text("class FSDPModule(dict):\n    pass\n")
     (folder / "base.py").write_text("class Module(dict):\n    pass\n")
