@@ -25,7 +25,7 @@ from coalign.backends.checkpoint import get_weights
 from coalign.backends.hf.module import HuggingFaceModule
 from coalign.backends.layout import Layout
 from coalign.backends.process_group import join_process_group
-from coalign.config.errors import near
+from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 
@@ -272,7 +272,7 @@ def check_zero_keys(options: Iterable[str], model: str) -> None:
 
     known = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
     if unknown := [name for name in options if name not in known]:
-        where, close = f"models.{model}.deepspeed.zero.{unknown[0]}", near(unknown[0], known - OWNED.keys())
+        where, close = f"models.{model}.deepspeed.zero.{unknown[0]}", suggest(unknown[0], known - OWNED.keys())
         raise ValueError(f"{where} is no key of DeepSpeed's zero_optimization{close}")
 
 

@@ -75,8 +75,8 @@ def _describe(problem: BaseException) -> str:
     """Return the message; settings given as options are described like those of a YAML file."""
     from pydantic import ValidationError
 
-    from coalign.config.errors import dotted, readable
+    from coalign.config.errors import describe_error, format_key
 
     if not isinstance(problem, ValidationError):
         return str(problem)
-    return "\n".join(": ".join(filter(None, (dotted(e["loc"]), readable(e)))) for e in problem.errors())
+    return "\n".join(": ".join(filter(None, (format_key(e["loc"]), describe_error(e)))) for e in problem.errors())

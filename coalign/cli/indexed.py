@@ -26,13 +26,13 @@ def build(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the tokenizer.")] = False,
 ):
     """Tokenise documents, each with an end-of-sequence token. After an interruption the same command resumes."""
-    from coalign.data.indexed.build import Plan
+    from coalign.data.indexed.build import BuildPlan
     from coalign.data.indexed.build import build as write
     from coalign.data.sources import open_rows
     from coalign.report.display import Display
 
     display = Display()
-    plan = Plan(
+    plan = BuildPlan(
         tuple(inputs),
         tokenizer,
         text_key=key,
@@ -52,11 +52,11 @@ def merge(
     output: Prefix,
 ):
     """Concatenate several datasets."""
-    from coalign.data.indexed import Indexed
+    from coalign.data.indexed import IndexedTokens
     from coalign.data.indexed.build import join
     from coalign.report.display import Display
 
-    datasets = [Indexed(_prefix(path)) for path in prefixes]
+    datasets = [IndexedTokens(_prefix(path)) for path in prefixes]
     join(datasets, output)
     documents, tokens = sum(map(len, datasets)), sum(each.tokens for each in datasets)
     Display().note(f"{documents:,} documents, {tokens:,} tokens -> {output}.bin, {output}.idx")
@@ -73,10 +73,10 @@ def inspect(
     """Print the sizes of an indexed dataset, and some documents."""
     import numpy as np
 
-    from coalign.data.indexed import Indexed
+    from coalign.data.indexed import IndexedTokens
     from coalign.report.display import Display
 
-    display, data = Display(), Indexed(_prefix(prefix))
+    display, data = Display(), IndexedTokens(_prefix(prefix))
     sizes = np.diff(data.ends)
     numbers = {"documents": len(data), "sequences": len(data.lengths), "tokens": data.tokens}
     if len(data):
@@ -93,6 +93,6 @@ def inspect(
 
 
 def _prefix(path: Path) -> Path:
-    from coalign.data.indexed import prefix_of
+    from coalign.data.indexed import find_prefix
 
-    return prefix_of(path) or path
+    return find_prefix(path) or path

@@ -100,6 +100,6 @@ def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a 
 
 def schema():
     """Print the JSON Schema of the YAML, for editors."""
-    from coalign.config.export import json_schema
+    from coalign.config.export import build_json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=1))
+    typer.echo(json.dumps(build_json_schema(), indent=1))

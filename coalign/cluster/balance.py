@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coalign.cluster.answers import WorkerHandle
 from coalign.cluster.future import BatchRef, Meta, Outcome, WorkerRows
-from coalign.data.balance import cost, partition
+from coalign.data.balance import partition
 from coalign.data.batch import split_ranges
 from coalign.types import merge_stats
 
@@ -107,7 +107,7 @@ def shard_rows(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True
         ranges = split_ranges(batch.lengths, parts, keep=keep, by="sequences" if by == "work" else "tokens")
         return Shards(batch, tuple(torch.arange(start, stop) for start, stop in ranges))
     unit = torch.arange(len(batch)) if keep is None else torch.unique_consecutive(keep, return_inverse=True)[1]
-    costs = batch.work.double() if by == "work" and batch.work is not None else cost(batch.lengths)
+    costs = batch.work.double() if by == "work" and batch.work is not None else estimate_costs(batch.lengths)
     sums = torch.zeros(int(unit[-1]) + 1 if len(unit) else 0, dtype=torch.float64).index_add_(0, unit, costs)
     part, turn = torch.empty(len(sums), dtype=torch.int64), torch.arange(len(sums))
     for number, members in enumerate(partition(sums.tolist(), parts)):

@@ -21,7 +21,7 @@ from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign, seat
 from coalign.cluster.placement.slots import Footprint, Slot, distinct, plan
 from coalign.cluster.residency import Residency
 from coalign.cluster.worker import module_class
-from coalign.config.errors import ConfigError, Problem
+from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import PARALLEL, ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -271,5 +271,5 @@ def footprint(name: str, config: ModelConfig) -> Footprint:
         if (ways := getattr(config, key)) > 1 and key not in module_class(config).parallel:
             inherited = f" (`like: {config.like}` takes it over)" if config.like else ""
             message = f"is {ways}, and the module `{config.module}` is not cut that way; set it to 1{inherited}"
-            raise ConfigError([Problem(("models", name, key), message)])
+            raise ConfigError([ConfigProblem(("models", name, key), message)])
     return Footprint.of(name, config, module_class(config).one_group(config))

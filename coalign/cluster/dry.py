@@ -20,7 +20,7 @@ from coalign.cluster.functions import apply_columns, merge_columns, name_of, tra
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
 from coalign.cluster.local import Cell, LocalStore
 from coalign.cluster.worker import module_class
-from coalign.config.functions import columns_of
+from coalign.config.functions import list_columns
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -112,7 +112,7 @@ class DryCluster:
         """Runs the function. Raises ValueError for a column that nobody produced."""
         refs = [self.resolve(value) for value in inputs]
         given, sources = merge_columns([ref.fetch() for ref in refs]), self.sources(refs)
-        needed, optional = columns_of(function)
+        needed, optional = list_columns(function)
         reads = _by_source(sources, [name for name in (*needed, *optional) if name in sources])
         columns, stats = apply_columns(function, given, keywords)
         return self.answer(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coalign.config.functions import columns_of
+from coalign.config.functions import list_columns
 from coalign.data.batch import Batch
 from coalign.types import Metric, Stats
 
@@ -78,7 +78,7 @@ def check_same_sequences(base: Batch | BatchRef, other: Batch | BatchRef, positi
 
 def bind(function: Callable[..., Any], batch: Batch) -> list[Any]:
     """The columns that the function's positional parameters name; one with a default may be absent."""
-    needed, optional = columns_of(function)
+    needed, optional = list_columns(function)
     there = {*batch.token, *batch.sequence, *DERIVED}
     for name in needed:
         if name not in there:

@@ -6,7 +6,7 @@ from itertools import count, islice
 from pathlib import Path
 
 from coalign.cluster.start import start
-from coalign.commands.inspect_data import describe, groups
+from coalign.commands.inspect_data import describe, split_groups
 from coalign.config.schema import RunConfig
 from coalign.engine.hooks.run_folder import flatten_stats
 from coalign.launch.build import build, load_split, load_tokenizer
@@ -39,7 +39,7 @@ def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = 
     plan = prepare(config)
     tokenizer = load_tokenizer(plan)
     data = load_split(plan, tokenizer, "train")
-    drawn = list(islice((group for _ in count() for group in groups(data.next())), rows))
+    drawn = list(islice((group for _ in count() for group in split_groups(data.next())), rows))
     display.show(data.report())  # after drawing: a stream knows only of rows that were drawn
     for group in drawn:
         display.show(describe(group, tokenizer, tokens=tokens))

@@ -1,4 +1,4 @@
-"""What the trainer will see of a row, for people: `coalign inspect-data`."""
+"""Shows what the trainer sees of a row: `coalign inspect-data`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coalign.data.batch import Batch
+from coalign.data.templates import decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,23 +20,23 @@ TRAINED = "bold green"
 JUDGED = "bold magenta"
 
 
-def groups(batch: Batch) -> Iterator[list[dict[str, Any]]]:
-    """The sequences of each drawn row."""
+def split_groups(batch: Batch) -> Iterator[list[dict[str, Any]]]:
+    """Yield the sequences of each drawn row."""
     for _, drawn in groupby(batch.rows(), key=lambda row: int(row["group"])):
         yield list(drawn)
 
 
 def describe(group: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, tokens: bool = False) -> Group:
-    """The sequences of one drawn row (see `groups`) as a rich renderable: where it is from, and its text as it is seen.
+    """Render the sequences of one drawn row (see `split_groups`): their origin, and their text as the model sees it.
 
-    Trained text is green and stands between ⟦ and ⟧ (so it shows without colours too); where a process reward model
-    judges, the label stands between ⟨ and ⟩. Responses to compare follow their common prompt, each with its preference.
-    ``tokens`` adds a table of every token: position, id, text, trained or not, label.
+    Trained text is green between ⟦ and ⟧, which show without colours too. Where a process reward model scores, the
+    label is shown between ⟨ and ⟩. Responses to compare follow their common prompt, each with its preference.
+    ``tokens`` adds a table of all tokens: position, id, text, trained or not, label.
     """
     shared = int(group[0]["prompt_length"]) if len(group) > 1 and "preference" in group[0] else 0
     parts: list[Any] = [_header(group)]
     if shared:
-        parts.append(Text(_decode(group[0]["tokens"][:shared].tolist(), tokenizer)))
+        parts.append(Text(decode(tokenizer, group[0]["tokens"][:shared])))
     for row in group:
         if len(group) > 1 or "preference" in row:
             parts.append(_title(row))
@@ -58,7 +59,6 @@ def _header(group: Sequence[dict[str, Any]]) -> Text:
 
 
 def _title(row: dict[str, Any]) -> Text:
-    """What is known of one of several sequences."""
     if "preference" not in row:
         return Text(f"piece {int(row['index'])}: {len(row['tokens'])} tokens", style="bold")
     margin = f", margin {float(row['margin']):g}" if float(row.get("margin", 0.0)) else ""
@@ -66,13 +66,12 @@ def _title(row: dict[str, Any]) -> Text:
 
 
 def _text(row: dict[str, Any], start: int, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The tokens from ``start`` on."""
     ids, mask = row["tokens"].tolist(), _mask(row)
     labels = row["label"].tolist() if "label" in row else None
     text = Text()
     for trained, run in groupby(range(start, len(ids)), key=mask.__getitem__):
         places = list(run)
-        piece = _decode([ids[t] for t in places], tokenizer)
+        piece = decode(tokenizer, [ids[t] for t in places])
         if not trained:
             text.append(piece)
         elif labels is None:
@@ -95,7 +94,3 @@ def _table(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Table:
 
 def _mask(row: dict[str, Any]) -> list[bool]:
     return row["loss_mask"].tolist() if "loss_mask" in row else [False] * len(row["tokens"])
-
-
-def _decode(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

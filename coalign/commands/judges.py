@@ -15,7 +15,7 @@ from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader
 from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
-from coalign.data.messages import Message, prompt_text, text_of
+from coalign.data.messages import Message, format_prompt
 from coalign.engine.reward import terms_of
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context
@@ -173,14 +173,14 @@ class RewardModelJudge(ResponseJudge):
 
 
 def _make_sample(answer: ResponseToScore) -> Sample:
-    response = text_of(answer.response[-1])
+    response = get_text(answer.response[-1])
     return Sample(
         group=answer.group,
         index=answer.index,
         tokens=torch.zeros(0, dtype=torch.int32),
         loss_mask=torch.ones(answer.tokens, dtype=torch.bool),
         logprobs=torch.zeros(0),
-        prompt=prompt_text(answer.prompt),
+        prompt=format_prompt(answer.prompt),
         response=response,
         raw_response=response,
         messages=[*answer.prompt, *answer.response],

@@ -16,8 +16,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Self
 
-from coalign.config.errors import Key, dotted
-from coalign.config.introspect import changes_results, input_at
+from coalign.config.errors import Key, format_key
+from coalign.config.introspect import find_input, is_result_relevant
 from coalign.config.schema import Section
 from coalign.engine.hooks.run_folder import lock_file, replace_non_finite
 from coalign.files import hash_file, write_atomically
@@ -125,12 +125,12 @@ def fingerprint_settings(settings: Section) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in _iterate_leaves(settings.model_dump(mode="json"), ()):
-        if not changes_results(key, type(settings)):
+        if not is_result_relevant(key, type(settings)):
             continue
-        is_input = input_at(key, type(settings)) is not None
-        found[dotted(key)] = fingerprint_path(value) if is_input and value is not None else value
+        is_input = find_input(key, type(settings)) is not None
+        found[format_key(key)] = fingerprint_path(value) if is_input and value is not None else value
         if isinstance(value, str) and ":" in value and key[-1] in ("fn", "algorithm", "module"):
-            found[f"{dotted(key)} (source)"] = fingerprint_code(value)
+            found[f"{format_key(key)} (source)"] = fingerprint_code(value)
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign.commands.resumable import JsonRecord, ResumableOutput, fingerprint_settings
 from coalign.config.schema import ScoreConfig, SourceConfig
-from coalign.data.messages import Message, as_response
+from coalign.data.messages import Message
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, FileRows, open_rows
 from coalign.report.display import Display
@@ -68,7 +68,7 @@ class RowToScore:
 
         A pair with an empty response has no responses if ``data.on_empty`` drops such rows.
         """
-        row = self.reader.named(self.rows[self.number])
+        row = self.reader.add_names(self.rows[self.number])
         try:
             texts = self._extract_responses(row)
         except BadRow as error:
@@ -92,7 +92,7 @@ class RowToScore:
             response = row[key]
             if isinstance(response, str):
                 return {"": (self.reader.prompt(row), [{"role": "assistant", "content": response}])}
-            return {"": (self.reader.prompt(row), as_response(response, key))}
+            return {"": (self.reader.prompt(row), parse_response(response, key))}
         if self.reader.has(row, data.chosen_key):
             pair = {name: self.reader.value(row, name) for name in (data.chosen_key, data.rejected_key)}
             prompt, responses = self.reader.compared(row, pair)

@@ -25,9 +25,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
-from coalign.config.errors import dotted, readable
+from coalign.config.errors import describe_error, format_key
 from coalign.config.schema import ServeConfig
-from coalign.data.messages import Message, as_messages
+from coalign.data.messages import Message, parse_messages
 from coalign.data.sources import BadRow
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
@@ -80,7 +80,7 @@ def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list
     except ValidationError as error:
         problems = error.errors(include_url=False)
         raise BadRequest(
-            "; ".join(": ".join(filter(None, (dotted(e["loc"]), readable(e)))) for e in problems)
+            "; ".join(": ".join(filter(None, (format_key(e["loc"]), describe_error(e)))) for e in problems)
         ) from None
     except BadRow as error:
         raise BadRequest(str(error)) from None
@@ -125,7 +125,7 @@ def _read_response(request: RewardRequest, i: int, label_key: str, strip: Sequen
 
 def _read_conversation(request: RewardRequest, i: int, strip: Sequence[str]) -> tuple[list[Message], Message]:
     if request.messages:
-        *prompt, response = as_messages(request.messages[i], f"messages[{i}]") or [{}]
+        *prompt, response = parse_messages(request.messages[i], f"messages[{i}]") or [{}]
         if response.get("role") != "assistant":
             raise BadRow(f"messages[{i}] must end with what the assistant said")
         return prompt, response

@@ -1,7 +1,4 @@
-"""What is wrong with a configuration: each problem with the place where it was written. Knows no schema, no YAML.
-
-Where each key of a configuration was written.
-"""
+"""Problems of a configuration, with the file and line of each. It knows neither schema nor YAML."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Key = tuple[str | int, ...]  # ("data", "train", 0, "path") is data.train[0].pat
 
 @dataclass(frozen=True, slots=True)
 class ConfigLocation:
-    """Where a value was written: a file with its line and column (from 1), an override, a recipe's defaults."""
+    """The origin of a value: a file with line and column (from 1), an override, or a recipe's defaults."""
 
     source: str
     line: int | None = None
@@ -32,21 +29,21 @@ class ConfigLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is wrong: the key, what a person can do about it, and the place if it is known."""
+class ConfigProblem:
+    """One problem: its key, a message that says what to do, and its place if known."""
 
     key: Key
     message: str
     place: ConfigLocation | None = None
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (str(self.place or ""), dotted(self.key), self.message) if part)
+        return ": ".join(part for part in (str(self.place or ""), format_key(self.key), self.message) if part)
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. Its text has one line for each problem; ``problems`` holds them."""
+    """An unusable configuration. Its text has one line per problem; ``problems`` holds them."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[ConfigProblem]) -> None:
         self.problems = tuple(problems)
         super().__init__(self.problems)
 
@@ -55,35 +52,35 @@ class ConfigError(ValueError):
 
 
 class Conflict(ValueError):
-    """Raised by a section's own validator: ``key`` (relative to the section) does not go with the rest of it."""
+    """Raised by a section's validator: ``key`` (relative to the section) contradicts the rest of it."""
 
     def __init__(self, key: Key, message: str) -> None:
         super().__init__(key, message)
         self.key, self.message = key, message
 
 
-def dotted(key: Key) -> str:
-    """The key as a person writes it: ``data.train[0].path``."""
+def format_key(key: Key) -> str:
+    """Format a key as users write it: ``data.train[0].path``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
 
 
-def undotted(text: str) -> Key:
-    """The key that a person wrote: ``data.train[0].path`` or ``data.train.0.path``."""
+def parse_key(text: str) -> Key:
+    """Parse a key as users write it: ``data.train[0].path`` or ``data.train.0.path``."""
     return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", text))
 
 
-def near(name: str, names: Iterable[str], shown: int = 12) -> str:
-    """The end of a sentence about an unknown ``name``: the nearest of ``names``, or else what there is."""
+def suggest(name: str, names: Iterable[str], limit: int = 12) -> str:
+    """Correct an unknown ``name``, as the end of a sentence: the nearest of ``names``, or else all of them."""
     names = list(names)
     by_lower = {n.lower(): n for n in names}
     if match := difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6):
         return f"; did you mean '{by_lower[match[0]]}'?"
     if not names:
         return ""
-    return "; there are: " + ", ".join(names[:shown]) + (", …" if len(names) > shown else "")
+    return "; there are: " + ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
 
 
-_WANTED = {
+_EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -99,83 +96,74 @@ _LIMITS = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "of at 
 _LIMITS |= {"less_than": ("lt", "below"), "less_than_equal": ("le", "of at most")}
 
 
-def readable(error: Any) -> str:
-    """A pydantic error (an entry of ``ValidationError.errors()``) in our words: the value, and what would be right."""
+def describe_error(error: Any) -> str:
+    """Describe a pydantic error (an entry of ``ValidationError.errors()``): the value, and what was expected."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
-    if kind == "missing":
+    if kind in ("missing", "missing_tuple"):
         return "missing"
     if kind == "value_error":
         cause = context["error"]
         return cause.message if isinstance(cause, Conflict) else str(cause)
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", context["expected"])
-        return f"is {shown(value)}; expected {' | '.join(options)}{_nearest(value, options)}"
+        match = difflib.get_close_matches(str(value).lower(), options, n=1, cutoff=0.6)
+        nearest = f"; did you mean '{match[0]}'?" if match else ""
+        return f"is {format_value(value)}; expected {' | '.join(options)}{nearest}"
     if kind in _LIMITS:
         name, words = _LIMITS[kind]
-        return f"is {shown(value)}; expected a number {words} {context[name]:g}"
+        return f"is {format_value(value)}; expected a number {words} {context[name]:g}"
     if kind in ("too_long", "too_short"):
-        wanted = context.get("max_length", context.get("min_length"))
-        return f"is {shown(value)}; expected a list of {wanted}"
-    if kind == "missing_tuple":
-        return "missing"
-    if kind in _WANTED:
-        return f"is {shown(value)}; expected {_WANTED[kind]}{_quoted_number(kind, value)}"
-    return f"is {shown(value)}; {error['msg'][0].lower()}{error['msg'][1:]}"
+        length = context.get("max_length", context.get("min_length"))
+        return f"is {format_value(value)}; expected a list of {length}"
+    if kind in _EXPECTED:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        quoted = f" (in quotes: '{value}')" if kind == "string_type" and is_number else ""
+        return f"is {format_value(value)}; expected {_EXPECTED[kind]}{quoted}"
+    return f"is {format_value(value)}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def shown(value: Any) -> str:
-    """A value as YAML would show it, cut to a line."""
+def format_value(value: Any) -> str:
+    """Format a value as YAML does, shortened to 60 characters."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
 
 
-def _nearest(value: Any, options: list[str]) -> str:
-    match = difflib.get_close_matches(str(value).lower(), options, n=1, cutoff=0.6)
-    return f"; did you mean '{match[0]}'?" if match else ""
-
-
-def _quoted_number(kind: str, value: Any) -> str:
-    if kind == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
-        return f" (in quotes: '{value}')"
-    return ""
-
-
-class Places:
-    """Key -> ConfigLocation. Two of them are always equal: where a value was written is not part of the value."""
+class KeyLocations:
+    """Where each key was written. Two of them always compare equal, so that equal configurations do."""
 
     def __init__(self, known: Mapping[Key, ConfigLocation]) -> None:
         self._known = dict(known)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Places)
+        return isinstance(other, KeyLocations)
 
-    __hash__ = None
+    __hash__ = None  # pyright: ignore[reportAssignmentType] (the way to declare a class unhashable)
 
     def put(self, key: Key, place: ConfigLocation) -> None:
-        """``key`` was written at ``place``."""
+        """Record that ``key`` was written at ``place``."""
         self._known[key] = place
 
-    def lay(self, over: Places) -> None:
-        """Take the places of a layer above; its keys replace ours."""
+    def lay(self, over: KeyLocations) -> None:
+        """Add the places of a layer above; they replace ours."""
         self._known |= over._known
 
     def forget(self, key: Key) -> None:
-        """Drop what is below ``key`` (the value was replaced as a whole)."""
+        """Drop the places below ``key``, whose value was replaced as a whole."""
         self._known = {k: place for k, place in self._known.items() if k[: len(key)] != key or k == key}
 
     def inherit(self, source: Key, target: Key) -> None:
-        """What ``target`` does not give itself was written at ``source``."""
+        """Give ``target`` the places of ``source`` for all keys that it has none for."""
         for key, place in list(self._known.items()):
             if key[: len(source)] == source and key != source:
                 self._known.setdefault(target + key[len(source) :], place)
 
-    def below(self, key: Key) -> Places:
-        """The places of what is below ``key``, seen from there."""
-        return Places({k[len(key) :]: place for k, place in self._known.items() if k[: len(key)] == key})
+    def below(self, key: Key) -> KeyLocations:
+        """Return the places below ``key``, relative to it."""
+        return KeyLocations({k[len(key) :]: place for k, place in self._known.items() if k[: len(key)] == key})
 
     def find(self, key: Key) -> ConfigLocation | None:
-        """The place of ``key``, or of the nearest section around it. A list's only item may stand without brackets."""
+        """Find the place of ``key`` or of the nearest section around it. A single list item may lack its index."""
         while key:
             for candidate in (key, tuple(part for part in key if part != 0)):
                 if candidate in self._known:
@@ -183,14 +171,14 @@ class Places:
             key = key[:-1]
         return None
 
-    def on(self, problem: Problem) -> Problem:
-        """The problem with its place, if it has none yet."""
+    def on(self, problem: ConfigProblem) -> ConfigProblem:
+        """Add the place to a problem that has none."""
         return problem if problem.place else replace(problem, place=self.find(problem.key))
 
 
 @contextmanager
-def located(config: RunConfig) -> Iterator[None]:
-    """Add file and line to a ConfigError that rises inside (from ``functions.bind``, say)."""
+def locate_problems(config: RunConfig) -> Iterator[None]:
+    """Add file and line to a ConfigError from inside (such as one of ``functions.bind``)."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""A configuration written out: as YAML, as a commented template, and as the JSON Schema that editors check against."""
+"""Writes configurations: as YAML, as a commented template, and as the JSON Schema that editors check against."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
-from coalign.config.introspect import bare
+from coalign.config.introspect import unwrap_type
 from coalign.config.schema import ModelConfig, RunConfig, Section
 from coalign.config.yaml_reader import emit
 
@@ -19,12 +19,12 @@ _WIDTH = 110
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML, every default included; ``load`` reads it back to an equal one."""
+    """Write the whole configuration as YAML, defaults included; ``load`` reads it back to an equal one."""
     return emit(_escaped(config.model_dump()))
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a run's YAML, with the short forms, references and nulls that ``load`` takes besides."""
+def build_json_schema() -> dict[str, Any]:
+    """Build the JSON Schema of a run's YAML, with the short forms, references and nulls that ``load`` accepts."""
     schema = RunConfig.model_json_schema(schema_generator=_AsWritten)
     schema["properties"]["include"] = {
         "description": "YAML files beneath this one, relative to it; later ones win.",
@@ -34,17 +34,17 @@ def json_schema() -> dict[str, Any]:
 
 
 def to_commented_yaml(config: RunConfig | Mapping[str, Any]) -> str:
-    """A template: what ``config`` gives, and every other key commented out with its default; each with its meaning.
+    """Write a template: the keys of ``config``, and all others commented out with their defaults and descriptions.
 
-    ``config`` may be partial, in the shape of the YAML (a recipe's defaults). Of several models the first shows all
-    keys, the others only theirs. ``load`` reads the result as it reads ``config``.
+    ``config`` may be partial, in the shape of the YAML (such as a recipe's defaults). The first of several models shows
+    all keys, the others only their own. ``load`` reads the result as it reads ``config``.
     """
     given = _escaped(config.model_dump()) if isinstance(config, RunConfig) else config
     return "\n".join(_section(RunConfig, given, "")).lstrip() + "\n"
 
 
 class _AsWritten(GenerateJsonSchema):
-    """Any value may also be a reference, a section with a shorthand a text, and null leaves a key to its default."""
+    """Also admits references for all values, texts for sections with a shorthand, and null for the default."""
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
         found = super().model_schema(schema)
@@ -71,7 +71,7 @@ def _or_reference(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _escaped(value: Any) -> Any:
-    """The value with ``${`` in its texts written so that it is not read as a reference."""
+    """Escape ``${`` in texts, so that it is not read as a reference."""
     if isinstance(value, dict):
         return {name: _escaped(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -80,7 +80,7 @@ def _escaped(value: Any) -> Any:
 
 
 def _section(kind: type[BaseModel], given: Mapping[str, Any], indent: str) -> Iterator[str]:
-    """The lines of a section, one key after the other; keys that the schema leaves open come last."""
+    """Yield the lines of a section, key by key; keys that the schema does not declare come last."""
     for name, field in kind.model_fields.items():
         if not indent:
             yield ""
@@ -91,7 +91,7 @@ def _section(kind: type[BaseModel], given: Mapping[str, Any], indent: str) -> It
 
 
 def _field(name: str, field: FieldInfo, given: Mapping[str, Any], indent: str) -> Iterator[str]:
-    inner = bare(field.annotation)
+    inner = unwrap_type(field.annotation)
     value = given.get(name)
     if get_origin(inner) is dict and get_args(inner)[1] is ModelConfig:
         yield f"{indent}{name}:"

@@ -1,9 +1,8 @@
-"""Functions and classes by name, and a function's keyword-only arguments as the schema of its configuration.
+"""Finds functions and classes by name, and checks arguments against a function's keyword-only parameters.
 
-A name is a dotted path (``my.pkg:fn``) or short; a short name is looked up in the home module of its kind. There is no
-registry: what the module defines is what can be named. Importing the named module is the only import made here.
-
-Python callers may pass the function itself; `name_object` gives it a name, so that a configuration holds texts alone.
+A name is a dotted path (``my.pkg:fn``), or a short name of the home module of its kind. There is no registry: users can
+name all public functions and classes of the module. Python callers may pass a function itself: `name_object` names it,
+so that a configuration holds only texts.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from coalign.config.errors import ConfigError, Problem, near, readable, undotted
+from coalign.config.errors import ConfigError, ConfigProblem, describe_error, parse_key, suggest
 
-THIS_PROCESS = "<this process>"  # stands for the module in the name of an object that no import finds
+THIS_PROCESS = "<this process>"  # in place of the module in names of objects that no import finds
 _objects: dict[str, Any] = {}  # those objects, by the rest of their names
 
 
 def name_object(value: Any) -> str:
-    """The name by which `resolve` finds a function, class or other callable object.
+    """Return the name by which `resolve` finds a function, class or other callable object.
 
-    That is its dotted path, if its module has it under its own name. Else (a lambda, a function inside another one, a
-    bound method) this process keeps the object, and the name means nothing to any other process.
+    That is its dotted path, if its module has it under its own name. Otherwise (a lambda, a nested function, a bound
+    method) this process keeps the object, and no other process can resolve the name.
     """
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module in sys.modules and path and _attribute(sys.modules[module], path) is value:
@@ -43,15 +42,14 @@ def name_object(value: Any) -> str:
 
 
 def is_bound_to_process(name: str) -> bool:
-    """Whether no other process finds what is called ``name``: another one's `__main__` is another program."""
+    """Whether only this process can resolve ``name``; the `__main__` of another process is another program."""
     return name.startswith((f"{THIS_PROCESS}:", "__main__:"))
 
 
 def resolve(name: str, home: str) -> Any:
-    """The function (or class) called ``name``: ``pkg.mod:attr``, or a public attribute of the module ``home``.
+    """Find a function or class: ``pkg.mod:attr``, or a public attribute of the module ``home``.
 
-    Case does not matter for short names, and `cosine_length` is the class CosineLength. Raises ValueError with the
-    nearest names, or if the module does not exist.
+    Short names ignore case, and `cosine_length` finds the class CosineLength. ValueError suggests the nearest names.
     """
     if ":" in name:
         return _dotted(name)
@@ -59,29 +57,29 @@ def resolve(name: str, home: str) -> Any:
     names = _public(module)
     if match := _ignoring_case(name, names) or _ignoring_case(name.replace("_", ""), names):
         return getattr(module, match)
-    raise ValueError(f"'{name}' is not in {home}{near(name, names)} (a function of your own: `my.module:name`)")
+    raise ValueError(f"'{name}' is not in {home}{suggest(name, names)} (a function of your own: `my.module:name`)")
 
 
 def resolve_class(name: str, home: str) -> type:
-    """The class called ``name``: ``pkg.mod:Class``, or a key of the table ``CLASSES`` of the package ``home``.
+    """Find a class: ``pkg.mod:Class``, or a key of the table ``CLASSES`` of the package ``home``.
 
-    ``resolve_class("fsdp", "coalign.backends")`` is ``coalign.backends.hf.fsdp.FSDPModule``; case does not matter.
-    Raises ValueError with the nearest names.
+    ``resolve_class("fsdp", "coalign.backends")`` is ``coalign.backends.hf.fsdp.FSDPModule``. Short names ignore case.
+    ValueError suggests the nearest names.
     """
     if ":" in name:
         return _dotted(name)
     classes: Mapping[str, str] = importlib.import_module(home).CLASSES
     if short := _ignoring_case(name, list(classes)):
         return _dotted(classes[short])
-    raise ValueError(f"'{name}' is not in {home}{near(name, classes)} (a class of your own: `my.module:Class`)")
+    raise ValueError(f"'{name}' is not in {home}{suggest(name, classes)} (a class of your own: `my.module:Class`)")
 
 
 def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """All keyword-only arguments of ``fn``: the given ones, checked against their annotations, and the defaults.
+    """Check ``arguments`` against the keyword-only parameters of ``fn``, and add the defaults.
 
-    ``where`` is the dotted path of the function's section. Raises ConfigError with one problem for every unknown,
-    missing or ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that pydantic cannot check
-    (a tensor, say) accepts anything.
+    ``where`` is the dotted path of the function's section. ConfigError has one problem for each unknown, missing or
+    ill-typed argument. A ``**kwargs`` parameter takes any name; an annotation that pydantic cannot check (such as a
+    tensor) accepts any value.
     """
     parameters = inspect.signature(fn).parameters.values()
     named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -90,7 +88,8 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     bound, problems = {}, []
     for name, value in arguments.items():
         if name not in named and not takes_any:
-            problems.append(Problem(_path(where, name), _unknown(fn, name, named)))
+            unknown = f" of {fn.__name__}{suggest(name, named)}" if named else f"; {fn.__name__} takes none"
+            problems.append(ConfigProblem(_path(where, name), f"unknown argument{unknown}"))
             continue
         try:
             bound[name] = _checked(value, types.get(name, Any))
@@ -98,7 +97,7 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
             problems += [p for e in error.errors() for p in _problems(_path(where, name, *e["loc"]), e)]
     for name, parameter in named.items():
         if name not in arguments and parameter.default is parameter.empty:
-            problems.append(Problem(_path(where, name), f"missing: {fn.__name__} needs it"))
+            problems.append(ConfigProblem(_path(where, name), f"missing: {fn.__name__} needs it"))
         elif name not in arguments:
             bound[name] = parameter.default
     if problems:
@@ -106,13 +105,13 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
     return bound
 
 
-def columns_of(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """The columns that a flow function reads, in order: (needed, used when there)."""
+def list_columns(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """List the columns that a flow function takes, in order: (required, optional)."""
     positional = [
         p for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
-    needed = [p.name for p in positional if p.default is p.empty]
-    return needed, [p.name for p in positional if p.default is not p.empty]
+    required = [p.name for p in positional if p.default is p.empty]
+    return required, [p.name for p in positional if p.default is not p.empty]
 
 
 def _dotted(name: str) -> Any:
@@ -125,25 +124,25 @@ def _dotted(name: str) -> Any:
         value: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
+            raise  # the module exists, but something that it imports does not
         raise ValueError(f"'{name}': no module '{error.name}' in the current directory or installed") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             names = _public(value) if isinstance(value, ModuleType) else dir(value)
-            raise ValueError(f"'{name}': '{path}' has no '{part}'{near(part, names)}")
+            raise ValueError(f"'{name}': '{path}' has no '{part}'{suggest(part, names)}")
         value = getattr(value, part)
     return value
 
 
 def _attribute(value: Any, path: str) -> Any:
-    """What is at the dotted ``path`` below ``value``; None if there is nothing."""
+    """Follow the dotted ``path`` below ``value``; None if it does not exist."""
     for part in path.split("."):
         value = getattr(value, part, None)
     return value
 
 
 def _public(module: ModuleType) -> list[str]:
-    """What a person can name in a module: ``__all__``, or the functions and classes that the module itself defines."""
+    """The names that users can refer to: ``__all__``, or the functions and classes that the module itself defines."""
     if hasattr(module, "__all__"):
         return list(module.__all__)
     return [
@@ -159,21 +158,15 @@ def _ignoring_case(name: str, names: Iterable[str]) -> str | None:
 
 
 def _path(where: str, *keys: str | int) -> tuple[str | int, ...]:
-    return (*undotted(where), *keys)
+    return (*parse_key(where), *keys)
 
 
-def _problems(key: tuple[str | int, ...], error: Any) -> list[Problem]:
-    """What a pydantic error says. A value may itself name a function, whose arguments are checked in turn."""
+def _problems(key: tuple[str | int, ...], error: Any) -> list[ConfigProblem]:
+    """Convert a pydantic error. A value may itself name a function, whose arguments were checked in turn."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
-        return [Problem((*key, *problem.key), problem.message) for problem in cause.problems]
-    return [Problem(key, readable(error))]
-
-
-def _unknown(fn: Callable[..., Any], name: str, named: Mapping[str, Any]) -> str:
-    if not named:
-        return f"unknown argument; {fn.__name__} takes none"
-    return f"unknown argument of {fn.__name__}{near(name, named)}"
+        return [ConfigProblem((*key, *problem.key), problem.message) for problem in cause.problems]
+    return [ConfigProblem(key, describe_error(error))]
 
 
 def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:
@@ -187,5 +180,5 @@ def _checked(value: Any, kind: Any) -> Any:
         adapter = TypeAdapter(kind)
     except (PydanticSchemaGenerationError, PydanticUserError):
         return value
-    # As JSON, because a tuple, a set or an enumeration can only be written as a list or a text in YAML.
+    # As JSON, because YAML writes tuples, sets and enumerations as lists or texts.
     return adapter.validate_json(json.dumps(value), strict=True)

@@ -1,4 +1,4 @@
-"""What the schema says about a key: the type that belongs there, and what else could be there."""
+"""Questions about the schema: the type of a key, the keys of a section, marks on fields."""
 
 from __future__ import annotations
 
@@ -6,64 +6,67 @@ import types
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from coalign.config.errors import Key
-from coalign.config.schema import Input, NoEffect, RunConfig, Section
+from coalign.config.schema import InputPath, NoEffect, RunConfig, Section
 
 
-def type_at(key: Key, root: type[Section] = RunConfig) -> Any:
-    """The annotation of the value at ``key`` below the section ``root``; Any where the schema leaves it open."""
+def find_type(key: Key, root: type[Section] = RunConfig) -> Any:
+    """Find the annotation of ``key`` below the section ``root``; Any where the schema leaves it open."""
     kind: Any = root
     for part in key:
         kind = _inside(kind, part)
     return kind
 
 
-def section_at(key: Key, root: type[Section] = RunConfig) -> type[Section] | None:
-    """The section that stands at ``key``, or None. A list's only item may stand without brackets, so a list of sections
-    counts as one."""
-    kind = bare(type_at(key, root))
+def find_section(key: Key, root: type[Section] = RunConfig) -> type[Section] | None:
+    """Find the section at ``key``. A list of sections counts as one, because a single item needs no brackets."""
+    kind = unwrap_type(find_type(key, root))
     if get_origin(kind) is list:
-        kind = bare(get_args(kind)[0])
+        kind = unwrap_type(get_args(kind)[0])
     return kind if _is_section(kind) else None
 
 
-def names_at(key: Key, root: type[Section] = RunConfig) -> list[str]:
-    """The keys that the schema knows in the section at ``key``."""
-    section = section_at(key, root)
+def list_keys(key: Key, root: type[Section] = RunConfig) -> list[str]:
+    """List the keys of the section at ``key``."""
+    section = find_section(key, root)
     return list(section.model_fields) if section else []
 
 
-def admits_null(kind: Any) -> bool:
-    """Whether null is a value of this type (elsewhere it says: not given)."""
+def is_nullable(kind: Any) -> bool:
+    """Whether null is a value of this type; elsewhere it means "not given"."""
     if _annotated(kind):
-        return admits_null(get_args(kind)[0])
+        return is_nullable(get_args(kind)[0])
     return kind is Any or type(None) in _alternatives(kind)
 
 
-def bare(kind: Any) -> Any:
-    """The type without ``Annotated`` and without ``| None``."""
+def unwrap_type(kind: Any) -> Any:
+    """Remove ``Annotated`` and ``| None`` from a type."""
     if _annotated(kind):
-        return bare(get_args(kind)[0])
+        return unwrap_type(get_args(kind)[0])
     rest = [part for part in _alternatives(kind) if part is not type(None)]
-    return bare(rest[0]) if len(rest) == 1 else kind
+    return unwrap_type(rest[0]) if len(rest) == 1 else kind
 
 
-def input_at(key: Key, root: type[Section] = RunConfig) -> Input | None:
-    """What must exist where the text at ``key`` points; None for a text that is no path of an input. A list's only item
-    may stand without brackets."""
-    kind = type_at(key, root)
-    if get_origin(bare(kind)) is list:
-        kind = get_args(bare(kind))[0]
-    return next((mark for mark in _marks(kind) if isinstance(mark, Input)), None)
+def find_input(key: Key, root: type[Section] = RunConfig) -> InputPath | None:
+    """Find the InputPath mark of ``key``; None if it is no path that must exist."""
+    kind = find_type(key, root)
+    if get_origin(unwrap_type(kind)) is list:
+        kind = get_args(unwrap_type(kind))[0]
+    return next((mark for mark in _marks(kind) if isinstance(mark, InputPath)), None)
 
 
-def changes_results(key: Key, root: type[Section] = RunConfig) -> bool:
-    """Whether results depend on the value at ``key``: neither it nor a section around it is marked as NoEffect."""
-    kinds = (type_at(key[:depth], root) for depth in range(1, len(key) + 1))
+def list_marked(section: type[Section], mark: type) -> set[str]:
+    """Collect the keys of a section that carry a mark, such as DrawSetting."""
+    return {name for name, field in section.model_fields.items() if mark in map(type, field.metadata)}
+
+
+def is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
+    """Whether results depend on ``key``: neither it nor a section around it is marked NoEffect."""
+    kinds = (find_type(key[:depth], root) for depth in range(1, len(key) + 1))
     return not any(isinstance(mark, NoEffect) for kind in kinds for mark in _marks(kind))
 
 
 def _inside(kind: Any, part: str | int) -> Any:
-    kind = bare(kind)
+    kind = unwrap_type(kind)
     if _is_section(kind):
         field = kind.model_fields.get(part)
         if field is None:
@@ -85,12 +88,12 @@ def _annotated(kind: Any) -> bool:
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:
-    """The parts of a union; empty for another type."""
+    """The parts of a union; none for another type."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
 
 
 def _marks(kind: Any) -> tuple[Any, ...]:
-    """What ``Annotated`` adds to a type, also inside a union."""
+    """What ``Annotated`` adds to a type, inside a union as well."""
     if _annotated(kind):
         return (*get_args(kind)[1:], *_marks(get_args(kind)[0]))
     return tuple(mark for part in _alternatives(kind) for mark in _marks(part))

@@ -1,6 +1,6 @@
-"""The layers of a configuration: included files beneath their file, overrides on top, a recipe's defaults below all.
+"""Layers of a configuration: a recipe's defaults at the bottom, included files, the file, and overrides on top.
 
-A later layer wins key by key; lists, texts and null replace. Nothing is validated here.
+A later layer wins key by key; lists, texts and null replace the value. Nothing is validated here.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from coalign.config.errors import ConfigError, ConfigLocation, Key, Places, Problem, shown, undotted
+from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Key, KeyLocations, format_value, parse_key
 from coalign.config.functions import name_object
-from coalign.config.introspect import names_at, section_at
+from coalign.config.introspect import find_section, list_keys
 from coalign.config.schema import RunConfig, Section
 from coalign.config.yaml_reader import parse
 
 
 @dataclass
-class Layer:
-    """Plain data in the shape of ``schema``, where its keys were written, and what was wrong with its text."""
+class ConfigLayer:
+    """Plain data in the shape of ``schema``, with the places of its keys and the problems of its text."""
 
     data: dict[str, Any] = field(default_factory=dict)
-    places: Places = field(default_factory=lambda: Places({}))
-    problems: list[Problem] = field(default_factory=list)
+    places: KeyLocations = field(default_factory=lambda: KeyLocations({}))
+    problems: list[ConfigProblem] = field(default_factory=list)
     schema: type[Section] = RunConfig
 
-    def lay(self, over: Layer) -> None:
+    def lay(self, over: ConfigLayer) -> None:
         """Put a layer on top of this one."""
         self._forget_replaced(over.data, ())
-        self.data = overlay(self.data, over.data)
+        self.data = merge_layers(self.data, over.data)
         self.places.lay(over.places)
         self.problems += over.problems
 
@@ -46,162 +46,167 @@ class Layer:
                 self.places.forget((*key, name))
 
 
-def overlay(base: Any, over: Any) -> Any:
-    """``over`` with those keys of ``base`` that it does not give."""
+def merge_layers(base: Any, over: Any) -> Any:
+    """Add the keys of ``base`` that ``over`` does not have to ``over``."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
-    return base | {name: overlay(base.get(name), value) for name, value in over.items()}
+    return base | {name: merge_layers(base.get(name), value) for name, value in over.items()}
 
 
-def from_mapping(data: Mapping[str, Any], place: ConfigLocation, schema: type[Section] = RunConfig) -> Layer:
-    """A layer of data that was not read from a file."""
-    layer = Layer(written_out(data, (), schema), schema=schema)
-    for key in _keys(data, ()):
+def read_mapping(data: Mapping[str, Any], place: ConfigLocation, schema: type[Section] = RunConfig) -> ConfigLayer:
+    """Make a layer of data that was not read from a file."""
+    layer = ConfigLayer(expand_shorthands(data, (), schema), schema=schema)
+    for key, _ in walk(data):
         layer.places.put(key, place)
     return layer
 
 
-def from_file(
+def read_file(
     path: Path, trail: tuple[Path, ...] = (), asked: ConfigLocation | None = None, schema: type[Section] = RunConfig
-) -> Layer:
-    """A YAML file on top of what it includes (relative to it). Problems are collected, not raised."""
+) -> ConfigLayer:
+    """Read a YAML file on top of the files that it includes, relative to it. Problems are collected, not raised."""
     if path.resolve() in [p.resolve() for p in trail]:
         circle = " → ".join(str(p) for p in (*trail, path))
-        return Layer(problems=[Problem(("include",), f"files include each other: {circle}", asked)])
+        return ConfigLayer(problems=[ConfigProblem(("include",), f"files include each other: {circle}", asked)])
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return Layer(problems=[Problem(("include",) if asked else (), _unreadable(path, error), asked)])
+        return ConfigLayer(problems=[ConfigProblem(("include",) if asked else (), _unreadable(path, error), asked)])
     try:
         data, places = parse(text, str(path))
     except ConfigError as error:
-        return Layer(problems=list(error.problems))
+        return ConfigLayer(problems=list(error.problems))
     if not isinstance(data, dict | None):
-        return Layer(
-            problems=[Problem((), "expected keys with values, like `algorithm: grpo`", ConfigLocation(str(path), 1))]
+        return ConfigLayer(
+            problems=[
+                ConfigProblem((), "expected keys with values, like `algorithm: grpo`", ConfigLocation(str(path), 1))
+            ]
         )
-    return with_includes(path, data or {}, Places(places), trail, schema)
+    return read_includes(path, data or {}, KeyLocations(places), trail, schema)
 
 
-def with_includes(
+def read_includes(
     path: Path,
     data: dict[str, Any],
-    places: Places,
+    places: KeyLocations,
     trail: tuple[Path, ...] = (),
     schema: type[Section] = RunConfig,
-) -> Layer:
-    """``data``, written in the file ``path``, on top of what it includes."""
+) -> ConfigLayer:
+    """Put ``data`` of the file ``path`` on top of the files that it includes."""
     included = data.pop("include", [])
     included = [included] if isinstance(included, str) else included
-    layer = Layer(schema=schema)
+    layer = ConfigLayer(schema=schema)
     if not isinstance(included, list) or not all(isinstance(name, str) for name in included):
-        layer.problems.append(Problem(("include",), "expected a file or a list of files", places.find(("include",))))
+        layer.problems.append(
+            ConfigProblem(("include",), "expected a file or a list of files", places.find(("include",)))
+        )
         included = []
     for index, name in enumerate(included):
-        layer.lay(from_file(path.parent / name, (*trail, path), places.find(("include", index)), schema))
+        layer.lay(read_file(path.parent / name, (*trail, path), places.find(("include", index)), schema))
     problems = [*_malformed_references(data, (), places)]
-    layer.lay(Layer({} if problems else written_out(data, (), schema), places, problems))
+    layer.lay(ConfigLayer({} if problems else expand_shorthands(data, (), schema), places, problems))
     return layer
 
 
-def _malformed_references(value: Any, key: Key, places: Places) -> Iterator[Problem]:
-    if isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _malformed_references(item, (*key, name), places)
-    elif isinstance(value, str) and "${" in value:
-        try:
-            OmegaConf.create([value])
-        except GrammarParseError:
-            message = f"{shown(value)}: expected ${{key.of.this.file}} or ${{env:NAME,default}}"
-            yield places.on(Problem(key, message + r"; where ${ is meant as text, write \${"))
+def walk(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield ``value`` and everything below it, each with its key."""
+    yield key, value
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from walk(item, (*key, name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from walk(item, (*key, index))
 
 
-def assign(layer: Layer, override: str) -> None:
-    """Set ``key=value`` in the layer: the value, read as YAML, replaces what is at the dotted key."""
+def _malformed_references(value: Any, key: Key, places: KeyLocations) -> Iterator[ConfigProblem]:
+    for where, text in walk(value, key):
+        if isinstance(text, str) and "${" in text:
+            try:
+                OmegaConf.create([text])
+            except GrammarParseError:
+                message = f"{format_value(text)}: expected ${{key.of.this.file}} or ${{env:NAME,default}}"
+                yield places.on(ConfigProblem(where, message + r"; where ${ is meant as text, write \${"))
+
+
+def apply_override(layer: ConfigLayer, override: str) -> None:
+    """Apply the override ``key=value``: the value, read as YAML, replaces that of the dotted key."""
     name, equals, text = override.partition("=")
     place = ConfigLocation(f"override '{override}'")
     if not equals or not name.strip():
-        layer.problems.append(Problem((), "expected key=value, like runtime.steps=100", place))
+        layer.problems.append(ConfigProblem((), "expected key=value, like runtime.steps=100", place))
         return
     try:
         value, _ = parse(text, "")
     except ConfigError as error:
-        layer.problems += [Problem((), problem.message, place) for problem in error.problems]
+        layer.problems += [ConfigProblem((), problem.message, place) for problem in error.problems]
         return
-    put(layer, undotted(name.strip()), value, place)
+    set_key(layer, parse_key(name.strip()), value, place)
 
 
-def put(layer: Layer, key: Key, value: Any, place: ConfigLocation) -> None:
-    """Replace what is at ``key`` in the layer by ``value``, which was written at ``place``."""
-    if problems := [Problem(key, p.message, place) for p in _malformed_references(value, key, layer.places)]:
+def set_key(layer: ConfigLayer, key: Key, value: Any, place: ConfigLocation) -> None:
+    """Replace the value of ``key`` in the layer by ``value``, which was written at ``place``."""
+    if problems := [ConfigProblem(key, p.message, place) for p in _malformed_references(value, key, layer.places)]:
         layer.problems += problems
         return
     try:
-        _set(layer.data, key, written_out(value, key, layer.schema))
+        _set(layer.data, key, expand_shorthands(value, key, layer.schema))
     except IndexError:
-        layer.problems.append(Problem(key, "the list has no such item", place))
+        layer.problems.append(ConfigProblem(key, "the list has no such item", place))
         return
     layer.places.forget(key)
-    for inner in [key, *_keys(value, key)]:
+    for inner, _ in walk(value, key):
         layer.places.put(inner, place)
 
 
 def _set(data: Any, key: Key, value: Any) -> None:
-    """Put ``value`` at ``key``; mappings on the way are made, and replace what holds nothing."""
+    """Set ``value`` at ``key``; new mappings replace anything on the way that holds no keys."""
+    container: dict[Any, Any] = data  # or a list, which is indexed alike
     for part in key[:-1]:
-        inner = data[part] if isinstance(data, list) else data.get(part)
+        inner = container.get(part) if isinstance(container, dict) else container[part]
         if not isinstance(inner, dict | list):
-            data[part] = inner = {}
-        data = inner
-    data[key[-1]] = value
+            container[part] = inner = {}
+        container = cast(dict[Any, Any], inner)
+    container[key[-1]] = value
 
 
-def beneath(base: Any, over: Any, key: Key = ()) -> Any:
-    """``base`` without what ``over`` makes meaningless: arguments of a function, where ``over`` names another one."""
+def drop_foreign_arguments(base: Any, over: Any, key: Key = ()) -> Any:
+    """Drop the arguments of functions of ``base`` in place of which ``over`` names another function."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return base
-    kept = {name: beneath(value, over.get(name), (*key, name)) for name, value in base.items()}
+    kept = {name: drop_foreign_arguments(value, over.get(name), (*key, name)) for name, value in base.items()}
     if "fn" in base and over.get("fn", base["fn"]) != base["fn"]:
-        return {name: value for name, value in kept.items() if name in names_at(key)}
+        return {name: value for name, value in kept.items() if name in list_keys(key)}
     return kept
 
 
-def written_out(value: Any, key: Key, schema: type[Section] = RunConfig) -> Any:
-    """The data with each text that stands for a section (``loss: sft``) written out as one: so layers can merge.
+def expand_shorthands(value: Any, key: Key, schema: type[Section] = RunConfig) -> Any:
+    """Expand each text that stands for a section (``loss: sft``), so that layers can merge.
 
-    Callables and paths, which only Python can pass, become their names."""
+    Callables and paths, which only Python can pass, become texts.
+    """
     if isinstance(value, Mapping):
-        return {name: written_out(item, (*key, name), schema) for name, item in value.items()}
+        return {name: expand_shorthands(item, (*key, name), schema) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [written_out(item, (*key, index), schema) for index, item in enumerate(value)]
+        return [expand_shorthands(item, (*key, index), schema) for index, item in enumerate(value)]
     if callable(value):
         value = name_object(value)
     elif isinstance(value, os.PathLike):
         value = os.fspath(value)
-    section = section_at(key, schema) if isinstance(value, str) and "${" not in value else None
+    section = find_section(key, schema) if isinstance(value, str) and "${" not in value else None
     return {section.shorthand: value} if section and section.shorthand else value
 
 
-def _keys(value: Any, key: Key) -> list[Key]:
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    else:
-        return []
-    return [found for name, item in items for found in [(*key, name), *_keys(item, (*key, name))]]
-
-
-def _unreadable(path: Path, error: Exception) -> str:
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> str:
     if isinstance(error, FileNotFoundError):
-        return f"there is no file '{path}'{nearest_file(path)}"
+        return f"there is no file '{path}'{suggest_file(path)}"
     if isinstance(error, UnicodeDecodeError):
         return f"'{path}' is not UTF-8 text"
     return f"'{path}' cannot be read: {error.strerror}"
 
 
-def nearest_file(path: Path) -> str:
-    """The end of a sentence about a missing file: the most similar name in its directory, if it has a directory."""
+def suggest_file(path: Path) -> str:
+    """Suggest the most similar name in the directory of a missing file, as the end of a sentence."""
     folder = path.parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)

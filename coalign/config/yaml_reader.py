@@ -1,7 +1,11 @@
-"""YAML text with the place of every value. Scalars follow YAML 1.2: 1e-6 is a number; yes, on and dates are texts.
+"""Parses YAML with the place of every value. Scalars follow YAML 1.2: 1e-6 is a number; yes, on and dates are texts.
 
-Refuses duplicate keys, and aliases that contain themselves. A key with nothing behind it (``runtime:``) is not given;
-write ``null`` to mean null.
+Duplicate keys and aliases that contain themselves are refused. A key without a value (``runtime:``) is not given;
+``null`` means null.
+
+It builds on PyYAML's nodes, which carry their positions. `ruamel.yaml` would not replace this module: it reports only
+the first duplicate key, accepts self-containing aliases and unknown tags, reads dates and hexadecimal numbers, and does
+not distinguish a missing value from null.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from coalign.config.errors import ConfigError, ConfigLocation, Key, Problem
+from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Key
 
 ConfigLocations = dict[Key, ConfigLocation]
 
@@ -27,20 +31,20 @@ _SCALARS = {  # first match wins
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes; its own scalar rules instead of YAML 1.1's."""
+    """Composes nodes, with the scalar rules above instead of those of YAML 1.1."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<$"))]}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or _Loader would read as something other than a text."""
+    """Quotes texts that YAML 1.1 or _Loader would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """A text in one line: line breaks are escaped."""
+    """Represent a text in one line; line breaks are escaped."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
 
 
@@ -52,18 +56,18 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOA
 
 
 def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
-    """The value of a YAML document, and where each of its keys was written. Raises ConfigError with file and line."""
+    """Return the value of a YAML document and the places of its keys. ConfigError with file and line."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(
-            [Problem((), f"not valid YAML: {error.problem}{_hint(error)}", _place(source, mark))]
+            [ConfigProblem((), f"not valid YAML: {error.problem}{_hint(error)}", _place(source, mark))]
         ) from error
     except yaml.reader.ReaderError as error:
         place = ConfigLocation(source, text.count("\n", 0, error.position) + 1)
-        raise ConfigError([Problem((), f"not valid YAML: {error.reason}", place)]) from error
+        raise ConfigError([ConfigProblem((), f"not valid YAML: {error.reason}", place)]) from error
     reader = _Reader(loader, source)
     value = reader.value(node, ()) if node else None
     if reader.problems:
@@ -71,8 +75,8 @@ def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
     return value, reader.places
 
 
-def scalar(text: str) -> Any:
-    """A value as it would be read behind a key; text that is no YAML stays text (an environment variable's value)."""
+def parse_scalar(text: str) -> Any:
+    """Parse the value of an environment variable as YAML; invalid YAML stays a text."""
     try:
         return parse(text, "")[0]
     except ConfigError:
@@ -80,17 +84,17 @@ def scalar(text: str) -> Any:
 
 
 def emit(value: Any, flow: bool | None = False) -> str:
-    """The YAML of a value, keys in their order."""
+    """Write a value as YAML; keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=flow)
 
 
 class _Reader:
-    """Turns nodes into values and writes down their places and what is wrong with them."""
+    """Converts nodes to values, and collects their places and problems."""
 
     def __init__(self, loader: _Loader, source: str) -> None:
         self.loader, self.source = loader, source
         self.places: ConfigLocations = {}
-        self.problems: list[Problem] = []
+        self.problems: list[ConfigProblem] = []
         self._open: set[int] = set()
 
     def value(self, node: yaml.Node, key: Key) -> Any:
@@ -98,12 +102,15 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, key)
         if id(node) in self._open:
-            self.problems.append(Problem(key, "an alias that contains itself", _place(self.source, node.start_mark)))
+            self.problems.append(
+                ConfigProblem(key, "an alias that contains itself", _place(self.source, node.start_mark))
+            )
             return None
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.SequenceNode):
                 return [self.value(item, (*key, i)) for i, item in enumerate(node.value)]
+            assert isinstance(node, yaml.MappingNode)  # the third kind of node
             return self._mapping(node, key)
         finally:
             self._open.discard(id(node))
@@ -123,11 +130,11 @@ class _Reader:
         first: dict[str, yaml.Node] = {}
         for name, _ in node.value:
             if not isinstance(name, yaml.ScalarNode):
-                self.problems.append(Problem(key, "a key must be a text", _place(self.source, name.start_mark)))
+                self.problems.append(ConfigProblem(key, "a key must be a text", _place(self.source, name.start_mark)))
             elif name.value in first:
                 line = first[name.value].start_mark.line + 1
                 place = _place(self.source, name.start_mark)
-                self.problems.append(Problem((*key, name.value), f"given twice, first in line {line}", place))
+                self.problems.append(ConfigProblem((*key, name.value), f"given twice, first in line {line}", place))
             else:
                 first[name.value] = name
 
@@ -143,7 +150,7 @@ class _Reader:
             return float(re.sub(r"\.(?=[infaINFA])", "", node.value.replace("_", "")))
         if kind != "str":
             self.problems.append(
-                Problem(key, f"the tag {node.tag} is not supported", _place(self.source, node.start_mark))
+                ConfigProblem(key, f"the tag {node.tag} is not supported", _place(self.source, node.start_mark))
             )
         return node.value
 
@@ -153,8 +160,9 @@ def _place(source: str, mark: yaml.Mark | None) -> ConfigLocation:
 
 
 def _hint(error: yaml.MarkedYAMLError) -> str:
-    if "cannot start any token" in (error.problem or "") and "\\t" in error.problem:
+    problem = error.problem or ""
+    if "cannot start any token" in problem and "\\t" in problem:
         return " (indent with spaces, not tabs)"
-    if "mapping values are not allowed" in (error.problem or ""):
+    if "mapping values are not allowed" in problem:
         return " (a colon in a text needs quotes; or the line is indented wrongly)"
     return ""

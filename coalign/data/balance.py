@@ -1,4 +1,4 @@
-"""Cutting work into parts that take equally long, and filling micro-batches: pure functions on numbers."""
+"""Balanced partitions of work, and packing of sequences into micro-batches: pure functions on numbers."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-# The length at which a token costs as much in attention as in everything else: 12 times the hidden size, here 2048
-# (per layer 24 h² operations for the matrices, and 2 h L for causal attention).
+# The length at which attention costs a token as much as everything else does: 12 times the hidden size, here 2048.
+# (Per layer and token: 24 h² operations for the matrices, 2 h L for causal attention.)
 ATTENTION_LENGTH = 24576
 
-Subset = tuple[float, list[int]]  # minus the sum of some costs (so the largest come first), and which they are
+Subset = tuple[float, list[int]]  # minus the sum of some costs (so the largest sum sorts first), and their indices
 
 
-def cost(lengths: Tensor) -> Tensor:
-    """f64[N]: what the forward pass over a sequence of each length costs, in tokens of a short one."""
+def estimate_costs(lengths: Tensor) -> Tensor:
+    """f64[N]: the cost of a forward pass over a sequence of each length, in tokens of a short sequence."""
     lengths = lengths.double()
     return lengths + lengths.square() / ATTENTION_LENGTH
 
 
 def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Indices of ``costs`` in ``parts`` subsets of nearly equal sums, each ascending, in the order of their first ones.
+    """Divide the indices of ``costs`` into ``parts`` subsets of nearly equal sums.
 
-    Largest differencing (Karmarkar and Karp, "The differencing method of set partitioning", 1982) for any number of
-    subsets: the two partial partitions with the greatest differences are joined, the largest subset of one with the
-    smallest of the other. Empty subsets come last, and only where there are fewer indices than parts.
+    Indices ascend within a subset, and subsets are ordered by their first index. Empty subsets come last, and exist
+    only if there are fewer indices than parts.
+
+    Largest differencing method (Karmarkar and Karp, "The differencing method of set partitioning", 1982), for any
+    number of subsets: join the two partial partitions with the greatest differences, the largest subset of one with
+    the smallest of the other, until one partition is left.
     """
     if parts == 1:
         return [list(range(len(costs)))]
@@ -38,28 +41,30 @@ def partition(costs: Sequence[float], parts: int) -> list[list[int]]:
         joined = _join(one, other, parts)
         smallest = joined[-1][0] if len(joined) == parts else 0.0
         heapq.heappush(heap, (joined[0][0] - smallest, index, joined))
-    found = sorted(sorted(members) for _, members in heap[0][2]) if heap else []
-    return found + [[] for _ in range(parts - len(found))]
+    subsets = sorted(sorted(members) for _, members in heap[0][2]) if heap else []
+    return subsets + [[] for _ in range(parts - len(subsets))]
 
 
 def _join(one: list[Subset], other: list[Subset], parts: int) -> list[Subset]:
-    """Both partitions, largest subset first, as one of at most ``parts`` subsets."""
-    over = max(len(one) + len(other) - parts, 0)  # so many have to be joined: the smallest of one, of the other
-    alone = one[: len(one) - over] + other[: len(other) - over]
-    pairs = zip(one[len(one) - over :], reversed(other[len(other) - over :]), strict=True)
-    return sorted(alone + [(a + b, x + y) for (a, x), (b, y) in pairs])
+    """Join two partitions (largest subset first) into one of at most ``parts`` subsets."""
+    excess = max(len(one) + len(other) - parts, 0)  # subsets to merge in pairs: the smallest ones of each side
+    separate = one[: len(one) - excess] + other[: len(other) - excess]
+    pairs = zip(one[len(one) - excess :], reversed(other[len(other) - excess :]), strict=True)
+    return sorted(separate + [(a + b, x + y) for (a, x), (b, y) in pairs])
 
 
-def fill(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Indices of ``sizes`` in as few bins of ``room`` as best fit decreasing finds (Johnson, "Near-optimal bin packing
-    algorithms", 1973), large ones first; what is larger than ``room`` has a bin of its own."""
+def pack_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack the indices of ``sizes`` into few bins of ``capacity``; a larger item gets a bin of its own.
+
+    Best fit decreasing (Johnson, "Near-optimal bin packing algorithms", 1973): large items first.
+    """
     bins: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # (room, bin), ascending
+    free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        place = bisect_left(left, (sizes[index], 0))
-        free, number = left.pop(place) if place < len(left) else (room, len(bins))
+        position = bisect_left(free, (sizes[index], 0))
+        left, number = free.pop(position) if position < len(free) else (capacity, len(bins))
         if number == len(bins):
             bins.append([])
         bins[number].append(index)
-        insort(left, (free - sizes[index], number))
+        insort(free, (left - sizes[index], number))
     return bins

@@ -1,7 +1,7 @@
-"""Packed ragged columns: N sequences of different lengths, end to end, without a single padding token.
+"""Batch: packed columns of N sequences of different lengths, end to end and without padding.
 
-A Batch is immutable; its verbs return new ones and keep the order of the sequences. It does not know what its columns
-mean (see coalign.types for that) and never moves between devices by itself.
+A Batch is immutable: its methods return new batches and keep the order of the sequences. It does not know what its
+columns mean (coalign.types says that), and it never moves between devices by itself.
 """
 
 from __future__ import annotations
@@ -12,26 +12,37 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
-from coalign.data.balance import fill
+from coalign.data.balance import pack_bins
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Sample, Status
 
 Column = Tensor | list[Any]
+ListColumn = Literal["rows", "messages"]  # Coalign's own columns that are lists of Python objects
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """N sequences as columns.
 
-    lengths i64[N], always on the CPU; ``token`` columns [sum(lengths), ...]; ``sequence`` columns [N, ...] or lists of
-    N objects. ``batch["name"]`` finds a column of either kind; ``segment`` (i64[T], which sequence a token belongs to)
-    is derived. Two batches are equal only if they are the same object.
+    ``lengths`` is i64[N], always on the CPU. ``token`` columns are [T, ...] with T = sum(lengths). ``sequence`` columns
+    are [N, ...], or lists of N objects. ``batch["name"]`` returns a column of either kind. Two batches are equal only
+    if they are the same object.
 
-    Raises ValueError where a column's leading dimension does not fit, naming the column.
+    Raises ValueError, naming the column, if its leading dimension does not fit.
+
+    Example: two sequences of 3 and 2 tokens, and their second one alone.
+
+        >>> batch = Batch(torch.tensor([3, 2]), {"tokens": torch.tensor([5, 6, 7, 8, 9])}, {"rows": [{}, {"id": 1}]})
+        >>> batch.segment.tolist()
+        [0, 0, 0, 1, 1]
+        >>> batch = batch.with_(reward=torch.tensor([0.0, 1.0]))
+        >>> second = batch.select([1])
+        >>> second["tokens"].tolist(), second["reward"].tolist(), second["rows"]
+        ([8, 9], [1.0], [{'id': 1}])
     """
 
     lengths: Tensor
@@ -56,11 +67,11 @@ class Batch:
         if both := set(self.token) & set(self.sequence):
             raise ValueError(f"columns {sorted(both)} are declared both per token and per sequence")
 
-    # A mappingproxy cannot be pickled, the cached properties need not travel, and a view would take its whole storage
-    # along: a part of a split must weigh what it holds.
+    # A mappingproxy cannot be pickled, and cached properties need not travel. A view would take its whole storage
+    # along, so a part of a split would be as large as the whole batch.
     def __reduce__(self) -> tuple[Any, ...]:
-        token = {k: _own(v) for k, v in self.token.items()}
-        return Batch, (_own(self.lengths), token, {k: _own(v) for k, v in self.sequence.items()})
+        token = {k: _compact(v) for k, v in self.token.items()}
+        return Batch, (_compact(self.lengths), token, {k: _compact(v) for k, v in self.sequence.items()})
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -68,8 +79,12 @@ class Batch:
     def __contains__(self, name: str) -> bool:
         return name in self.token or name in self.sequence
 
+    @overload
+    def __getitem__(self, name: ListColumn) -> list[Any]: ...
+    @overload
+    def __getitem__(self, name: str) -> Tensor: ...
     def __getitem__(self, name: str) -> Column:
-        """The column called ``name``; KeyError lists what there is."""
+        """Return the column ``name``. KeyError lists the columns that exist."""
         if name in self.token:
             return self.token[name]
         if name in self.sequence:
@@ -78,6 +93,10 @@ class Batch:
             return getattr(self, name)
         raise KeyError(f"the batch has no column '{name}'; it has {sorted([*self.token, *self.sequence])}")
 
+    @overload
+    def get(self, name: ListColumn) -> list[Any] | None: ...
+    @overload
+    def get(self, name: str) -> Tensor | None: ...
     def get(self, name: str) -> Column | None:
         return self.token.get(name, self.sequence.get(name))
 
@@ -87,26 +106,29 @@ class Batch:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """i64[N + 1]: sequence i lies at offsets[i]:offsets[i + 1]."""
+        """i64[N + 1]: sequence i has the tokens offsets[i]:offsets[i + 1]."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
     @cached_property
     def segment(self) -> Tensor:
-        """i64[T]: which sequence each token belongs to."""
+        """i64[T]: the number of the sequence that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
     def with_(self, **columns: Column) -> Batch:
-        """A batch with these columns added or replaced.
+        """Return a batch with these columns added or replaced.
 
-        A name declared in coalign.types has its kind from there; ``reward/<name>`` and lists are per sequence; any
-        other is per token if its leading dimension is the number of tokens, per sequence if it is the number of
-        sequences, and refused (ValueError) if it could be both (an empty batch takes it as per token).
+        coalign.types declares the kind of Coalign's own columns. ``reward/<name>`` and lists are per sequence. The kind
+        of any other column follows from its leading dimension: the number of tokens or that of sequences. ValueError if
+        it is neither, or if both numbers are equal and above 0.
         """
         token, sequence = dict(self.token), dict(self.sequence)
         for name, column in columns.items():
             token.pop(name, None)
             sequence.pop(name, None)
-            (token if self._is_token(name, column) else sequence)[name] = column
+            if self._is_token(name, column):
+                token[name] = cast(Tensor, column)
+            else:
+                sequence[name] = column
         return Batch(self.lengths, token, sequence)
 
     def _is_token(self, name: str, column: Column) -> bool:
@@ -125,11 +147,11 @@ class Batch:
         return len(column) == tokens
 
     def without(self, *names: str) -> Batch:
-        """A batch that lacks these columns (absent ones are ignored)."""
+        """Return a batch without these columns; names that it does not have are ignored."""
         return self._pick({*self.token, *self.sequence} - set(names))
 
     def only(self, *names: str) -> Batch:
-        """A batch with these columns alone; KeyError if one is missing."""
+        """Return a batch with these columns alone. KeyError if one is missing."""
         for name in names:
             self[name]
         return self._pick(set(names))
@@ -139,7 +161,10 @@ class Batch:
         return Batch(self.lengths, token, {k: v for k, v in self.sequence.items() if k in names})
 
     def select(self, rows: Sequence[int] | Tensor) -> Batch:
-        """The sequences ``rows``: indices from 0 in any order, or a bool mask [N]. IndexError if one does not exist."""
+        """Return the sequences ``rows``: indices from 0 in any order, or a bool mask [N].
+
+        IndexError if one does not exist.
+        """
         rows = torch.as_tensor(rows, device="cpu")
         if rows.dtype == torch.bool:
             if rows.shape != self.lengths.shape:
@@ -154,9 +179,9 @@ class Batch:
         if torch.equal(rows, torch.arange(first, last + 1)):
             return self.slice(first, last + 1)
         lengths = self.lengths[rows]
-        # Token t of the result comes from where its row started, plus its distance from where the row starts now.
-        moved = self.offsets[:-1][rows] - (lengths.cumsum(0) - lengths)
-        where = torch.repeat_interleave(moved, lengths) + torch.arange(int(lengths.sum()))
+        # Token t of the result is the old one at: old start of its row, plus its distance from the row's new start.
+        shifts = self.offsets[:-1][rows] - (lengths.cumsum(0) - lengths)
+        where = torch.repeat_interleave(shifts, lengths) + torch.arange(int(lengths.sum()))
         return Batch(
             lengths,
             {k: v[where] for k, v in self.token.items()},
@@ -164,7 +189,7 @@ class Batch:
         )
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Sequences start..stop-1 as views, nothing copied. IndexError outside 0 <= start <= stop <= N."""
+        """Return sequences start..stop-1 as views. IndexError outside 0 <= start <= stop <= N."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start}:{stop} do not lie in a batch of {len(self)} sequences")
         a, b = int(self.offsets[start]), int(self.offsets[stop])
@@ -175,20 +200,20 @@ class Batch:
         )
 
     def split(self, n: int, *, keep: str | None = None, by: str = "tokens") -> list[Batch]:
-        """n consecutive parts whose concatenation is this batch, balanced by ``tokens`` or ``sequences``.
+        """Split into n consecutive parts, balanced by ``tokens`` or ``sequences``.
 
-        ``keep`` names a sequence column whose equal neighbours stay together (``"group"``). Parts are empty only when
-        there are fewer such runs than n. KeyError if there is no such column.
+        ``keep`` names a sequence column (such as ``group``): neighbours with equal values stay in one part. Parts are
+        empty only if there are fewer such runs than n. KeyError if there is no such column.
         """
         ranges = split_ranges(self.lengths, n, keep=self[keep] if keep else None, by=by)
         return [self.slice(a, b) for a, b in ranges]
 
     def micro(self, max_tokens: int | None, *, keep: str | None = None, whole: bool = False) -> list[Batch]:
-        """Micro-batches of at most ``max_tokens`` tokens each (None: one), as few and as full as best fit finds.
+        """Pack the sequences into few micro-batches of at most ``max_tokens`` tokens each (None: a single one).
 
-        Every sequence is in one of them, long ones first. With ``keep``, equal neighbours of that column stay together
-        and in order as long as they fit, or always if ``whole``. Raises ValueError for what may not be cut and is
-        longer than the budget: cutting it would change the result, exceeding it break the promise on memory.
+        Micro-batches with long sequences come first. ``keep`` names a column: neighbours with equal values stay
+        together and in order as far as they fit, or always if ``whole``. ValueError if something that must stay whole
+        exceeds ``max_tokens``: cutting it would change the result, and keeping it could exhaust the memory.
         """
         if len(self) == 0 or max_tokens is None:
             return [self] if len(self) else []
@@ -204,13 +229,13 @@ class Batch:
                     f"{stop - start} sequences that a loss compares have {size} tokens together, which exceeds "
                     f"max_tokens_per_micro={max_tokens}; raise it or shorten the data"
                 )
-            pieces += [(start, stop)] if size <= max_tokens else _fitting(start, lengths[start:stop], max_tokens)
-        bins = fill([sum(lengths[a:b]) for a, b in pieces], max_tokens)
+            pieces += [(start, stop)] if size <= max_tokens else _cut_to_fit(start, lengths[start:stop], max_tokens)
+        bins = pack_bins([sum(lengths[a:b]) for a, b in pieces], max_tokens)
         return [self.select([row for piece in inside for row in range(*pieces[piece])]) for inside in bins]
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """One batch after the other. Raises ValueError if they do not have the same columns."""
+        """Join batches, one after the other. ValueError if their columns differ."""
         batches = [b for b in batches if len(b)] or list(batches[:1])
         if not batches:
             return Batch(torch.zeros(0, dtype=torch.int64))
@@ -219,7 +244,7 @@ class Batch:
         first = batches[0]
         for other in batches[1:]:
             if differ := (set(first.token) ^ set(other.token)) | (set(first.sequence) ^ set(other.sequence)):
-                raise ValueError(f"cannot concatenate batches with different columns: {sorted(differ)} in some only")
+                raise ValueError(f"cannot concatenate batches: only some of them have the columns {sorted(differ)}")
         return Batch(
             torch.cat([b.lengths for b in batches]),
             {k: torch.cat([b.token[k] for b in batches]) for k in first.token},
@@ -227,21 +252,21 @@ class Batch:
         )
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each sequence as a dict of its columns (token columns as views)."""
+        """Yield each sequence as a dict of its columns; token columns are views."""
         offsets = self.offsets.tolist()
         for i in range(len(self)):
             row = {k: v[offsets[i] : offsets[i + 1]] for k, v in self.token.items()}
             yield row | {k: v[i] for k, v in self.sequence.items()}
 
     def samples(self) -> list[Sample]:
-        """The batch as Samples (texts are left empty: a Batch has no tokenizer)."""
+        """Return the sequences as Samples. Their texts are empty, because a Batch has no tokenizer."""
         out = []
         for row in self.rows():
             mask = row["loss_mask"]
-            coded: list[tuple[int, int]] = []
+            runs: list[tuple[int, int]] = []
             if "versions" in row and bool(mask.any()):
                 values, counts = torch.unique_consecutive(row["versions"][mask], return_counts=True)
-                coded = list(zip(values.tolist(), counts.tolist(), strict=True))
+                runs = list(zip(values.tolist(), counts.tolist(), strict=True))
             out.append(
                 Sample(
                     group=int(row.get("group", 0)),
@@ -249,7 +274,7 @@ class Batch:
                     tokens=row["tokens"],
                     loss_mask=mask,
                     logprobs=row.get("rollout_logprobs", torch.zeros(len(mask))),
-                    versions=coded,
+                    versions=runs,
                     reward=float(row["reward"]) if "reward" in row else None,
                     rewards={k.removeprefix("reward/"): float(v) for k, v in row.items() if k.startswith("reward/")},
                     turn_rewards=row.get("turn_rewards"),
@@ -262,9 +287,9 @@ class Batch:
 
 
 def split_ranges(lengths: Tensor, n: int, *, keep: Column | None = None, by: str = "tokens") -> list[tuple[int, int]]:
-    """n consecutive (start, stop) row ranges that cover all rows, balanced by ``tokens`` or ``sequences``.
+    """Compute the n consecutive (start, stop) row ranges of `Batch.split`.
 
-    Needs the lengths only, so a driver can cut a batch whose contents lie elsewhere. ``keep``: see Batch.split.
+    It needs only the lengths, so a driver can cut a batch that other processes hold.
     """
     if n < 1:
         raise ValueError(f"cannot split a batch into {n} parts")
@@ -272,7 +297,7 @@ def split_ranges(lengths: Tensor, n: int, *, keep: Column | None = None, by: str
         raise ValueError(f"split by '{by}': expected 'tokens' or 'sequences'")
     sizes = lengths.tolist() if by == "tokens" else [1] * len(lengths)
     units = _units(sizes, keep)
-    filled = [0, *accumulate(sum(sizes[a:b]) for a, b in units)]  # by the first u units
+    filled = [0, *accumulate(sum(sizes[a:b]) for a, b in units)]  # [u]: size of the first u units
     least = 1 if len(units) >= n else 0
     cuts = [0]
     for part in range(1, n):
@@ -286,7 +311,7 @@ def split_ranges(lengths: Tensor, n: int, *, keep: Column | None = None, by: str
 
 
 def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:
-    """Row ranges that may not be cut: single rows, or runs of equal neighbours in ``keep``."""
+    """Row ranges that must stay whole: single rows, or runs of equal neighbours in ``keep``."""
     if keep is None:
         return [(i, i + 1) for i in range(len(sizes))]
     values = keep.tolist() if isinstance(keep, Tensor) else list(keep)
@@ -294,11 +319,11 @@ def _units(sizes: Sequence[int], keep: Column | None) -> list[tuple[int, int]]:
     return list(pairwise([*starts, len(values)]))
 
 
-def _fitting(first: int, sizes: Sequence[int], room: int) -> list[tuple[int, int]]:
-    """Row ranges of at most ``room``, as long as they can be, from row ``first`` on."""
+def _cut_to_fit(first: int, sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
+    """Row ranges from row ``first`` on, each as long as fits into ``capacity``."""
     cuts, filled = [first], 0
     for row, size in enumerate(sizes, first):
-        if filled + size > room:
+        if filled + size > capacity:
             cuts.append(row)
             filled = 0
         filled += size
@@ -310,11 +335,13 @@ def _take(column: Column, rows: Tensor) -> Column:
 
 
 def _join(columns: Sequence[Column]) -> Column:
-    return torch.cat(list(columns)) if isinstance(columns[0], Tensor) else [x for c in columns for x in c]
+    if isinstance(columns[0], Tensor):
+        return torch.cat(cast(list[Tensor], list(columns)))
+    return [item for column in columns for item in column]
 
 
-def _own(column: Column) -> Column:
-    """The column without the rest of the storage that it is a view of."""
+def _compact(column: Column) -> Column:
+    """Copy a view, so that it no longer holds the storage of the whole column."""
     if isinstance(column, Tensor) and column.untyped_storage().nbytes() > column.nbytes:
         return column.clone()
     return column

@@ -1,18 +1,18 @@
-"""Tokenised sources on disk: going through a source costs minutes, mapping what came of it nothing.
+"""Tokenised sources on disk: reading and tokenising a source takes minutes, mapping the result takes none.
 
-An entry is found by its contents (the bytes of the files, the tokenizer, the template, the kind of rows, the keys that
-say how rows are read, and this package's code), so it can never be out of date, only absent.
+An entry is found by a hash of everything that it depends on: the bytes of the files, the tokenizer, the template, the
+kind of rows, the settings of `data` and this package's code. So it can be absent, but never out of date.
 
-A tokenised source in a folder: arrays of fixed width, end to end, to be mapped.
+An entry is a folder of arrays of fixed width, which are mapped:
 
     rows        i64 [rows, 2]        number in the source file, first sequence
     sequences   i64 [sequences, 2]   end in `tokens`, end in `rest`
     tokens      i32
     loss_mask   u8, empty for prompts
-    rest        JSON of each sequence: its columns, and what its row has that the source's has not
-    meta.json   counts, hash and number of tokens; a checksum of every other file
+    rest        JSON of each sequence: its columns, and those values of its row that the source's row does not have
+    meta.json   counts, hash and number of tokens; a checksum of each other file
 
-The rows themselves stay where they are.
+The rows themselves stay in the source's files.
 """
 
 from __future__ import annotations
@@ -34,37 +34,39 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.examples import MARKS, Example, Examples
-from coalign.data.scan import Scan, conclude, counted
-from coalign.data.shuffle import Phase
+from coalign.config.introspect import list_marked
+from coalign.config.schema import DataConfig, DrawSetting, SourceConfig
+from coalign.data.examples import MARKS, Example, RowEncoder
+from coalign.data.scan import FileSource, SourceScan
+from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 
 ARRAYS = {"rows": np.int64, "sequences": np.int64, "tokens": np.int32, "loss_mask": np.bool_, "rest": np.uint8}
-BLOCK = 1 << 20
+BLOCK = 1 << 20  # bytes hashed at once
 
 
-class Damaged(ValueError):
-    """A stored source that is not what was written."""
+class DamagedCache(ValueError):
+    """A cache entry whose files are not what was written."""
 
 
-class StoredExamples:
-    """What `store` wrote to ``folder``: sequences by the number of a usable row."""
+class ExampleStore:
+    """The examples that `store_examples` wrote to ``folder``, by the number of a usable row."""
 
     def __init__(self, folder: Path) -> None:
-        """Damaged if a file is missing or has changed."""
+        """DamagedCache if a file is missing or has changed."""
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
-            changed = [name for name, told in self.meta["checksums"].items() if checksum(folder / name) != told]
+            changed = [name for name, value in self.meta["checksums"].items() if hash_file(folder / name) != value]
         except (OSError, ValueError, KeyError) as error:
-            raise Damaged(f"{folder} cannot be read: {error}") from error
+            raise DamagedCache(f"{folder} cannot be read: {error}") from error
         if changed:
-            raise Damaged(f"{folder}: {', '.join(changed)} is not what was written")
-        arrays = {name: _mapped(folder / name, dtype) for name, dtype in ARRAYS.items()}
+            raise DamagedCache(f"{folder}: {', '.join(changed)} is not what was written")
+        arrays = {name: _map_array(folder / name, dtype) for name, dtype in ARRAYS.items()}
         self._rows, self._sequences = arrays["rows"].reshape(-1, 2), arrays["sequences"].reshape(-1, 2)
         self._tokens, self._mask, self._rest = arrays["tokens"], arrays["loss_mask"], arrays["rest"]
 
@@ -72,11 +74,11 @@ class StoredExamples:
         return len(self._rows)
 
     def number(self, index: int) -> int:
-        """Which row of the source file usable row ``index`` is."""
+        """The number in the source file of usable row ``index``."""
         return int(self._rows[index, 0])
 
     def read(self, index: int, row: Mapping[str, Any]) -> list[Example]:
-        """What usable row ``index`` became; ``row`` is the source's, named."""
+        """Read the examples of usable row ``index``; ``row`` is the source's, with the reader's names."""
         first = int(self._rows[index, 1])
         last = int(self._rows[index + 1, 1]) if index + 1 < len(self) else len(self._sequences)
         return [self._example(i, row) for i in range(first, last)]
@@ -89,19 +91,19 @@ class StoredExamples:
         return Example(self._tokens[token:token_end].tolist(), {**row, **rest["row"]}, mask, rest["columns"])
 
 
-def store_examples(folder: Path, scan: Scan) -> None:
-    """Write all that ``scan`` yields to the empty ``folder``, a row at a time.
+def store_examples(folder: Path, scan: SourceScan) -> None:
+    """Write everything that ``scan`` yields to the empty ``folder``, row by row.
 
-    ValueError for a row to which something was added that JSON cannot hold.
+    ValueError for a row that got a value which JSON cannot represent.
     """
     sequences = tokens = text = 0
     with ExitStack() as stack:
         out = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         for number, examples in scan:
             array("q", [number, sequences]).tofile(out["rows"])
-            row = scan.examples.reader.named(scan.rows[number])
+            row = scan.encoder.reader.add_names(scan.rows[number])
             try:
-                rests = [_rest(example, row) for example in examples]
+                rests = [_encode_rest(example, row) for example in examples]
             except TypeError as error:
                 raise ValueError(f"{scan.rows.where(number)}: data.cache cannot keep this row: {error}") from error
             for example, rest in zip(examples, rests, strict=True):
@@ -111,146 +113,133 @@ def store_examples(folder: Path, scan: Scan) -> None:
                 out["loss_mask"].write(bytes(example.loss_mask or []))
                 out["rest"].write(rest)
     meta = {
-        "counts": dict(scan.examples.counts),
+        "counts": dict(scan.encoder.counts),
         "hash": scan.hash,
         "tokens": scan.tokens,
-        "checksums": {name: checksum(folder / name) for name in ARRAYS},
+        "checksums": {name: hash_file(folder / name) for name in ARRAYS},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
-def checksum(file: Path) -> str:
-    """Of the file's bytes."""
-    seen = xxhash.xxh3_128()
+def hash_file(file: Path) -> str:
+    """xxh3-128 of the file's bytes."""
+    digest = xxhash.xxh3_128()
     with file.open("rb") as opened:
         while block := opened.read(BLOCK):
-            seen.update(block)
-    return seen.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
-def _rest(example: Example, row: Mapping[str, Any]) -> bytes:
+def _encode_rest(example: Example, row: Mapping[str, Any]) -> bytes:
     added = {k: v for k, v in example.row.items() if k not in MARKS and (k not in row or row[k] != v)}
     return json.dumps({"row": added, "columns": example.columns}).encode()
 
 
-def _mapped(file: Path, dtype: Any) -> np.ndarray:
-    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)  # nothing cannot be mapped
+def _map_array(file: Path, dtype: Any) -> np.ndarray:
+    return (
+        np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
+    )  # empty files cannot be mapped
 
 
-log = logging.getLogger(__name__)
+class CachedSource(FileSource):
+    """An ExampleSource whose rows were tokenised before. It draws exactly what ScannedSource would."""
 
-# What decides which rows are drawn when, not what a row becomes. The phase counts by its share.
-WHICH = {"train", "eval", "mixing", "phases", "phase", "stream", "stream_window", "cache", "shuffle"}
-
-
-class Cached:
-    """A Source whose rows have been tokenised before. Draws exactly what `Scanned` would."""
-
-    def __init__(self, examples: Examples, rows: FileRows, phase: Phase | None, stored: StoredExamples) -> None:
+    def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, store: ExampleStore) -> None:
         """ValueError if it holds no usable row."""
-        examples.counts = Counter(stored.meta["counts"])
-        self.name, self.tokens = examples.name, stored.meta["tokens"]
-        self._examples, self._rows, self._phase, self._stored = examples, rows, phase, stored
-        conclude(self, examples)
+        encoder.counts, self._store = Counter(store.meta["counts"]), store
+        super().__init__(encoder, rows, phase, store.meta["tokens"], store.meta["hash"])
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._store)
 
     def __getitem__(self, index: int) -> list[Example]:
-        number = self._stored.number(index)
-        row = self._examples.reader.named(self._rows[number])
-        return self._examples.marked(self._stored.read(index, row), number)
-
-    def report(self) -> str:
-        return f"{counted(self._examples, self._phase, len(self._rows))}: {self._examples.report()}"
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"name": self.name, "rows": len(self), "hash": self._stored.meta["hash"]}
+        number = self._store.number(index)
+        row = self._encoder.reader.add_names(self._rows[number])
+        return self._encoder.mark_origin(self._store.read(index, row), number)
 
 
-def open_cached(directory: Path, examples: Examples, rows: FileRows, phase: Phase | None, identity: str) -> Cached:
-    """The source as ``directory`` has it; tokenised and put there first if it has not, or if that was damaged.
+def open_cached(
+    directory: Path, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, identity: str
+) -> CachedSource:
+    """Open the source's entry in ``directory``; tokenise the source first if there is none, or a damaged one.
 
-    ``identity`` is `identify` with the `contents`. Processes may do this at once: the first entry to be complete is
-    used.
+    ``identity`` is `hash_settings` of the `hash_files`. Several processes may do this at once: the first complete entry
+    is used.
     """
-    entry = directory / f"{rows.paths[0].stem}-{_digest([identity, _code()])}"
+    entry = directory / f"{rows.paths[0].stem}-{_digest([identity, _hash_code()])}"
     if entry.exists():
         try:
-            return Cached(examples, rows, phase, StoredExamples(entry))
-        except Damaged as error:
-            log.warning("data.cache: %s; tokenising %s again", error, examples.name)
-            _remove(entry)
+            return CachedSource(encoder, rows, phase, ExampleStore(entry))
+        except DamagedCache as error:
+            log.warning("data.cache: %s; tokenising %s again", error, encoder.name)
+            with _temporary_folder(directory) as folder, suppress(FileNotFoundError):  # another process may be faster
+                os.rename(entry, folder / entry.name)
     else:
-        log.info("data.cache: %s has no %s of this content, tokenizer and keys; tokenising", directory, examples.name)
-    with _aside(directory) as folder:
-        store_examples(folder, Scan(examples, rows, phase))
+        log.info("data.cache: %s has no %s of this content, tokenizer and keys; tokenising", directory, encoder.name)
+    with _temporary_folder(directory) as folder:
+        store_examples(folder, SourceScan(encoder, rows, phase))
         try:
             os.rename(folder, entry)
         except OSError:
-            if not entry.exists():  # else another process was first
+            if not entry.exists():  # otherwise another process was first
                 raise
-    return Cached(examples, rows, phase, StoredExamples(entry))
+    return CachedSource(encoder, rows, phase, ExampleStore(entry))
 
 
-def identify(examples: Examples, config: DataConfig, source: SourceConfig, phase: Phase | None, files: Any) -> str:
-    """A hash of all that decides what the rows of a source become; ``files`` says what is known of their contents."""
+def hash_settings(
+    encoder: RowEncoder, config: DataConfig, source: SourceConfig, phase: DataPhase | None, files: Any
+) -> str:
+    """Hash everything that decides what the rows of a source become; ``files`` describes their contents."""
     return _digest(
         [
-            type(examples).__qualname__,
-            type(examples.template).__qualname__,
-            examples.template.jinja,
-            _tokenizer(examples.template.tokenizer),
-            config.model_dump(exclude=WHICH, exclude_defaults=True),
-            source.model_dump(exclude={"path", "weight"}, exclude_defaults=True),
+            type(encoder).__qualname__,
+            type(encoder.template).__qualname__,
+            encoder.template.jinja,
+            _hash_tokenizer(encoder.template.tokenizer),
+            config.model_dump(exclude=list_marked(DataConfig, DrawSetting), exclude_defaults=True),
+            source.model_dump(exclude=list_marked(SourceConfig, DrawSetting), exclude_defaults=True),
             phase.share if phase else None,
             files,
         ]
     )
 
 
-def contents(rows: FileRows) -> list[str]:
-    """Of each file, a hash of its bytes."""
-    return [checksum(file) for path in rows.paths for file in _files(path)]
+def hash_files(rows: FileRows) -> list[str]:
+    """Hash the bytes of each file."""
+    return [hash_file(file) for path in rows.paths for file in _list_files(path)]
 
 
-def sizes(rows: FileRows) -> list[tuple[str, int]]:
-    """Of each file, its name and size in bytes: what is known of it without reading."""
-    return [(file.name, file.stat().st_size) for path in rows.paths for file in _files(path)]
+def list_file_sizes(rows: FileRows) -> list[tuple[str, int]]:
+    """Name and size in bytes of each file: a fingerprint that needs no reading."""
+    return [(file.name, file.stat().st_size) for path in rows.paths for file in _list_files(path)]
 
 
-def _digest(what: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode())
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return _digest([checksum(file) for file in _files(Path(folder))])
+        return _digest([hash_file(file) for file in _list_files(Path(folder))])
 
 
 @cache
-def _code() -> str:
-    """Of this package, which may come to read the same rows differently."""
-    return _digest([checksum(file) for file in sorted(Path(__file__).parent.glob("*.py"))])
+def _hash_code() -> str:
+    """Hash this package's code, because a new version may read the same rows differently."""
+    return _digest([hash_file(file) for file in sorted(Path(__file__).parent.glob("*.py"))])
 
 
-def _files(path: Path) -> Sequence[Path]:
+def _list_files(path: Path) -> Sequence[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 @contextmanager
-def _aside(directory: Path) -> Iterator[Path]:
-    """A new folder in ``directory``, gone afterwards if it still has that name."""
+def _temporary_folder(directory: Path) -> Iterator[Path]:
+    """Make a folder in ``directory``, and remove it afterwards unless it was renamed."""
     folder = directory / f".{uuid.uuid4().hex}"
     folder.mkdir(parents=True)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove(entry: Path) -> None:
-    """Out of the way at once, unless another process has done so."""
-    with _aside(entry.parent) as folder, suppress(FileNotFoundError):
-        os.rename(entry, folder / entry.name)

@@ -1,4 +1,4 @@
-"""What a row of a data set becomes: the sequences that the trainer sees. What all kinds of rows have in common."""
+"""What all kinds of rows share: the encoder that turns a row into token sequences, and their packing into a batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, SourceRow
-from coalign.data.templates import Template
+from coalign.data.templates import Template, get_bos
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
-MARKS = ("_source", "_row")  # keys of a row that say where it is from: the source's name, the row's number
+MARKS = ("_source", "_row")  # keys added to each row: the name of its source, and its number there
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sequence as the trainer sees it; ``loss_mask`` is None for a prompt.
+    """One token sequence; ``loss_mask`` is None for a prompt.
 
-    ``row`` is the data set's row. ``columns`` holds further columns of the batch: a number is one of the sequence, a
-    list one per token (of length T, or T rows). All examples of a kind have the same ones.
+    ``row`` is the data set's row. ``columns`` holds further columns of the batch: a number is a sequence column, a list
+    of length T a token column. All examples of a kind have the same columns.
     """
 
     tokens: list[int]
@@ -34,26 +34,30 @@ class Example:
     columns: dict[str, Any] = field(default_factory=dict)
 
     def cut_left(self, drop: int, bos: int | None) -> Example:
-        """Without ``drop`` tokens at the beginning; a BOS stays in front, and ``prompt_length`` goes down with them."""
+        """Remove ``drop`` tokens from the beginning, after a BOS, and lower ``prompt_length`` by as many."""
         first = int(self.tokens[0] == bos)
-        cut = lambda column: column[:first] + column[first + drop :] if isinstance(column, list) else column  # noqa: E731
-        columns = {name: cut(column) for name, column in self.columns.items()}
+
+        def cut(column: list[Any]) -> list[Any]:
+            return column[:first] + column[first + drop :]
+
+        columns = {name: cut(value) if isinstance(value, list) else value for name, value in self.columns.items()}
         if "prompt_length" in columns:
-            columns["prompt_length"] -= drop
-        return replace(self, tokens=cut(self.tokens), loss_mask=cut(self.loss_mask), columns=columns)
+            columns["prompt_length"] = self.columns["prompt_length"] - drop
+        mask = None if self.loss_mask is None else cut(self.loss_mask)
+        return replace(self, tokens=cut(self.tokens), loss_mask=mask, columns=columns)
 
 
-class Examples(ABC):
-    """What rows of one kind become, and what happens to those that cannot be used.
+class RowEncoder(ABC):
+    """Encodes the rows of one source, and drops, counts or refuses unusable ones.
 
-    The policies ``on_missing_key``, ``on_empty``, ``on_identical`` and ``on_long`` say whether such a row is dropped
-    and counted (see ``report``), or refused with a ValueError that says where it is and what is wrong with it. A row
-    that is broken in another way is always refused.
+    The policies ``on_missing_key``, ``on_empty``, ``on_identical`` and ``on_long`` decide whether such a row is dropped
+    and counted (see ``report``), or refused with a ValueError that names its place and its fault. Rows with other
+    faults are always refused.
     """
 
-    longest: ClassVar[str]  # the key of DataConfig that bounds a row, in tokens
-    from_tokens: ClassVar[bool] = False  # whether an indexed dataset can stand for rows
-    counted: ClassVar[Mapping[str, str]] = {}  # what else is told of the used rows: {name in `count`: words}
+    longest: ClassVar[str]  # the key of DataConfig that limits the tokens of a row
+    from_tokens: ClassVar[bool] = False  # whether an indexed dataset can replace rows of text
+    counted: ClassVar[Mapping[str, str]] = {}  # further counts of used rows: {name in `count`: words for the report}
 
     def __init__(self, name: str, config: DataConfig, source: SourceConfig, template: Template) -> None:
         self.name = name
@@ -71,18 +75,20 @@ class Examples(ABC):
 
     @abstractmethod
     def encode(self, row: dict[str, Any]) -> list[Example]:
-        """The sequences of a row, of whatever length: one, or several that are drawn together as one group (responses
-        to compare). BadRow where that cannot be."""
+        """Encode a row as one or more sequences of any length; several form one group (responses to compare).
+
+        BadRow if the row is unusable.
+        """
 
     def read(self, row: dict[str, Any], number: int) -> list[Example]:
-        """What row ``number`` becomes, within ``max_tokens``, and marked with where it is from. BadRow likewise."""
-        return self.marked(self.fit(self.encode(self.reader.named(row))), number)
+        """Encode row ``number`` within ``max_tokens`` and mark its origin. BadRow if the row is unusable."""
+        return self.mark_origin(self.fit(self.encode(self.reader.add_names(row))), number)
 
     def use(self, entry: SourceRow) -> list[Example] | None:
-        """Likewise of a row that nobody has seen yet: counted; None if it is dropped, ValueError if it is refused."""
+        """Encode and count a new row: None if it is dropped, ValueError if it is refused."""
         self.counts["rows"] += 1
         try:
-            whole = self.encode(self.reader.named(entry.row()))
+            whole = self.encode(self.reader.add_names(entry.row()))
             examples = self.fit(whole)
         except BadRow as error:
             if self.policy.get(error.reason, "error") == "error":
@@ -92,58 +98,57 @@ class Examples(ABC):
         self.counts["used"] += 1
         self.counts.update(self.count(examples))
         self.counts["cut"] += any(len(e.tokens) < len(w.tokens) for e, w in zip(examples, whole, strict=True))
-        return self.marked(examples, entry.number)
+        return self.mark_origin(examples, entry.number)
 
     @property
-    def bound(self) -> str:
-        """The greatest length of a row, in words."""
+    def limit(self) -> str:
+        """The maximum length of a row, in words."""
         return f"{self.max_tokens} tokens"
 
     def count(self, examples: list[Example]) -> Mapping[str, int]:
-        """What a used row adds to the numbers of ``counted``."""
+        """Count what ``counted`` names in the examples of a used row."""
         return {}
 
-    def concern(self) -> str:
-        """What a person should be warned of once every row has been seen; empty if nothing."""
+    def warning(self) -> str:
+        """A warning for the user after all rows have been read; empty if there is none."""
         return ""
 
     def report(self) -> str:
-        """What became of the rows: "7470 used, 2 empty, 1 over 1024 tokens"."""
+        """Summarise the fate of the rows: "7470 used, 2 empty, 1 over 1024 tokens"."""
         words = {
             "missing": "without the key",
             "empty": "empty",
             "identical": "with nothing to choose between",
-            "long": f"over {self.bound}",
-            "cut": f"of these cut to {self.bound}",
+            "long": f"over {self.limit}",
+            "cut": f"of these cut to {self.limit}",
             **self.counted,
         }
-        counted = [f"{self.counts[reason]} {text}" for reason, text in words.items() if self.counts[reason]]
-        return ", ".join([f"{self.counts['used']} used", *counted])
+        parts = [f"{self.counts[reason]} {text}" for reason, text in words.items() if self.counts[reason]]
+        return ", ".join([f"{self.counts['used']} used", *parts])
 
     def fit(self, examples: list[Example]) -> list[Example]:
-        """The examples within ``max_tokens``, each with something to learn unless it is a prompt."""
-        return [learnable(self.shortened(example)) for example in examples]
+        """Bring examples within ``max_tokens``. BadRow if that is not allowed, or if nothing trained would be left."""
+        return [exclude_first_token(self.truncate(example)) for example in examples]
 
-    def marked(self, examples: list[Example], number: int) -> list[Example]:
-        """The examples of row ``number``, with MARKS in their rows."""
+    def mark_origin(self, examples: list[Example], number: int) -> list[Example]:
         for example in examples:
             example.row.update(zip(MARKS, (self.name, number), strict=True))
         return examples
 
-    def shortened(self, example: Example) -> Example:
-        """The example, without its beginning if that is what `on_long` says."""
+    def truncate(self, example: Example) -> Example:
+        """Cut a long example on the left if `on_long` says so. BadRow (long) otherwise."""
         length = len(example.tokens)
         if self.max_tokens is None or length <= self.max_tokens:
             return example
         if self.policy["long"] != "truncate_left":
             raise BadRow(f"{length} tokens; at most {self.max_tokens} are allowed", "long")
-        return example.cut_left(length - self.max_tokens, self.template.tokenizer.bos_token_id)
+        return example.cut_left(length - self.max_tokens, get_bos(self.template.tokenizer))
 
 
-def learnable(example: Example) -> Example:
-    """The example without its first token in the loss mask: nothing precedes it, so nothing can predict it.
+def exclude_first_token(example: Example) -> Example:
+    """Take the first token out of the loss mask: no token precedes it, so none can predict it.
 
-    BadRow (empty) if nothing is left to learn; a prompt has nothing to learn anyway.
+    BadRow (empty) if no trained token is left. Prompts, which have no mask, stay as they are.
     """
     if example.loss_mask is None:
         return example
@@ -153,11 +158,11 @@ def learnable(example: Example) -> Example:
     return replace(example, loss_mask=mask)
 
 
-def to_batch(drawn: Sequence[Sequence[Example]], groups: Sequence[int]) -> Batch:
-    """Rows of one kind as a Batch; the sequences of a row share its number in ``groups``.
+def build_batch(drawn: Sequence[Sequence[Example]], groups: Sequence[int]) -> Batch:
+    """Pack rows of one kind into a Batch; all sequences of a row get its number in ``groups``.
 
-    Columns: tokens, group, rows; loss_mask, if the examples have one, and with it prompt_length (the tokens before the
-    first trained one, unless the examples say it themselves); and the examples' own.
+    Columns: tokens, group, rows, and the examples' own. If the examples have a loss mask: loss_mask and prompt_length
+    (the tokens before the first trained one, unless the examples give it themselves).
     """
     examples = [example for row in drawn for example in row]
     token: dict[str, Any] = {"tokens": [t for e in examples for t in e.tokens]}

@@ -1,18 +1,7 @@
-"""What the rows of a data set can become: the names that a recipe's ``source`` may have.
+"""Encoders for each kind of data that a recipe's ``source`` can name: from a row to token sequences.
 
-What rows of a prompt and responses to it have in common (preferences, labelled responses, judged steps).
-
-Prompts to generate from (reinforcement learning, evaluation, `coalign generate`).
-
-Conversations to learn from (supervised fine-tuning).
-
-Documents to learn from token by token (pre-training).
-
-Responses to compare: pairs of a chosen and a rejected one, or several with ranks or scores.
-
-Single responses, each desirable or not (Kahneman-Tversky optimisation).
-
-Solutions whose steps are judged one by one (process reward models).
+prompts (to generate from), conversations (SFT), documents (pre-training), preferences (responses to compare), labelled
+(single responses that are desirable or not, KTO), steps (solutions judged step by step, process reward models).
 """
 
 from __future__ import annotations
@@ -23,81 +12,97 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from coalign.data.examples import Example, Examples, learnable
-from coalign.data.messages import Message, prompt_text
+from coalign.data.examples import Example, RowEncoder, exclude_first_token
+from coalign.data.messages import Message, format_prompt
 from coalign.data.sources import BadRow
+from coalign.data.templates import get_bos, get_eos, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Responses(Examples):
-    """Rows of which each gives one or more sequences that begin with the same prompt.
+class ResponseEncoder(RowEncoder):
+    """Base of encoders whose rows hold a prompt with one or more responses.
 
-    The column ``prompt_length`` is the number of tokens that they share, so that the prompt can be computed once; the
-    loss mask covers the assistant's turns after it. ``data.max_prompt_tokens`` bounds the prompt, ``data.max_tokens``
-    prompt and response; where ``on_long`` is `truncate_left`, the prompt is cut, by the same number of tokens in all
-    sequences of a row, and never a response.
+    All sequences of a row begin with the same prompt; the column ``prompt_length`` is the number of tokens that they
+    share. The loss mask covers the assistant's turns after it. ``data.max_prompt_tokens`` limits the prompt,
+    ``data.max_tokens`` prompt and response together. ``on_long: truncate_left`` cuts the prompt, by the same number of
+    tokens in all sequences of a row, and never a response.
     """
 
     longest = "max_tokens"
 
     @property
-    def bound(self) -> str:
+    def limit(self) -> str:
         prompt = f"{self.config.max_prompt_tokens} tokens of prompt"
         return prompt if self.max_tokens is None else f"{prompt} or {self.max_tokens} in all"
 
-    def sequences(
+    def build_sequences(
         self, row: dict[str, Any], prompt: list[Message], responses: list[list[Message]], columns: list[dict[str, Any]]
     ) -> list[Example]:
-        """One sequence for each response, with its ``columns``, ``index`` and ``prompt_length``."""
+        """Encode each response with its ``columns``, ``index`` and ``prompt_length``."""
         tools = self.reader.tools(row)
-        made = [
-            up_to_the_last_trained(*self.template.conversation([*prompt, *said], tools, since=len(prompt)))
-            for said in responses
+        encoded = [
+            trim_after_last_trained(*self.template.conversation([*prompt, *response], tools, since=len(prompt)))
+            for response in responses
         ]
-        shared = shared_prompt(made)
+        shared = count_shared_tokens(encoded)
         return [
             Example(tokens, dict(row), mask, {"index": i, "prompt_length": shared} | own)
-            for i, ((tokens, mask), own) in enumerate(zip(made, columns, strict=True))
+            for i, ((tokens, mask), own) in enumerate(zip(encoded, columns, strict=True))
         ]
+
+    def encode_pair(self, row: dict[str, Any], columns: list[dict[str, Any]]) -> list[Example]:
+        """Encode the chosen and the rejected response. BadRow (identical) if they do not differ."""
+        pair = {key: self.reader.value(row, key) for key in (self.config.chosen_key, self.config.rejected_key)}
+        return self.encode_compared(row, pair, columns)
+
+    def encode_compared(
+        self, row: dict[str, Any], responses: dict[str, Any], columns: list[dict[str, Any]]
+    ) -> list[Example]:
+        """Encode ``responses`` (by the names of their keys). BadRow (identical) if all are the same tokens."""
+        examples = self.build_sequences(row, *self.reader.compared(row, responses), columns)
+        if all(example.tokens == examples[0].tokens for example in examples):
+            raise BadRow(f"{', '.join(responses)} are identical", "identical")
+        return examples
 
     def fit(self, examples: list[Example]) -> list[Example]:
         prompt = examples[0].columns["prompt_length"]
         response = max(len(example.tokens) for example in examples) - prompt
-        room = self.config.max_prompt_tokens
+        limit = self.config.max_prompt_tokens
         if self.max_tokens is not None:
-            room = min(room, self.max_tokens - response)
-        if prompt > room:
-            bos = self.template.tokenizer.bos_token_id
-            if self.policy["long"] != "truncate_left" or room < 1 + (examples[0].tokens[0] == bos):
-                raise BadRow(f"{prompt} tokens of prompt, {response} of response; over {self.bound}", "long")
-            examples = [example.cut_left(prompt - room, bos) for example in examples]
-        return [learnable(example) for example in examples]
+            limit = min(limit, self.max_tokens - response)
+        if prompt > limit:
+            bos = get_bos(self.template.tokenizer)
+            if self.policy["long"] != "truncate_left" or limit < 1 + (examples[0].tokens[0] == bos):
+                raise BadRow(f"{prompt} tokens of prompt, {response} of response; over {self.limit}", "long")
+            examples = [example.cut_left(prompt - limit, bos) for example in examples]
+        return [exclude_first_token(example) for example in examples]
 
 
-def up_to_the_last_trained(tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
-    """Without what a template writes after the last turn's end: generated responses end there, too, and a reward model
-    reads its score from the last token. BadRow (empty) where nothing is trained."""
+def trim_after_last_trained(tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+    """Remove what a template writes after the end of the last turn. BadRow (empty) if no token is trained.
+
+    Generated responses end there as well, and a reward model reads its score from the last token.
+    """
     if not any(mask):
         raise BadRow("a response without a token of the assistant", "empty")
     length = len(mask) - mask[::-1].index(True)
     return tokens[:length], mask[:length]
 
 
-def shared_prompt(made: Iterable[tuple[list[int], list[bool]]]) -> int:
-    """How many tokens all (tokens, loss mask) begin with before the first trained one of any."""
-    prompts = [tokens[: mask.index(True)] for tokens, mask in made]
-    differ = (i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
-    return next(differ, min(map(len, prompts)))
+def count_shared_tokens(encoded: Iterable[tuple[list[int], list[bool]]]) -> int:
+    """Count the tokens that all (tokens, loss mask) share before the first trained token of any."""
+    prompts = [tokens[: mask.index(True)] for tokens, mask in encoded]
+    differing = (i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+    return next(differing, min(map(len, prompts)))
 
 
-class PromptSource(Examples):
-    """Rows as prompts, ready to be continued.
+class PromptEncoder(RowEncoder):
+    """Encodes rows as prompts to continue.
 
-    An Example's row is the data set's, with these keys set: ``prompt`` (its text as people read it, without the
-    template), ``messages`` (those that the template got), ``answer`` (the reference answer, if the row has one),
-    ``_source`` and ``_row`` (file name and row number, from 0).
+    The row gets these keys: ``prompt`` (its plain text, without the template), ``messages`` (as the template received
+    them), ``answer`` (the reference answer, if the row has one), ``_source`` and ``_row``.
     """
 
     longest = "max_prompt_tokens"
@@ -109,15 +114,14 @@ class PromptSource(Examples):
             raise BadRow("the prompt has no tokens", "empty")
         reference = self.reader.reference(row)
         answer = {} if reference is None else {"answer": reference}
-        return [Example(tokens, row | {"prompt": prompt_text(messages), "messages": messages} | answer)]
+        return [Example(tokens, row | {"prompt": format_prompt(messages), "messages": messages} | answer)]
 
 
-class ConversationSource(Examples):
-    """Rows as conversations: tokens, and a loss mask over what the assistant says and the end of its turns.
+class ConversationEncoder(RowEncoder):
+    """Encodes rows as conversations; the loss mask covers the assistant's words and the end of its turns.
 
-    ``data.train_on`` narrows the mask to the assistant's last message, or widens it to every token. Where a long one is
-    cut on the left, its last answer stays whole, and something before it. An Example's row is the data set's, with
-    ``_source`` and ``_row`` (file name and row number, from 0).
+    ``data.train_on`` narrows the mask to the assistant's last message, or widens it to all tokens. A conversation that
+    is cut on the left keeps its last answer whole, and something before it.
     """
 
     longest = "max_tokens"
@@ -130,26 +134,26 @@ class ConversationSource(Examples):
             mask = [True] * len(tokens)
         return [Example(tokens, dict(row), mask)]
 
-    def shortened(self, example: Example) -> Example:
-        cut = super().shortened(example)
+    def truncate(self, example: Example) -> Example:
+        cut = super().truncate(example)
         dropped = len(example.tokens) - len(cut.tokens)
-        if dropped and self.config.train_on != "all" and dropped >= _last_answer(example.loss_mask or []):
-            raise BadRow(f"the last answer leaves no room for a question in {self.bound}", "long")
+        if dropped and self.config.train_on != "all" and dropped >= _find_last_answer(example.loss_mask or []):
+            raise BadRow(f"the last answer leaves no room for a question in {self.limit}", "long")
         return cut
 
 
-def _last_answer(mask: list[bool]) -> int:
-    """Where the last run of trained tokens begins."""
+def _find_last_answer(mask: list[bool]) -> int:
+    """Position at which the last run of trained tokens begins."""
     end = len(mask) - mask[::-1].index(True)
     return next((t for t in range(end, 0, -1) if not mask[t - 1]), 0)
 
 
-class DocumentSource(Examples):
-    """Rows as documents: one BOS if the tokenizer adds one, the text under ``data.text_key``, one EOS.
+class DocumentEncoder(RowEncoder):
+    """Encodes rows as documents: BOS if the tokenizer adds one, the text under ``data.text_key``, one EOS.
 
-    Every token is trained except the first. A document of more than ``data.max_tokens`` tokens becomes several
-    sequences (column ``index``); each begins with the last token of the one before, as context only, so every token is
-    still trained once.
+    All tokens but the first are trained. A document of more than ``data.max_tokens`` tokens becomes several sequences
+    (column ``index``). Each begins with the last token of the one before, as context only, so that every token is
+    trained exactly once.
     """
 
     longest = "max_tokens"
@@ -163,7 +167,7 @@ class DocumentSource(Examples):
             raise BadRow(f"'{key}' is {type(text).__name__}; expected a string")
         if not text.strip():
             raise BadRow(f"'{key}' is empty", "empty")
-        tokens = document(text, self.template.tokenizer)
+        tokens = tokenize_document(text, self.template.tokenizer)
         size = self.max_tokens or len(tokens)
         pieces = [tokens[start : start + size] for start in range(0, max(1, len(tokens) - 1), max(1, size - 1))]
         return [Example(piece, dict(row), [True] * len(piece), {"index": i}) for i, piece in enumerate(pieces)]
@@ -172,42 +176,35 @@ class DocumentSource(Examples):
         return {"split": int(len(examples) > 1)}
 
 
-def document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a document, with exactly one EOS at the end, and exactly one BOS in front if the tokenizer adds one
-    or the text brings it."""
-    tokens = tokenizer(text, verbose=False)["input_ids"]
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    begins = tokens[:1] == [bos]
+def tokenize_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenise a document, with exactly one EOS, and one BOS if the tokenizer adds one or the text contains it."""
+    tokens = tokenize(tokenizer, text, special=True)
+    bos, eos = get_bos(tokenizer), get_eos(tokenizer)
+    begin = [bos] if bos is not None and tokens[:1] == [bos] else []
     while tokens and tokens[0] == bos:
         tokens = tokens[1:]
     while tokens and tokens[-1] == eos:
         tokens = tokens[:-1]
-    return [bos] * begins + tokens + [eos]
+    return [*begin, *tokens, eos]
 
 
-class PreferenceSource(Responses):
-    """Rows as groups of sequences, one for each response to the prompt.
+class PreferenceEncoder(ResponseEncoder):
+    """Encodes rows as groups of sequences, one for each response to the prompt.
 
     Sequence columns: ``preference``, higher is better within the row (a pair: 1 and 0; several responses: their scores,
-    or 0, -1, -2 … in the order given, best first); ``margin``, how much better the chosen one is where the row says so
-    and 0.0 elsewhere; ``index`` (chosen before rejected); ``prompt_length``, of the prompt that they share.
+    or 0, -1, -2 … in the given order, best first); ``margin``, how much better the chosen response is, or 0.0 if the
+    row does not tell; ``index`` (chosen before rejected); ``prompt_length``.
 
-    A pair stands under ``data.chosen_key`` and ``rejected_key``: texts, assistant messages, lists of messages that
-    follow the prompt, or whole conversations that begin alike. Several responses stand under ``responses_key``, with
-    ``scores_key`` where they have scores.
+    A pair is found under ``data.chosen_key`` and ``rejected_key``: texts, assistant messages, lists of messages that
+    follow the prompt, or whole conversations with the same beginning. Several responses are found under
+    ``responses_key``, with optional scores under ``scores_key``.
     """
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
-        said, columns = self._ranked(row) if self.reader.has(row, self.config.responses_key) else self._pair(row)
-        prompt, responses = self.reader.compared(row, said)
-        examples = self.sequences(row, prompt, responses, columns)
-        if all(example.tokens == examples[0].tokens for example in examples):
-            raise BadRow(f"{', '.join(said)} are identical", "identical")
-        return examples
-
-    def _pair(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, float]]]:
-        said = {key: self.reader.value(row, key) for key in (self.config.chosen_key, self.config.rejected_key)}
-        return said, [{"preference": 1.0, "margin": self._margin(row)}, {"preference": 0.0, "margin": 0.0}]
+        if self.reader.has(row, self.config.responses_key):
+            return self.encode_compared(row, *self._ranked(row))
+        columns = [{"preference": 1.0, "margin": self._margin(row)}, {"preference": 0.0, "margin": 0.0}]
+        return self.encode_pair(row, columns)
 
     def _margin(self, row: dict[str, Any]) -> float:
         key = self.config.margin_key
@@ -225,8 +222,8 @@ class PreferenceSource(Responses):
         scores = self._scores(row, len(responses))
         if len(set(scores)) == 1:
             raise BadRow(f"'{self.config.scores_key}' are all {scores[0]}", "identical")
-        said = {f"{key}[{i}]": response for i, response in enumerate(responses)}
-        return said, [{"preference": score, "margin": 0.0} for score in scores]
+        named = {f"{key}[{i}]": response for i, response in enumerate(responses)}
+        return named, [{"preference": score, "margin": 0.0} for score in scores]
 
     def _scores(self, row: dict[str, Any], count: int) -> list[float]:
         key = self.config.scores_key
@@ -242,33 +239,27 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-class LabelledSource(Responses):
-    """Rows as one sequence, or as two where they hold a pair.
+class LabelledEncoder(ResponseEncoder):
+    """Encodes rows as one sequence, or as two if the row holds a pair.
 
-    Sequence columns: ``preference``, 1.0 for a desirable response and 0.0 for another; ``index``; ``prompt_length``.
-    A row has a prompt, a response (under ``data.answer_key``, or the end of its messages) and a ``label_key``; or a
-    chosen and a rejected response, which are a desirable and an undesirable one.
+    Sequence columns: ``preference``, 1.0 for a desirable response and 0.0 otherwise; ``index``; ``prompt_length``.
+    A row has a prompt, a response (under ``data.answer_key``, or at the end of its messages) and a ``label_key``; or a
+    chosen and a rejected response, which count as desirable and undesirable.
     """
 
     counted = {"desirable": "desirable", "undesirable": "undesirable"}
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
-        config = self.config
-        if self.reader.has(row, config.chosen_key):
-            said = {key: self.reader.value(row, key) for key in (config.chosen_key, config.rejected_key)}
-            prompt, responses = self.reader.compared(row, said)
-            examples = self.sequences(row, prompt, responses, [{"preference": 1.0}, {"preference": 0.0}])
-            if examples[0].tokens == examples[1].tokens:
-                raise BadRow(f"{', '.join(said)} are identical", "identical")
-            return examples
+        if self.reader.has(row, self.config.chosen_key):
+            return self.encode_pair(row, [{"preference": 1.0}, {"preference": 0.0}])
         label = self._label(row)
         prompt, response = self.reader.answered(row)
-        return self.sequences(row, prompt, [response], [{"preference": label}])
+        return self.build_sequences(row, prompt, [response], [{"preference": label}])
 
     def count(self, examples: list[Example]) -> Mapping[str, int]:
         return Counter("desirable" if example.columns["preference"] else "undesirable" for example in examples)
 
-    def concern(self) -> str:
+    def warning(self) -> str:
         absent = [label for label in self.counted if not self.counts[label]]
         return f"none of the {self.counts['used']} usable rows is {' or '.join(absent)}" if absent else ""
 
@@ -279,26 +270,26 @@ class LabelledSource(Responses):
         return float(value)
 
 
-class StepSource(Responses):
-    """Rows as a prompt and the steps of its solution, each ended by ``data.step_separator``, then EOS.
+class StepEncoder(ResponseEncoder):
+    """Encodes rows as a prompt and the steps of its solution, each ended by ``data.step_separator``, then EOS.
 
         prompt   1 + 1 = 2 \\n   2 + 1 = 3 \\n  EOS
-                            ^              ^          here the model judges: the last token of a separator
-                                ^              ^      trained: the tokens after them, which those predict
+                            ^              ^          the model judges at the last token of each separator
+                                ^              ^      trained: the next tokens, which those predict
 
-    Steps and separators are tokenised apart, so every separator is the same tokens. Token columns: ``label``, how right
-    a step is (0 to 1) at the trained tokens and 0.0 elsewhere; ``candidates`` [T, 2], the ids of ``data.step_tokens``
-    (right, wrong). A step stands under ``data.steps_key`` and its label under ``data.labels_key``.
+    Steps and separators are tokenised separately, so all separators are the same tokens. Token columns: ``label``, the
+    correctness of a step (0 to 1) at the trained tokens, 0.0 elsewhere; ``candidates`` [T, 2], the ids of
+    ``data.step_tokens`` (right, wrong). Steps are found under ``data.steps_key``, their labels under ``labels_key``.
     """
 
     counted = {"steps": "steps"}
 
     @cached_property
     def candidates(self) -> list[int]:
-        """The ids of what is said of a right and of a wrong step. ValueError for what is not one token."""
+        """The token ids for a right and for a wrong step. ValueError if a text is not exactly one token."""
         ids = []
         for text in self.config.step_tokens:
-            tokens = self._tokens(text)
+            tokens = self._tokenize(text)
             if len(tokens) != 1 or tokens[0] == self.template.tokenizer.unk_token_id:
                 raise ValueError(
                     f"data.step_tokens: {text!r} must be one token of the tokenizer, not {len(tokens)} "
@@ -312,19 +303,19 @@ class StepSource(Responses):
     def encode(self, row: dict[str, Any]) -> list[Example]:
         steps, labels = self._steps(row)
         prompt = self.template.prompt(self.reader.prompt(row), self.reader.tools(row))
-        separator = self._tokens(self.config.step_separator)
-        tokens, judged = list(prompt), {}
+        separator = self._tokenize(self.config.step_separator)
+        tokens, labelled = list(prompt), {}
         for step, label in zip(steps, labels, strict=True):
-            tokens += self._tokens(step) + separator
-            judged[len(tokens)] = label
-        tokens.append(self.template.tokenizer.eos_token_id)
+            tokens += self._tokenize(step) + separator
+            labelled[len(tokens)] = label
+        tokens.append(get_eos(self.template.tokenizer))
         columns = {
             "index": 0,
             "prompt_length": len(prompt),
-            "label": [judged.get(t, 0.0) for t in range(len(tokens))],
+            "label": [labelled.get(t, 0.0) for t in range(len(tokens))],
             "candidates": [self.candidates] * len(tokens),
         }
-        return [Example(tokens, dict(row), [t in judged for t in range(len(tokens))], columns)]
+        return [Example(tokens, dict(row), [t in labelled for t in range(len(tokens))], columns)]
 
     def count(self, examples: list[Example]) -> dict[str, int]:
         return {"steps": sum(examples[0].loss_mask or [])}
@@ -349,15 +340,15 @@ class StepSource(Responses):
                 raise BadRow(f"'{key}': label {i} is {label!r}; expected true or false, or a probability from 0 to 1")
         return [float(label) for label in labels]
 
-    def _tokens(self, text: str) -> list[int]:
-        return self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def _tokenize(self, text: str) -> list[int]:
+        return tokenize(self.template.tokenizer, text)
 
 
-KINDS: Mapping[str, type[Examples]] = {
-    "prompts": PromptSource,
-    "conversations": ConversationSource,
-    "documents": DocumentSource,
-    "preferences": PreferenceSource,
-    "labelled": LabelledSource,
-    "steps": StepSource,
+KINDS: Mapping[str, type[RowEncoder]] = {
+    "prompts": PromptEncoder,
+    "conversations": ConversationEncoder,
+    "documents": DocumentEncoder,
+    "preferences": PreferenceEncoder,
+    "labelled": LabelledEncoder,
+    "steps": StepEncoder,
 }

@@ -1,7 +1,7 @@
-"""Draws batches from one or several sources: shuffled, mixed, resumable, the same every time.
+"""Draws batches from one or several sources: shuffled, mixed, resumable and reproducible.
 
-The n-th draw of a run follows from the seed and n. Batches run across the end of an epoch; each source is shuffled anew
-whenever it has been used up.
+The n-th draw of a run follows from the seed and n. Batches cross the ends of epochs; each source is shuffled anew
+whenever all of its rows have been drawn.
 """
 
 from __future__ import annotations
@@ -14,40 +14,38 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.cache import contents, identify, open_cached, sizes
-from coalign.data.examples import Example, Examples, to_batch
-from coalign.data.indexed import Indexed, IndexedDocuments, prefix_of
+from coalign.data.cache import hash_files, hash_settings, list_file_sizes, open_cached
+from coalign.data.examples import Example, RowEncoder, build_batch
+from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
-from coalign.data.order import Order, Shuffled, same_settings
-from coalign.data.scan import Scanned
-from coalign.data.shuffle import Phase, uniform
+from coalign.data.order import DrawOrder, ShuffledOrder, StreamedOrder, check_same_settings
+from coalign.data.scan import ScannedSource
+from coalign.data.shuffle import DataPhase, draw_uniform
 from coalign.data.sources import open_rows
-from coalign.data.stream import Streamed
 from coalign.data.templates import load_template
 from coalign.types import Stats, merge_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MIX, SHUFFLE = 0, 1  # keep the two streams of random numbers apart
+MIX, SHUFFLE = 0, 1  # separate the two streams of random numbers
 
 
 class Loader:
-    """Batches without end.
+    """Draws batches without end.
 
     ``weights`` are the relative probabilities of the sources at each draw; a source with weight 0 is never drawn. A
     batch has ``batch_size`` rows or, with ``batch_tokens``, that many tokens on average: rows are drawn until they hold
-    them, and what the last row is over counts for the next batch. So N tokens make N / batch_tokens batches whatever
-    the lengths of the rows. A batch has at least one row, however long.
+    them, and the excess of the last row counts for the next batch. So N tokens make N / batch_tokens batches, whatever
+    the lengths of the rows. A batch has at least one row.
 
-    ``group`` of a row is its number among the rows drawn (from 0, unique in the run). ``state_dict`` is a cursor of a
-    few numbers. ``len(loader)`` is the number of batches of an epoch: in which as many rows are drawn as the sources
-    hold together (with several sources, each of them once only on average).
+    The column ``group`` is the number of the draw (from 0, unique in the run). ``len(loader)`` is the number of batches
+    per epoch, in which as many rows are drawn as the sources have in total.
     """
 
     def __init__(
         self,
-        orders: Sequence[Order],
+        orders: Sequence[DrawOrder],
         weights: Sequence[float],
         *,
         seed: int,
@@ -62,7 +60,7 @@ class Loader:
         *_, total = shares = list(accumulate(weights))
         self._until = [share / total for share in shares]
         self._drawable = [order for order, weight in zip(orders, weights, strict=True) if weight]
-        self._over = 0  # tokens that the batches so far hold beyond their batch_tokens
+        self._excess = 0  # tokens of the batches so far beyond their batch_tokens
 
     def __len__(self) -> int:
         return self.steps(1)
@@ -70,67 +68,68 @@ class Loader:
     @property
     def rows(self) -> int:
         """Rows of an epoch. ValueError for a stream."""
-        return sum(_known(order.name, order.rows) for order in self._drawable)
+        return sum(_require_known(order.name, order.rows) for order in self._drawable)
 
     def steps(self, epochs: int) -> int:
-        """Batches that ``epochs`` passes over the data need. ValueError for a stream."""
+        """Compute the number of batches of ``epochs`` passes over the data. ValueError for a stream."""
         if self.batch_tokens is None:
             return math.ceil(epochs * self.rows / self.batch_size)
-        return math.ceil(epochs * sum(_known(order.name, order.tokens) for order in self._drawable) / self.batch_tokens)
+        tokens = sum(_require_known(order.name, order.tokens) for order in self._drawable)
+        return math.ceil(epochs * tokens / self.batch_tokens)
 
     def report(self) -> str:
-        """What became of each source's rows, for the log."""
+        """Summarise what became of each source's rows, for the log."""
         return "; ".join(f"{order.name}: {order.report()}" for order in self.orders)
 
     def stats(self) -> Stats:
-        """Metrics of the data so far: `data/epoch`, a mean over the sources; `data/dropped` of streams."""
+        """Compute `data/epoch`, a mean over the sources, and `data/dropped` of streams."""
         return merge_stats(order.stats() for order in self._drawable)
 
     def next(self, rows: int | None = None) -> Batch:
-        """The next draws: ``rows`` of them (None: those of a batch)."""
+        """Draw the next ``rows`` rows (None: a batch)."""
         first = self.drawn
         drawn = self._rows_of_a_batch() if rows is None else [self._draw() for _ in range(rows)]
-        return to_batch(drawn, range(first, self.drawn))
+        return build_batch(drawn, range(first, self.drawn))
 
     def all(self, limit: int | None = None) -> Iterator[Batch]:
-        """Every usable row once, source after source in file order, at most ``limit`` rows, ``batch_size`` at a time.
+        """Yield all usable rows (at most ``limit``) in batches of ``batch_size``, source by source in file order.
 
-        Leaves the cursor alone; ``group`` counts from 0.
+        The cursor does not move; ``group`` counts from 0.
         """
         rows = islice(chain.from_iterable(order.once() for order in self.orders), limit)
         first = 0
         while part := list(islice(rows, self.batch_size)):
-            yield to_batch(part, range(first, first + len(part)))
+            yield build_batch(part, range(first, first + len(part)))
             first += len(part)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and what the data looked like. JSON can hold it."""
+        """The cursor (a few numbers) and a fingerprint of the data, as JSON values."""
         sources = [order.state_dict() for order in self.orders]
-        return {"drawn": self.drawn, "over": self._over, "seed": self._seed, "sources": sources}
+        return {"drawn": self.drawn, "over": self._excess, "seed": self._seed, "sources": sources}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken. ValueError if the data, the seed or the order are not the same."""
+        """Continue where ``state`` was taken. ValueError if the data, the seed or the order differ."""
         if len(state["sources"]) != len(self.orders):
             raise ValueError(
                 f"the checkpoint was made with {len(state['sources'])} data sources, not {len(self.orders)}"
             )
-        same_settings(state, {"seed": self._seed})
+        check_same_settings(state, {"seed": self._seed})
         for order, saved in zip(self.orders, state["sources"], strict=True):
             order.load_state_dict(saved)
-        self.drawn, self._over = state["drawn"], state["over"]
+        self.drawn, self._excess = state["drawn"], state["over"]
 
     def _rows_of_a_batch(self) -> list[list[Example]]:
         if self.batch_tokens is None:
             return [self._draw() for _ in range(self.batch_size)]
-        drawn, held = [], self._over
-        while not drawn or held < self.batch_tokens:
+        drawn, tokens = [], self._excess
+        while not drawn or tokens < self.batch_tokens:
             drawn.append(self._draw())
-            held += sum(len(example.tokens) for example in drawn[-1])
-        self._over = held - self.batch_tokens
+            tokens += sum(len(example.tokens) for example in drawn[-1])
+        self._excess = tokens - self.batch_tokens
         return drawn
 
     def _draw(self) -> list[Example]:
-        point = uniform(self._seed, MIX, self.drawn)
+        point = draw_uniform(self._seed, MIX, self.drawn)
         which = next(i for i, until in enumerate(self._until) if point < until)
         self.drawn += 1
         return self.orders[which].next()
@@ -146,9 +145,9 @@ def build_loader(
     seed: int,
     batch_tokens: int | None = None,
 ) -> Loader:
-    """The loader of ``config.train`` or ``config.eval``; ``kind`` is a key of KINDS. The rest is the Loader's.
+    """Build the loader of ``config.train`` or ``config.eval``; ``kind`` is a key of KINDS.
 
-    Raises FileNotFoundError and ValueError for what is wrong with files, rows, tokenizer or template, naming the place.
+    FileNotFoundError or ValueError, with the place, if files, rows, tokenizer or template are faulty.
     """
     sources = config.train if split == "train" else config.eval
     if not sources:
@@ -157,38 +156,40 @@ def build_loader(
         config = config.model_copy(update={"stream": False, "phase": None, "phases": {}, "shuffle": False})
     template = load_template(tokenizer, config.chat_template)
     orders = [
-        _order(KINDS[kind](Path(s.path).name, config, s, template), config, s, (seed, SHUFFLE, i))
+        _build_order(KINDS[kind](Path(s.path).name, config, s, template), config, s, (seed, SHUFFLE, i))
         for i, s in enumerate(sources)
     ]
     weights = [s.weight for s in sources]
     if config.mixing != "weight":
-        sizes = [_known(order.name, order.rows) for order in orders]
+        sizes = [_require_known(order.name, order.rows) for order in orders]
         if config.mixing == "tokens":  # fewer draws of longer rows
-            sizes = [rows / _known(order.name, order.tokens) for rows, order in zip(sizes, orders, strict=True)]
+            sizes = [rows / _require_known(order.name, order.tokens) for rows, order in zip(sizes, orders, strict=True)]
         weights = [weight * size for weight, size in zip(weights, sizes, strict=True)]
     return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens)
 
 
-def _order(examples: Examples, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> Order:
-    phase = Phase(config.phases, config.phase) if config.phase else None
+def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> DrawOrder:
+    phase = DataPhase(config.phases, config.phase) if config.phase else None
     shuffled = key if config.shuffle else None
-    if prefix := prefix_of(source.path):
-        if not examples.from_tokens:
+    if prefix := find_prefix(source.path):
+        if not encoder.from_tokens:
             raise ValueError(f"{source.path} holds documents as token ids; this recipe reads rows of text")
-        most, vocabulary = examples.max_tokens, len(examples.template.tokenizer)
-        data = IndexedDocuments(Indexed(prefix), vocabulary, most=most, phase=phase, max_samples=source.max_samples)
-        return Shuffled(data, shuffled)
+        limit, vocabulary = encoder.max_tokens, len(encoder.template.tokenizer)
+        data = IndexedDocuments(
+            IndexedTokens(prefix), vocabulary, max_tokens=limit, phase=phase, max_samples=source.max_samples
+        )
+        return ShuffledOrder(data, shuffled)
     rows = open_rows(source.path, source.max_samples)
     if config.stream:
-        identity = identify(examples, config, source, phase, sizes(rows))
-        return Streamed(examples, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
+        identity = hash_settings(encoder, config, source, phase, list_file_sizes(rows))
+        return StreamedOrder(encoder, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
     if config.cache is None:
-        return Shuffled(Scanned(examples, rows, phase), shuffled)
-    identity = identify(examples, config, source, phase, contents(rows))
-    return Shuffled(open_cached(Path(config.cache), examples, rows, phase, identity), shuffled)
+        return ShuffledOrder(ScannedSource(encoder, rows, phase), shuffled)
+    identity = hash_settings(encoder, config, source, phase, hash_files(rows))
+    return ShuffledOrder(open_cached(Path(config.cache), encoder, rows, phase, identity), shuffled)
 
 
-def _known(name: str, number: int | None) -> int:
+def _require_known(name: str, number: int | None) -> int:
     if number is None:
         raise ValueError(
             f"{name} is a stream (data.stream), so nobody knows how many rows it has: set runtime.steps or "

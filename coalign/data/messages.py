@@ -1,7 +1,7 @@
-"""Messages as rows hold them: checked, brought into one shape, and read as text.
+"""Chat messages of rows: validated, normalised, and converted to text.
 
-A message is a dict with ``role`` and ``content`` (a text, or a list of parts as chat APIs have them); what else it
-holds is the chat template's affair.
+A message is a dict with ``role`` and ``content`` (a text, or a list of parts as in chat APIs). Its other keys are for
+the chat template.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 
-def as_messages(value: Any, key: str) -> list[Message]:
-    """The messages under ``key``. BadRow for what is no list of messages."""
+def parse_messages(value: Any, key: str) -> list[Message]:
+    """Validate the list of messages under ``key``. BadRow for any other value."""
     if not isinstance(value, list):
         raise BadRow(f"'{key}' is {type(value).__name__}; expected a string or a list of {{role, content}} messages")
     return [_message(message, f"'{key}': message {i}") for i, message in enumerate(value)]
 
 
-def as_response(value: Any, key: str) -> list[Message]:
-    """What is said under ``key``: a text or a message of the assistant, or a list of messages.
+def parse_response(value: Any, key: str) -> list[Message]:
+    """Convert the response under ``key`` to messages: a text, a message of the assistant, or a list of messages.
 
-    BadRow (empty) where nothing is said.
+    BadRow (empty) if no message has content.
     """
     if isinstance(value, str):
         messages = [{"role": "assistant", "content": value}]
     elif isinstance(value, dict):
         messages = [_message(value, f"'{key}'")]
     else:
-        messages = as_messages(value, key)
-    if not says_something(messages):
+        messages = parse_messages(value, key)
+    if not has_content(messages):
         raise BadRow(f"'{key}' is empty", "empty")
     return messages
 
 
-def transcript(text: str, key: str) -> list[Message]:
-    """The turns of a text like "\\n\\nHuman: …\\n\\nAssistant: …" (Anthropic's hh-rlhf). BadRow for any other."""
+def parse_transcript(text: str, key: str) -> list[Message]:
+    """Split a text like "\\n\\nHuman: …\\n\\nAssistant: …" (Anthropic's hh-rlhf) into turns. BadRow for others."""
     before, *turns = TURN.split(text)
     if before.strip() or not turns:
         raise BadRow(
@@ -51,39 +51,39 @@ def transcript(text: str, key: str) -> list[Message]:
             "'\\n\\nHuman: …\\n\\nAssistant: …'); name the prompt's key in data.prompt_key",
             "missing",
         )
-    said = zip(turns[::2], turns[1::2], strict=True)
-    return [{"role": SPEAKERS[who], "content": what.strip()} for who, what in said]
+    pairs = zip(turns[::2], turns[1::2], strict=True)
+    return [{"role": SPEAKERS[speaker], "content": text.strip()} for speaker, text in pairs]
 
 
-def up_to_the_assistant(messages: list[Message]) -> list[Message]:
-    """The messages up to the assistant's last one. BadRow (empty) if there is none, or if it says nothing."""
+def trim_to_assistant(messages: list[Message]) -> list[Message]:
+    """Drop what follows the assistant's last message. BadRow (empty) if there is none, or if it has no content."""
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
-    if not says_something(messages[-1:]):
+    if not has_content(messages[-1:]):
         raise BadRow("the assistant's last message is empty" if messages else "no message of the assistant", "empty")
     return messages
 
 
-def says_something(messages: Iterable[Message]) -> bool:
-    """Whether any message has a text or calls a tool."""
-    return any(text_of(message).strip() or message.get("tool_calls") for message in messages)
+def has_content(messages: Iterable[Message]) -> bool:
+    """Whether any message has text or a tool call."""
+    return any(get_text(message).strip() or message.get("tool_calls") for message in messages)
 
 
-def text_of(message: Message) -> str:
+def get_text(message: Message) -> str:
     content = message["content"]
     return "".join(part.get("text") or "" for part in content) if isinstance(content, list) else content
 
 
-def prompt_text(messages: list[Message]) -> str:
-    """A prompt as people read it: the one message, or who said what, one paragraph each."""
+def format_prompt(messages: list[Message]) -> str:
+    """Format a prompt for people: a single message as it is, several as "role: text" paragraphs."""
     spoken = [m for m in messages if m["role"] != "system"]
     if len(spoken) == 1:
-        return text_of(spoken[0])
-    return "\n\n".join(f"{m['role']}: {text_of(m)}" for m in spoken)
+        return get_text(spoken[0])
+    return "\n\n".join(f"{m['role']}: {get_text(m)}" for m in spoken)
 
 
-def as_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
-    """Descriptions of functions: a list of JSON Schema objects, as such or as JSON text; None where there are none."""
+def parse_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
+    """Parse descriptions of tools: a list of JSON Schema objects, or JSON text of it. None for an empty list."""
     value = _parsed(value, key)
     tools = [_parsed(tool, key) for tool in value] if isinstance(value, list) else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -92,7 +92,7 @@ def as_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
 
 
 def _message(value: Any, place: str) -> Message:
-    """A message without the keys that are None (a table has every column in every row), but always with a content."""
+    """Validate a message, set a content, and drop keys that are None: tables have all columns in all rows."""
     calls = value.get("tool_calls") if isinstance(value, dict) else None
     if not isinstance(value, dict) or value.get("role") is None or not (calls or "content" in value):
         raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
@@ -103,7 +103,7 @@ def _message(value: Any, place: str) -> Message:
 
 
 def _tool_call(call: Any, place: str) -> Any:
-    """A call with its arguments as an object, which templates expect; chat APIs give them as JSON text."""
+    """Convert a tool call's arguments from JSON text, as in chat APIs, to an object, as templates expect."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or "name" not in function:
         raise BadRow(f"{place}: a tool call is an object with function: {{name, arguments}}, not {str(call)[:80]}")
@@ -114,7 +114,7 @@ def _tool_call(call: Any, place: str) -> Any:
 
 
 def _parsed(value: Any, key: str) -> Any:
-    """The value of a JSON text; anything else as it is."""
+    """Parse a JSON text; return any other value as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,55 +1,63 @@
-"""The order in which the rows of one source are drawn, without end."""
+"""The order in which the rows of one source are drawn, epoch after epoch: shuffled as a whole, or within a window."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol
 
-from coalign.data.examples import Example
+from coalign.data.examples import Example, RowEncoder
 from coalign.data.scan import ExampleSource
-from coalign.data.shuffle import permute
-from coalign.types import Stat, Stats
+from coalign.data.shuffle import DataPhase, permute
+from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
+from coalign.types import Stat, Stats, Total
 
 
-class Order(Protocol):
-    """Draws the rows of a source, one epoch after the other.
-
-    ``rows`` and ``tokens`` are those of an epoch; None where nobody knows them.
-    """
+class DrawOrder(Protocol):
+    """Draws the rows of a source without end."""
 
     name: str
-    rows: int | None
-    tokens: int | None
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of an epoch; None if unknown."""
+        ...
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of an epoch; None if unknown."""
+        ...
 
     def next(self) -> list[Example]:
-        """What the next row becomes."""
+        """Draw the next row. ValueError for a row that may not be dropped."""
         ...
 
     def once(self) -> Iterator[list[Example]]:
-        """Every usable row once, as the files have them. Leaves the cursor alone."""
+        """Yield all usable rows in file order, without moving the cursor."""
         ...
 
     def report(self) -> str:
-        """What became of the rows."""
+        """Summarise what became of the rows."""
         ...
 
     def stats(self) -> Stats:
-        """`data/epoch`: passes over the source so far; whatever else changes as it is drawn from."""
+        """`data/epoch`, the passes over the source so far; for streams also `data/dropped`."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, and what the data looked like. JSON can hold it."""
+        """The cursor and a fingerprint of the data, as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken. ValueError if the data are not the same."""
+        """Continue where ``state`` was taken. ValueError if the data differ."""
         ...
 
 
-class Shuffled:
-    """An Order that knows its rows: each epoch in an order of its own, which follows from ``key`` and its number.
+class ShuffledOrder:
+    """Draws from a source whose rows are known; each epoch has its own permutation, given by ``key`` and its number.
 
-    The key None leaves the rows in file order.
+    With the key None, rows are drawn in file order.
     """
 
     def __init__(self, source: ExampleSource, key: tuple[int, ...] | None) -> None:
@@ -58,9 +66,9 @@ class Shuffled:
         self._taken = 0
 
     def next(self) -> list[Example]:
-        epoch, place = divmod(self._taken, self.rows)
+        epoch, position = divmod(self._taken, self.rows)
         self._taken += 1
-        return self.source[place if self._key is None else permute(place, self.rows, *self._key, epoch)]
+        return self.source[position if self._key is None else permute(position, self.rows, *self._key, epoch)]
 
     def once(self) -> Iterator[list[Example]]:
         return (self.source[i] for i in range(self.rows))
@@ -76,7 +84,7 @@ class Shuffled:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         now = self.source.fingerprint()
-        same_settings(state, {"stream": False, "shuffle": self._key is not None})
+        check_same_settings(state, {"stream": False, "shuffle": self._key is not None})
         if (state["rows"], state["hash"]) != (now["rows"], now["hash"]):
             raise ValueError(
                 f"{self.name} is not the data that the checkpoint was made with: {state['rows']} usable rows of "
@@ -86,8 +94,115 @@ class Shuffled:
         self._taken = state["taken"]
 
 
-def same_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ValueError for a setting of ``now`` that a checkpoint was made with another value of."""
-    for key, value in now.items():
-        if then[key] != value:
-            raise ValueError(f"the checkpoint was made with {key}={then[key]}, not {value}: the order would differ")
+class StreamedOrder:
+    """Draws from files that are read as it goes, for more rows than memory or patience hold.
+
+    A row is tokenised, and used, dropped or refused, when it is drawn. The next ``window`` rows (of ``phase``) are held
+    in memory as the file has them. They are drawn in an order given by ``key``, the epoch and the window's number, or
+    in file order with the key None. The cursor is the file position of the window and the number of rows drawn from it.
+    """
+
+    rows = tokens = None
+
+    def __init__(
+        self,
+        encoder: RowEncoder,
+        rows: FileRows,
+        key: tuple[int, ...] | None,
+        *,
+        window: int,
+        identity: str,
+        phase: DataPhase | None = None,
+    ) -> None:
+        """``identity`` is a hash of files and settings, which a checkpoint is compared with."""
+        self.name = encoder.name
+        self._encoder, self._rows, self._key, self._phase = encoder, rows, key, phase
+        self._window_size, self._identity = window, identity
+        self._used = 0  # rows of this epoch
+        self._go_to(0, 0, START)
+
+    def next(self) -> list[Example]:
+        """Draw the next row. ValueError for a row that may not be dropped, and if an epoch has no usable row."""
+        while True:
+            if self._taken == len(self._window):
+                self._advance()
+            position = self._taken
+            if self._key is not None:
+                position = permute(position, len(self._window), *self._key, self._epoch, self._number)
+            self._taken += 1
+            if (examples := self._encoder.use(self._window[position])) is not None:
+                self._used += 1
+                return examples
+
+    def once(self) -> Iterator[list[Example]]:
+        rows = (self._encoder.use(entry) for entry, _ in self._read(START))
+        return (examples for examples in rows if examples is not None)
+
+    def report(self) -> str:
+        phase = f" of phase {self._phase.name}" if self._phase else ""
+        return f"a stream, {self._encoder.counts['rows']} rows{phase} so far: {self._encoder.report()}"
+
+    def stats(self) -> Stats:
+        counts = self._encoder.counts
+        return {"data/epoch": Stat(self._epoch), "data/dropped": Total(counts["rows"] - counts["used"])}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "hash": self._identity,
+            **self._settings(),
+            "epoch": self._epoch,
+            "window": self._number,
+            "start": list(self._start),
+            "taken": self._taken,
+            "used": self._used,
+            "counts": dict(self._encoder.counts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_same_settings(state, self._settings())
+        if state["hash"] != self._identity:
+            raise ValueError(
+                f"{self.name} is not the stream that the checkpoint was made with ({state['name']}): its files, the "
+                "tokenizer, the template or the keys of `data` differ; restore them or start a new run"
+            )
+        file, start, number = state["start"]
+        self._go_to(state["epoch"], state["window"], (file, start, number))
+        self._taken, self._used = state["taken"], state["used"]
+        self._encoder.counts = Counter(state["counts"])
+
+    def _settings(self) -> dict[str, Any]:
+        return {"stream": True, "shuffle": self._key is not None, "stream_window": self._window_size}
+
+    def _go_to(self, epoch: int, number: int, start: ReadPosition) -> None:
+        """Fill window ``number`` of the epoch, which begins at ``start``."""
+        self._epoch, self._number, self._start = epoch, number, start
+        self._reading = self._read(start)
+        self._fill()
+
+    def _advance(self) -> None:
+        """Go to the next window, or to the first one of the next epoch."""
+        if self._window:
+            self._number, self._start = self._number + 1, self._after
+            self._fill()
+        if not self._window:
+            if not self._used:
+                raise ValueError(f"{self.name} has no usable rows ({self.report()})")
+            self._used = 0
+            self._go_to(self._epoch + 1, 0, START)
+
+    def _fill(self) -> None:
+        entries = list(islice(self._reading, self._window_size))
+        self._window = [entry for entry, _ in entries]
+        self._after = entries[-1][1] if entries else self._start
+        self._taken = 0
+
+    def _read(self, start: ReadPosition) -> Iterator[tuple[SourceRow, ReadPosition]]:
+        return ((e, after) for e, after in self._rows.read(start) if self._phase is None or e.number in self._phase)
+
+
+def check_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise ValueError for a setting whose value in a checkpoint is another one."""
+    for key, value in current.items():
+        if saved[key] != value:
+            raise ValueError(f"the checkpoint was made with {key}={saved[key]}, not {value}: the order would differ")

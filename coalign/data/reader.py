@@ -1,6 +1,6 @@
-"""From a row's keys to what they mean: prompt, conversation, responses to compare, tools.
+"""Interprets a row's keys: prompt, conversation, responses to compare, tools.
 
-It judges whether a row has what it needs (BadRow with the reason otherwise) and neither tokenises nor drops anything.
+A row without the required values raises BadRow with the reason. Nothing is tokenised or dropped here.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.messages import (
     Message,
-    as_messages,
-    as_response,
-    as_tools,
-    says_something,
-    text_of,
-    transcript,
-    up_to_the_assistant,
+    get_text,
+    has_content,
+    parse_messages,
+    parse_response,
+    parse_tools,
+    parse_transcript,
+    trim_to_assistant,
 )
 from coalign.data.sources import BadRow
 
 
 class RowReader:
-    """Reads the rows of one source by the run's keys, and those that the source names itself."""
+    """Reads the rows of one source by the run's keys, or by the source's own."""
 
     def __init__(self, config: DataConfig, source: SourceConfig) -> None:
         self.config = config
@@ -31,129 +31,127 @@ class RowReader:
         self.answer_key = source.answer_key or config.answer_key
         self._names = source.keys
 
-    def named(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The row with what the source calls otherwise under our names as well."""
-        found = {ours: _nested(row, theirs) for ours, theirs in self._names.items()}
-        return row | {ours: value for ours, value in found.items() if value is not None}
+    def add_names(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add the values of the source's own keys (``keys`` in its configuration) under our names."""
+        values = {ours: _get_nested(row, theirs) for ours, theirs in self._names.items()}
+        return row | {ours: value for ours, value in values.items() if value is not None}
 
     def has(self, row: dict[str, Any], key: str) -> bool:
-        """Whether the row has something there; a table has every column in every row."""
+        """Whether the row has a value there; tables have all columns in all rows, as None."""
         return row.get(key) is not None
 
     def value(self, row: dict[str, Any], key: str) -> Any:
-        """What must be there. BadRow (missing or empty) if it is not."""
+        """Return a required value. BadRow (missing or empty) without it."""
         if key not in row:
-            its = f" ({self._names[key]} in this source)" if key in self._names else ""
-            raise BadRow(f"no key '{key}'{its}; {_keys(row)}", "missing")
+            own = f" ({self._names[key]} in this source)" if key in self._names else ""
+            raise BadRow(f"no key '{key}'{own}; {_describe_keys(row)}", "missing")
         if row[key] is None:
             raise BadRow(f"'{key}' is empty", "empty")
         return row[key]
 
     def tools(self, row: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """The tools that the model may call, if the row describes any."""
+        """Return the descriptions of the tools that the model may call, if the row has any."""
         key = self.config.tools_key
-        return as_tools(row[key], key) if self.has(row, key) else None
+        return parse_tools(row[key], key) if self.has(row, key) else None
 
     def prompt(self, row: dict[str, Any]) -> list[Message]:
-        """What the model has to answer: the row's messages without the assistant's last ones, or its prompt."""
+        """Return what the model must answer: the row's messages without the assistant's last ones, or its prompt."""
         messages = self._read(row)
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        return self._asked(messages, row)
+        return self._format(messages, row)
 
     def reference(self, row: dict[str, Any]) -> Any | None:
-        """The answer that the row gives to its prompt: under the answer key, or in the assistant's last message."""
+        """Return the row's reference answer: under the answer key, or the assistant's last message."""
         if self.answer_key in row:
             return row[self.answer_key]
         last = self._read(row)[-1]
-        return text_of(last) if last["role"] == "assistant" else None
+        return get_text(last) if last["role"] == "assistant" else None
 
     def conversation(self, row: dict[str, Any]) -> list[Message]:
-        """What the model has to learn, up to the assistant's last message."""
+        """Return the conversation to learn, up to the assistant's last message."""
         messages = self._read(row)
         if not self.has(row, self.config.messages_key) and messages and messages[-1]["role"] != "assistant":
-            messages = [*messages, *as_response(self.value(row, self.answer_key), self.answer_key)]
-        return self._asked(up_to_the_assistant(messages), row)
+            messages = [*messages, *parse_response(self.value(row, self.answer_key), self.answer_key)]
+        return self._format(trim_to_assistant(messages), row)
 
     def answered(self, row: dict[str, Any]) -> tuple[list[Message], list[Message]]:
-        """A prompt and the one response to it: the end of the row's messages, or what stands under the answer key."""
+        """Return a prompt and its single response: the end of the row's messages, or the value of the answer key."""
         if self.has(row, self.answer_key) and not self.has(row, self.config.messages_key):
             prompt, (response,) = self.compared(row, {self.answer_key: row[self.answer_key]})
             return prompt, response
         messages = self._read(row)
         prompt = self.prompt(row)
-        asked = next((i for i, m in reversed(list(enumerate(messages))) if m["role"] != "assistant"), -1)
-        if asked + 1 == len(messages):
+        last = next((i for i, m in reversed(list(enumerate(messages))) if m["role"] != "assistant"), -1)
+        if last + 1 == len(messages):
             self.value(row, self.answer_key)
-        return prompt, up_to_the_assistant(messages[asked + 1 :])
+        return prompt, trim_to_assistant(messages[last + 1 :])
 
-    def compared(self, row: dict[str, Any], said: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
-        """The prompt, and the responses to it: ``said`` under these names.
+    def compared(self, row: dict[str, Any], responses: Mapping[str, Any]) -> tuple[list[Message], list[list[Message]]]:
+        """Return the prompt and its responses, which ``responses`` holds by the names of their keys.
 
-        Each is a text, an assistant's message, or a list of messages. Lists that begin with the assistant follow the
-        row's prompt; whole conversations bring it: the messages with which all of them begin, whatever stands under
-        the prompt's key. BadRow for a mixture, and for conversations that begin differently.
+        A response is a text, an assistant's message, or a list of messages. Lists that begin with the assistant follow
+        the row's prompt. Whole conversations contain it: the messages that all of them begin with, whatever the row has
+        under the prompt's key. BadRow for a mixture, and for conversations without a common beginning.
         """
-        whole = {name: self._whole(row, name, value) for name, value in said.items()}
-        if not any(whole.values()):
-            prompt = self._asked(self._prompt(row), row)
+        found = {name: self._find_conversation(row, name, value) for name, value in responses.items()}
+        whole = [messages for messages in found.values() if messages]
+        if not whole:
+            prompt = self._format(self._prompt(row), row)
             if prompt[-1]["role"] == "assistant":
                 raise BadRow(f"'{self.prompt_key}' ends with the assistant's words, so there is nothing to answer")
-            return prompt, [up_to_the_assistant(as_response(value, name)) for name, value in said.items()]
-        if not all(whole.values()):
-            raise BadRow(f"of {', '.join(said)}, some are whole conversations and others only the response")
-        conversations = [up_to_the_assistant(messages) for messages in whole.values()]
-        shared = _shared(conversations)
+            return prompt, [trim_to_assistant(parse_response(value, name)) for name, value in responses.items()]
+        if len(whole) < len(responses):
+            raise BadRow(f"of {', '.join(responses)}, some are whole conversations and others only the response")
+        conversations = [trim_to_assistant(messages) for messages in whole]
+        shared = _count_shared(conversations)
         if not shared:
-            raise BadRow(f"{', '.join(said)} begin with different messages, so they answer no common prompt")
-        return self._asked(conversations[0][:shared], row), [c[shared:] for c in conversations]
+            raise BadRow(f"{', '.join(responses)} begin with different messages, so they answer no common prompt")
+        return self._format(conversations[0][:shared], row), [c[shared:] for c in conversations]
 
-    def _whole(self, row: dict[str, Any], name: str, value: Any) -> list[Message] | None:
-        """The conversation, if it is one and not only its end."""
+    def _find_conversation(self, row: dict[str, Any], name: str, value: Any) -> list[Message] | None:
+        """Return the value as a conversation, or None if it holds only a response."""
         if isinstance(value, str) and not self.has(row, self.prompt_key):
-            return transcript(value, name)
+            return parse_transcript(value, name)
         if isinstance(value, list) and value:
-            messages = as_messages(value, name)
+            messages = parse_messages(value, name)
             return messages if messages[0]["role"] in ("system", "user") else None
         return None
 
     def _read(self, row: dict[str, Any]) -> list[Message]:
         key = self.config.messages_key
-        return as_messages(row[key], key) if self.has(row, key) else self._prompt(row)
+        return parse_messages(row[key], key) if self.has(row, key) else self._prompt(row)
 
     def _prompt(self, row: dict[str, Any]) -> list[Message]:
         prompt = self.value(row, self.prompt_key)
         if not isinstance(prompt, str):
-            return as_messages(prompt, self.prompt_key)
+            return parse_messages(prompt, self.prompt_key)
         if not prompt.strip():
             raise BadRow(f"'{self.prompt_key}' is empty", "empty")
         return [{"role": "user", "content": prompt}]
 
-    def _asked(self, messages: list[Message], row: dict[str, Any]) -> list[Message]:
-        """The messages with the run's system message, if they have none, and the last question as formatted."""
-        if not says_something(messages):
+    def _format(self, messages: list[Message], row: dict[str, Any]) -> list[Message]:
+        """Apply `data.prompt_format` to the last user message, and put `data.system` first if there is no system."""
+        if not has_content(messages):
             raise BadRow("no message with a text", "empty")
-        if self.config.prompt_format != "{prompt}":
-            last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
-            if last is not None:
-                text = self._formatted(text_of(messages[last]), row)
-                messages = [*messages[:last], messages[last] | {"content": text}, *messages[last + 1 :]]
+        form = self.config.prompt_format
+        last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=None)
+        if form != "{prompt}" and last is not None:
+            try:
+                text = form.format_map({**row, "prompt": get_text(messages[last])})
+            except KeyError as error:
+                message = f"no key {error}, which data.prompt_format names; {_describe_keys(row)}"
+                raise BadRow(message, "missing") from error
+            except (ValueError, TypeError, AttributeError) as error:
+                raise BadRow(f"data.prompt_format {form!r} does not fit the row: {error}") from error
+            messages = [*messages[:last], messages[last] | {"content": text}, *messages[last + 1 :]]
         if self.config.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.config.system}, *messages]
 
-    def _formatted(self, prompt: str, row: dict[str, Any]) -> str:
-        form = self.config.prompt_format
-        try:
-            return form.format_map({**row, "prompt": prompt})
-        except KeyError as error:
-            raise BadRow(f"no key {error}, which data.prompt_format names; {_keys(row)}", "missing") from error
-        except (ValueError, TypeError, AttributeError) as error:
-            raise BadRow(f"data.prompt_format {form!r} does not fit the row: {error}") from error
 
-
-def _nested(row: dict[str, Any], name: str) -> Any | None:
-    """``row["a"]["b"]`` for "a.b", unless the row has a key of that very name; None where there is nothing."""
+def _get_nested(row: dict[str, Any], name: str) -> Any | None:
+    """Return ``row["a"]["b"]`` for "a.b", unless the row has a key of that name; None if there is no value."""
     if name in row:
         return row[name]
     value: Any = row
@@ -162,11 +160,11 @@ def _nested(row: dict[str, Any], name: str) -> Any | None:
     return value
 
 
-def _shared(conversations: list[list[Message]]) -> int:
-    """How many messages all begin with; the last one of each is never counted."""
+def _count_shared(conversations: list[list[Message]]) -> int:
+    """Count the messages that all conversations begin with, their last messages excluded."""
     most = min(map(len, conversations)) - 1
     return next((i for i in range(most) if any(c[i] != conversations[0][i] for c in conversations)), most)
 
 
-def _keys(row: dict[str, Any]) -> str:
+def _describe_keys(row: dict[str, Any]) -> str:
     return f"the row has {', '.join(sorted(row)) or 'none'}"

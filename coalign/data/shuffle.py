@@ -1,6 +1,6 @@
-"""Randomness by counter: what is drawn follows from numbers, so a cursor is all there is to save.
+"""Counter-based randomness: draws follow from numbers, so that a checkpoint needs only a cursor.
 
-One data set for several runs: shares of its rows that never meet.
+DataPhase divides the rows of a data set between several runs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from math import gcd, lcm
 ROUNDS = 6
 
 
-def uniform(*key: int) -> float:
-    """A number in [0, 1) that belongs to the key."""
+def draw_uniform(*key: int) -> float:
+    """Draw a number in [0, 1); equal keys give equal numbers."""
     return (_hash(key) >> 11) / 2**53
 
 
 def permute(index: int, n: int, *key: int) -> int:
-    """Where the key's permutation of 0..n-1 sends ``index``; in O(1) memory.
+    """Apply the key's permutation of 0..n-1 to ``index``, in O(1) memory.
 
-    A Feistel network over the next even number of bits, walked until it lands below n: following the cycles of a
-    bijection of the larger domain gives one of 0..n-1 (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002).
+    It is a Feistel network over the next even number of bits, repeated until the result is below n: following the
+    cycles of a bijection of the larger domain gives a bijection of 0..n-1 (Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002).
     """
     if not 0 <= index < n:
         raise IndexError(f"{index} does not lie in 0..{n - 1}")
@@ -43,20 +43,19 @@ def _hash(numbers: tuple[int, ...]) -> int:
     return int.from_bytes(digest, "little")
 
 
-SALT = 0x5EED  # not the run's seed: the runs of a pipeline must agree
+SALT = 0x5EED  # instead of the run's seed, because all runs that share a data set must agree
 
 
-class Phase:
-    """The row numbers that belong to one of several phases.
+class DataPhase:
+    """The set of row numbers that belong to one of several phases; phases share no row.
 
-    The shares (to a thousandth) become whole numbers in lowest terms ({sft: 2, rm: 4, rl: 4} is 1:2:2), and the rows
-    are dealt in hands of 1 + 2 + 2: from each hand one row goes to the first phase, two to the second, two to the
-    third; which ones follows from a hash of the hand's number. So the shares are exact to within one hand, and nobody
-    needs to know how many rows there are.
+    Weights (to a thousandth) become whole numbers in lowest terms: {sft: 2, rm: 4, rl: 4} is 1:2:2. Rows are divided in
+    blocks of 1 + 2 + 2: each block gives one row to the first phase, two to the second and two to the third, chosen by
+    a hash of the block's number. So the shares are exact to within one block, for any number of rows.
     """
 
     def __init__(self, weights: Mapping[str, float], name: str) -> None:
-        """``name`` is one of ``weights``. ValueError if its share is nothing."""
+        """``name`` is one of ``weights``. ValueError if its share is 0."""
         self.name = name
         total = sum(map(Fraction, weights.values())) or 1
         exact = {phase: (Fraction(weight) / total).limit_denominator(1000) for phase, weight in weights.items()}
@@ -65,15 +64,15 @@ class Phase:
         if not whole[name]:
             raise ValueError(f"data.phases.{name} is {weights[name]}, which leaves no row for this run's data.phase")
         common = gcd(*whole.values())
-        self._hand = sum(whole.values()) // common
+        self._block = sum(whole.values()) // common
         self._start = sum(weight for phase, weight in whole.items() if phase < name) // common
         self._stop = self._start + whole[name] // common
 
     @property
     def share(self) -> list[int]:
-        """Rows of a hand, and which of its places belong to the phase: equal for phases with the same rows."""
-        return [self._hand, self._start, self._stop]
+        """Block size, first and end position of the phase in a block; equal for phases with the same rows."""
+        return [self._block, self._start, self._stop]
 
     def __contains__(self, number: int) -> bool:
-        hand, place = divmod(number, self._hand)
-        return self._start <= permute(place, self._hand, SALT, hand) < self._stop
+        block, position = divmod(number, self._block)
+        return self._start <= permute(position, self._block, SALT, block) < self._stop

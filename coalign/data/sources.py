@@ -1,10 +1,10 @@
-"""Rows of one or several files: JSONL, JSON, parquet, text and directories written by `datasets.save_to_disk`.
+"""Reads rows of files, by number or sequentially: JSONL, JSON, parquet, text, `datasets.save_to_disk` directories.
 
-Nothing here knows what a row means. Nothing is downloaded.
+Nothing here knows what a row means, and nothing is downloaded. A file that is only read sequentially gets no index and
+is not held in memory.
 
-The rows of one file, by number and in turn: JSONL, text, parquet, and whatever is indexable once it is open.
-
-What is not asked for is not done: a file that is only read in turn gets no index, and none is held in memory.
+`datasets` reads only its own directories here. Its readers of JSON and text force one schema on all rows, copy the data
+into a cache, know no line numbers for error messages, and resume a stream by reading it again from the start.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 Row = dict[str, Any]
-Found = tuple[Callable[[], Row], Callable[[], str], int]  # the row, where a person finds it, where the next one starts
+FileEntry = tuple[Callable[[], Row], Callable[[], str], int]  # the row, its place for messages, start of the next row
 
 
 class BadRow(ValueError):
-    """A row that cannot be used. ``reason`` is the policy it falls under: missing, empty, long; invalid has none."""
+    """An unusable row. ``reason`` names the policy that applies: missing, empty, identical, long; none for invalid."""
 
     def __init__(self, message: str, reason: str = "invalid") -> None:
         super().__init__(message)
         self.reason = reason
 
 
-class File(Protocol):
-    """The rows of one file, numbered from 0. BadRow for one that is not an object with keys.
+class RowFile(Protocol):
+    """The rows of one file, numbered from 0. BadRow for a row that is not an object with keys.
 
-    A file that is opened with ``max_samples`` needs no access by number to more than the first so many.
+    If it was opened with ``max_samples``, only so many rows need access by number.
     """
 
     path: Path
@@ -49,44 +49,25 @@ class File(Protocol):
     def __getitem__(self, index: int) -> Row: ...
 
     def where(self, index: int) -> str:
-        """The place a person would look for row ``index``."""
+        """Return the place of row ``index`` for messages, such as FILE:LINE."""
         ...
 
-    def read(self, start: int) -> Iterator[Found]:
-        """The rows in turn; ``start`` is 0, or where an earlier reading said that the next row starts."""
+    def read(self, start: int) -> Iterator[FileEntry]:
+        """Yield the rows in file order; ``start`` is 0, or the start of a row as an earlier reading reported it."""
         ...
 
 
-def _parse(line: bytes) -> Row:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadRow(f"not valid JSON: {error.msg} (column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
-    return _object(row)
-
-
-def _text(line: bytes) -> Row:
-    try:
-        return {"text": line.decode().rstrip("\r\n")}
-    except UnicodeDecodeError as error:
-        raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
-
-
-def _object(row: Any) -> Row:
+def _check_object(row: Any) -> Row:
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with keys, found {type(row).__name__}")
     return row
 
 
 class JsonLines:
-    """One JSON object a line; blank lines are skipped. The line is parsed, and refused, when its row is asked for.
+    """A file with one JSON object per line; blank lines are skipped. A line is parsed when its row is read.
 
     Access by number maps the file and keeps the byte offsets of its lines.
     """
-
-    parse: ClassVar[Callable[[bytes], Row]] = staticmethod(_parse)
 
     def __init__(self, path: Path, max_samples: int | None = None) -> None:
         self.path, self._most = path, max_samples
@@ -108,15 +89,25 @@ class JsonLines:
         end = self._bytes.find(b"\n", start)
         return self.parse(self._bytes[start : end if end >= 0 else len(self._bytes)])
 
+    @staticmethod
+    def parse(line: bytes) -> Row:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"not valid JSON: {error.msg} (column {error.colno})") from error
+        except UnicodeDecodeError as error:
+            raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
+        return _check_object(row)
+
     def where(self, index: int) -> str:
         return self._line_at(self._offsets[index])
 
-    def read(self, start: int) -> Iterator[Found]:
+    def read(self, start: int) -> Iterator[FileEntry]:
         for offset, line in self._lines(start):
             yield partial(self.parse, line), partial(self._line_at, offset), offset + len(line)
 
     def _lines(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """(byte offset, line) of the rows from byte ``start`` on."""
+        """Yield (byte offset, line) of the rows from byte ``start`` on."""
         with self.path.open("rb") as file:
             file.seek(start)
             for line in file:
@@ -129,13 +120,18 @@ class JsonLines:
 
 
 class TextLines(JsonLines):
-    """A document a line, under the key `text`; blank lines are skipped."""
+    """A file with one document per line, under the key `text`; blank lines are skipped."""
 
-    parse = staticmethod(_text)
+    @staticmethod
+    def parse(line: bytes) -> Row:
+        try:
+            return {"text": line.decode().rstrip("\r\n")}
+        except UnicodeDecodeError as error:
+            raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
 
 
-class Table:
-    """Rows of something indexable that is already open."""
+class TableFile:
+    """The rows of an indexable object that is already open."""
 
     def __init__(self, path: Path, length: int, get: Callable[[int], Any]) -> None:
         self.path, self._length, self._get = path, length, get
@@ -144,19 +140,22 @@ class Table:
         return self._length
 
     def __getitem__(self, index: int) -> Row:
-        return _object(self._get(index))
+        return _check_object(self._get(index))
 
     def where(self, index: int) -> str:
         return f"{self.path} row {index}"
 
-    def read(self, start: int) -> Iterator[Found]:
+    def read(self, start: int) -> Iterator[FileEntry]:
         for index in range(start, self._length):
             yield partial(self.__getitem__, index), partial(self.where, index), index + 1
 
 
-class Parquet:
-    """Read in turn, row group by row group. Access by number unpacks the file, once, next to other temporary files
-    (TMPDIR), and maps it from there: parquet itself has none."""
+class ParquetRows:
+    """A parquet file, read sequentially by row groups.
+
+    Parquet has no access by number. For that, the file is unpacked once to a temporary Arrow file (TMPDIR), which is
+    mapped.
+    """
 
     def __init__(self, path: Path, max_samples: int | None = None) -> None:
         import pyarrow.parquet
@@ -178,14 +177,14 @@ class Parquet:
     def where(self, index: int) -> str:
         return f"{self.path} row {index}"
 
-    def read(self, start: int) -> Iterator[Found]:
+    def read(self, start: int) -> Iterator[FileEntry]:
         groups = range(self._file.metadata.num_row_groups)
         ends = list(accumulate(self._file.metadata.row_group(i).num_rows for i in groups))
         begin = bisect_right(ends, start)
         index = ends[begin - 1] if begin else 0
         for batch in self._file.iter_batches(batch_size=1024, row_groups=groups[begin:]):
             for number, row in enumerate(batch[max(0, start - index) :].to_pylist(), max(start, index)):
-                yield partial(_object, row), partial(self.where, number), number + 1
+                yield partial(_check_object, row), partial(self.where, number), number + 1
             index += len(batch)
 
     @cached_property
@@ -204,18 +203,16 @@ class Parquet:
                         break
             return ipc.open_stream(memory_map(name)).read_all()
         finally:
-            os.unlink(name)  # what is mapped stays until nobody maps it
+            os.unlink(name)  # the mapping keeps the contents
 
 
-__all__ = ["START", "BadRow", "FileRows", "ReadPosition", "SourceRow", "Table", "open_rows"]
-
-ReadPosition = tuple[int, int, int]  # file, where in it, and the number of the row that starts there
+ReadPosition = tuple[int, int, int]  # number of the file, position in it, number of the row that starts there
 START: ReadPosition = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """A row that is not read yet: its number in the source, itself (BadRow if broken), where a person finds it."""
+    """A row that has not been read: its number, a function that reads it (or raises BadRow), and one for its place."""
 
     number: int
     row: Callable[[], Row]
@@ -223,9 +220,9 @@ class SourceRow:
 
 
 class FileRows:
-    """The rows of ``files``, one file after the other, by number from 0; at most the first ``max_samples``."""
+    """The rows of several files, one file after the other, numbered from 0; at most the first ``max_samples``."""
 
-    def __init__(self, files: Sequence[File], max_samples: int | None = None) -> None:
+    def __init__(self, files: Sequence[RowFile], max_samples: int | None = None) -> None:
         self.files, self._most = list(files), max_samples
 
     @property
@@ -244,7 +241,7 @@ class FileRows:
         return file[index]
 
     def where(self, number: int) -> str:
-        """The place a person would look for the row."""
+        """Return the place of the row for messages, such as FILE:LINE."""
         file, index = self._find(number)
         return file.where(index)
 
@@ -252,30 +249,29 @@ class FileRows:
         return SourceRow(number, partial(self.__getitem__, number), partial(self.where, number))
 
     def read(self, place: ReadPosition = START) -> Iterator[tuple[SourceRow, ReadPosition]]:
-        """The rows in turn from ``place`` on, each with the place of the next. Needs no index and no length."""
+        """Yield the rows from ``place`` on, each with the position of the next one. Needs no index and no length."""
         first, start, number = place
-        for which in range(first, len(self.files)):
-            for row, where, after in self.files[which].read(start):
+        for file in range(first, len(self.files)):
+            for row, where, after in self.files[file].read(start):
                 if number == self._most:
                     return
-                yield SourceRow(number, row, where), (which, after, number + 1)
+                yield SourceRow(number, row, where), (file, after, number + 1)
                 number += 1
             start = 0
 
-    def _find(self, number: int) -> tuple[File, int]:
+    def _find(self, number: int) -> tuple[RowFile, int]:
         if not 0 <= number < len(self):
             raise IndexError(f"{self.files[0].path} has {len(self)} rows, so no row {number}")
-        which = bisect_right(self._ends, number)
-        return self.files[which], number - (self._ends[which - 1] if which else 0)
+        file = bisect_right(self._ends, number)
+        return self.files[file], number - (self._ends[file - 1] if file else 0)
 
 
 def open_rows(path: str | Path, max_samples: int | None = None) -> FileRows:
-    """The rows of ``path`` (at most the first ``max_samples``), each file by its ending.
+    """Open the rows of ``path``, at most the first ``max_samples``; the ending decides how.
 
-    `.jsonl`; `.json` (an array of objects, or one object a line); `.parquet`; `.txt` (a document a line, under the key
-    `text`); a directory: `datasets.save_to_disk`; or several of them by a pattern (`shards/*.jsonl`), in the order of
-    their names.
-    Raises FileNotFoundError with the nearest name there is, ValueError for any other ending or for files without rows.
+    `.jsonl`; `.json` (an array of objects, or one object per line); `.parquet`; `.txt` (one document per line, under
+    the key `text`); a directory written by `datasets.save_to_disk`; or a pattern (`shards/*.jsonl`), in the order of
+    names. FileNotFoundError suggests the nearest name. ValueError for any other ending, and for files without rows.
     """
     rows = FileRows([_open(found, max_samples) for found in _matching(Path(path))], max_samples)
     if next(rows.read(), None) is None:
@@ -294,14 +290,14 @@ def _matching(path: Path) -> list[Path]:
     return [Path(name) for name in found]
 
 
-def _open(path: Path, max_samples: int | None) -> File:
+def _open(path: Path, max_samples: int | None) -> RowFile:
     opener = _open_directory if path.is_dir() else OPENERS.get(path.suffix.lower())
     if opener is None:
         raise ValueError(f"{path}: expected a name that ends in {', '.join(OPENERS)}, or a `datasets` directory")
     return opener(path, max_samples)
 
 
-def _open_json(path: Path, max_samples: int | None) -> File:
+def _open_json(path: Path, max_samples: int | None) -> RowFile:
     with path.open("rb") as file:
         first = next((line.strip()[:1] for line in file if line.strip()), b"")
     if first != b"[":
@@ -310,10 +306,10 @@ def _open_json(path: Path, max_samples: int | None) -> File:
         rows = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
-    return Table(path, len(rows), rows.__getitem__)
+    return TableFile(path, len(rows), rows.__getitem__)
 
 
-def _open_directory(path: Path, max_samples: int | None) -> File:
+def _open_directory(path: Path, max_samples: int | None) -> RowFile:
     if (path / "dataset_dict.json").exists():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         raise ValueError(
@@ -327,19 +323,19 @@ def _open_directory(path: Path, max_samples: int | None) -> File:
     import datasets
 
     rows = datasets.load_from_disk(str(path))
-    return Table(path, len(rows), rows.__getitem__)
+    return TableFile(path, len(rows), rows.__getitem__)
 
 
-OPENERS: Mapping[str, Callable[[Path, int | None], File]] = {
+OPENERS: Mapping[str, Callable[[Path, int | None], RowFile]] = {
     ".jsonl": JsonLines,
     ".json": _open_json,
-    ".parquet": Parquet,
+    ".parquet": ParquetRows,
     ".txt": TextLines,
 }
 
 
 def _suggestion(path: Path) -> str:
-    """What the person may have meant: the nearest name in the deepest folder that exists."""
+    """Suggest the nearest name in the deepest folder that exists."""
     parent = path.parent
     missing = path.name
     while not parent.exists():

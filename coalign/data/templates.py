@@ -1,9 +1,7 @@
-"""From messages to tokens: a chat template applied the same way for prompts and for conversations to learn.
+"""Chat templates: from messages to tokens and loss masks, and back from sequences to text.
 
-The template decides what is in the text, BOS included: its result is tokenised without adding special tokens. A
-template is never guessed for a tokenizer that has none.
-
-Sequences read as text: what reward functions, reward models and people see of a sample.
+The template decides what the text contains, BOS included: the rendered text is tokenised without adding special tokens.
+A tokenizer without a template never gets a guessed one.
 """
 
 from __future__ import annotations
@@ -11,15 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from jinja2 import TemplateError
 
 from coalign.data.batch import Batch
-from coalign.data.messages import Message, text_of
+from coalign.data.messages import Message, get_text
 from coalign.data.sources import BadRow
 from coalign.types import Sample, Status
 
@@ -34,29 +31,33 @@ Span = tuple[int, int]  # start and stop
 
 
 class Template(Protocol):
-    """How messages become tokens."""
+    """Turns messages into tokens."""
 
     tokenizer: PreTrainedTokenizerBase
-    jinja: str | None  # the template's text, if it is one
+
+    @property
+    def jinja(self) -> str | None:
+        """The text of a Jinja template; None for plain text."""
+        ...
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        """The tokens after which the model answers."""
+        """Return the tokens that the model continues with its answer."""
         ...
 
     def conversation(
         self, messages: Messages, tools: Tools | None = None, *, since: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Tokens, and which of them are trained on: what the assistant says, and the end of its turns.
+        """Return tokens and a loss mask: the assistant's words and the ends of its turns, from message ``since`` on.
 
-        Only in message ``since`` and later ones.
+        BadRow if the template cannot represent the messages.
         """
         ...
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto") -> Template:
-    """The template that ``data.chat_template`` asks for: `auto`, `none`, a Jinja template or a file that holds one.
+    """Load what ``data.chat_template`` names: `auto`, `none`, a Jinja template or a file that holds one.
 
-    Raises ValueError for a tokenizer without an end-of-sequence token, and with `auto` for one without a template.
+    ValueError if the tokenizer has no end-of-sequence token or, with `auto`, no template.
     """
     if tokenizer.eos_token_id is None:
         name = tokenizer.name_or_path
@@ -69,9 +70,10 @@ def load_template(tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto
 
 
 class PlainText:
-    """Text as it is: BOS if the tokenizer adds one, the prompt, then (for a conversation) the answer and EOS.
+    """Uses the text as it is: BOS if the tokenizer adds one, the prompt, then (for a conversation) the answer and EOS.
 
-    Prompt and answer are tokenised apart, as in generation. One user message and at most one answer; BadRow for more.
+    Prompt and answer are tokenised separately, as in generation. BadRow unless there is one user message, followed by
+    at most one answer.
     """
 
     jinja = None
@@ -86,58 +88,57 @@ class PlainText:
             raise BadRow(
                 f"data.chat_template: none takes a single user message, not {_roles(messages)}; set a template"
             )
-        tokens = self.tokenizer(text_of(messages[0]), verbose=False)["input_ids"]
-        eos, bos = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+        tokens, bos = tokenize(self.tokenizer, get_text(messages[0]), special=True), get_bos(self.tokenizer)
         if tokens[:2] == [bos, bos]:
-            tokens = tokens[1:]  # the text brought its own
-        return tokens[:-1] if tokens[-1:] == [eos] else tokens
+            tokens = tokens[1:]  # the text contains its own BOS
+        return tokens[:-1] if tokens[-1:] == [get_eos(self.tokenizer)] else tokens
 
     def conversation(
         self, messages: Messages, tools: Tools | None = None, *, since: int = 0
     ) -> tuple[list[int], list[bool]]:
         prompt = self.prompt(messages[:-1], tools)
-        answer = self.tokenizer(text_of(messages[-1]), add_special_tokens=False, verbose=False)["input_ids"]
-        eos = self.tokenizer.eos_token_id
-        if answer[-1:] != [eos]:  # the text may bring its own
+        answer, eos = tokenize(self.tokenizer, get_text(messages[-1])), get_eos(self.tokenizer)
+        if answer[-1:] != [eos]:  # the text may contain its own EOS
             answer = [*answer, eos]
         return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 class ChatTemplate:
-    """A Jinja chat template.
+    """Applies a Jinja chat template.
 
-    The mask comes from the template's ``{% generation %}`` blocks if it has them. Else each assistant turn lies between
-    the rendering of what precedes it (with the generation prompt) and the rendering up to its end; a template for which
-    one of these does not begin the whole conversation's text (it rewrites earlier turns) is refused with BadRow.
+    The loss mask comes from the template's ``{% generation %}`` blocks if it has them. Otherwise each assistant turn is
+    found by rendering what precedes it (with the generation prompt) and everything up to its end. BadRow if one of
+    these texts does not begin the whole conversation's text, because the template rewrites earlier turns.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, jinja: str) -> None:
         self.tokenizer = tokenizer
         self.jinja = jinja
-        self._special = special_tokens(tokenizer)
+        self._special = list_special_tokens(tokenizer)
         self._knows_tools = re.search(r"\btools\b", jinja) is not None
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
 
     def render(self, messages: Messages, tools: Tools | None = None, *, generation_prompt: bool = False) -> str:
-        """The text. BadRow with the template's own words where it refuses the messages."""
-        with _refusal(messages):
-            return self.tokenizer.apply_chat_template(
+        """Render the text. BadRow with the template's own message if it refuses the messages."""
+        with _refuse_errors(messages):
+            text = self.tokenizer.apply_chat_template(
                 list(messages),
-                tools=self._shown(tools),
+                tools=cast(Any, self._check_tools(tools)),  # a list is invariant, and theirs admits callables
                 chat_template=self.jinja,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
             )
+        return cast(str, text)
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        return self._tokenize(self.render(messages, tools, generation_prompt=True))
+        return tokenize(self.tokenizer, self.render(messages, tools, generation_prompt=True))
 
     def conversation(
         self, messages: Messages, tools: Tools | None = None, *, since: int = 0
     ) -> tuple[list[int], list[bool]]:
         find = self._generation_blocks if self._marks_generation else self._assistant_turns
         text, spans = find(messages, tools, since)
-        tokens = self._tokenize(text)
+        tokens = tokenize(self.tokenizer, text)
         mask = [False] * len(tokens)
         for start, stop in spans:
             first, last = self._position(tokens, text, start), self._position(tokens, text, stop)
@@ -150,24 +151,26 @@ class ChatTemplate:
         return self._end_turns(tokens, mask)
 
     def _generation_blocks(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
-        """The text, and where its characters come from a generation block."""
+        """Render the text, with the character spans of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _refusal(messages):
-            (text,), (spans,) = render_jinja_template(
+        with _refuse_errors(messages):
+            special: dict[str, Any] = self.tokenizer.special_tokens_map
+            (text,), found = render_jinja_template(
                 [list(messages)],
-                tools=self._shown(tools),
+                tools=cast(Any, self._check_tools(tools)),
                 chat_template=self.jinja,
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **special,
             )
+        (spans,) = cast(list[list[Span]], found)
         if not since:
             return text, spans
         before = self._beginning(text, messages, tools, since)
         return text, [span for span in spans if span[0] >= before]
 
     def _assistant_turns(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
-        """The text, and where its characters are the assistant's or end its turns."""
+        """Render the text, with the character spans of the assistant's words and ends of turns."""
         text = self.render(messages, tools)
         spans = []
         for i, message in enumerate(messages[since:], since):
@@ -177,7 +180,7 @@ class ChatTemplate:
                 raise BadRow("the conversation begins with the assistant")
             before = self.render(messages[:i], tools, generation_prompt=True)
             if not text.startswith(before):
-                self._beginning(text, messages, tools, i)  # where that is at fault, it says so
+                self._beginning(text, messages, tools, i)  # raises if earlier messages are rendered differently
                 raise BadRow(
                     f"asked to answer, the chat template writes {before[-40:]!r}, but before the assistant's message "
                     f"{i} something else, so its tokens cannot be told from the rest; put {{% generation %}} blocks "
@@ -187,7 +190,7 @@ class ChatTemplate:
         return text, spans
 
     def _beginning(self, text: str, messages: Messages, tools: Tools | None, stop: int) -> int:
-        """How many characters of the conversation's text are of its first ``stop`` messages."""
+        """Count the characters of the conversation's text that belong to its first ``stop`` messages."""
         if stop == len(messages):
             return len(text)
         beginning = self.render(messages[:stop], tools)
@@ -199,7 +202,7 @@ class ChatTemplate:
             )
         return len(beginning)
 
-    def _shown(self, tools: Tools | None) -> Tools | None:
+    def _check_tools(self, tools: Tools | None) -> Tools | None:
         if tools and not self._knows_tools:
             raise BadRow(
                 "there are tools to describe, and the chat template has no place for them (it never reads `tools`): "
@@ -208,39 +211,55 @@ class ChatTemplate:
         return tools
 
     def _position(self, tokens: list[int], text: str, characters: int) -> int:
-        """How many tokens belong to the first characters; one that crosses the border belongs to what follows.
+        """Count the tokens of the first ``characters``; a token across the border belongs to the text after it.
 
-        Not from the tokenizer's character offsets: several tokens of one character (emoji) share them.
+        The tokenizer's character offsets cannot tell: several tokens of one character (emoji) share them.
         """
         if characters == len(text):
             return len(tokens)
-        return common_prefix(self._tokenize(text[:characters]), tokens)
+        return count_common_prefix(tokenize(self.tokenizer, text[:characters]), tokens)
 
     def _end_turns(self, tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
-        """Trains the token that ends each turn and none after it; adds EOS where the last turn has no such token."""
+        """Train the token that ends each turn, and none after it; add EOS if the last turn has no such token."""
         for start, stop in _runs(mask):
             last = max((t for t in range(start, stop) if tokens[t] in self._special), default=None)
-            if last is not None and self._blank(tokens[last + 1 : stop]):
+            if last is not None and self._is_blank(tokens[last + 1 : stop]):
                 mask[last + 1 : stop] = [False] * (stop - last - 1)
             elif stop < len(tokens) and tokens[stop] in self._special:
                 mask[stop] = True
-            elif self._blank(tokens[stop:]):
-                return [*tokens[:stop], self.tokenizer.eos_token_id], [*mask[:stop], True]
+            elif self._is_blank(tokens[stop:]):
+                return [*tokens[:stop], get_eos(self.tokenizer)], [*mask[:stop], True]
         return tokens, mask
 
-    def _blank(self, tokens: list[int]) -> bool:
-        return not self.tokenizer.decode(tokens).strip()
-
-    def _tokenize(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def _is_blank(self, tokens: list[int]) -> bool:
+        return not cast(str, self.tokenizer.decode(tokens)).strip()
 
 
 @contextmanager
-def _refusal(messages: Messages) -> Iterator[None]:
+def _refuse_errors(messages: Messages) -> Iterator[None]:
     try:
         yield
     except (TemplateError, TypeError) as error:
         raise BadRow(f"the chat template refuses the messages ({_roles(messages)}): {error}") from error
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    """Tokenise a text, with the tokenizer's BOS and EOS only if ``special``."""
+    return cast(list[int], tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Tensor | list[int], *, skip_special: bool = False) -> str:
+    """Decode tokens to exactly the text that they stand for."""
+    text = tokenizer.decode(tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+    return cast(str, text)
+
+
+def get_bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    return cast("int | None", tokenizer.bos_token_id)
+
+
+def get_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    return cast(int, tokenizer.eos_token_id)  # `load_template` refuses a tokenizer without one
 
 
 def _jinja(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
@@ -265,19 +284,19 @@ def _roles(messages: Messages) -> str:
     return ", ".join(str(m["role"]) for m in messages) or "none"
 
 
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the longest common prefix."""
+def count_common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix of two token lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The ids of the special tokens, EOS among them."""
+def list_special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Collect the ids of the special tokens, EOS included."""
     added = tokenizer.added_tokens_decoder.items()
-    return {i for i, token in added if token.special} | {tokenizer.eos_token_id}
+    return {i for i, token in added if token.special} | {get_eos(tokenizer)}
 
 
 def _runs(mask: list[bool]) -> list[Span]:
-    """Each run of True."""
+    """Spans of consecutive True values."""
     runs, start = [], 0
     for trained, run in groupby(mask):
         stop = start + len(list(run))
@@ -288,29 +307,28 @@ def _runs(mask: list[bool]) -> list[Span]:
 
 
 def read_samples(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The batch (with ``prompt_length``) as Samples with their texts.
+    """Return the sequences of a batch (with ``prompt_length``) as Samples with their texts.
 
-    ``prompt`` is as the model saw it, special tokens included; ``raw_response`` is all that follows, likewise.
-    ``response`` is what the policy said last (of several turns, the last one), without special tokens. ``messages`` is
-    the episode's conversation; of a single turn the row's (else the prompt as the user's words), with the response.
+    ``prompt`` is what the model saw, special tokens included; ``raw_response`` is all that follows, likewise.
+    ``response`` is the policy's last turn without special tokens. ``messages`` is the episode's conversation; for a
+    single turn the row's messages (or else the prompt as the user's) and the response.
     """
     samples = batch.samples()
-    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     for sample, start in zip(samples, batch["prompt_length"].tolist(), strict=True):
-        sample.prompt = decode(sample.tokens[:start])
-        sample.raw_response = decode(sample.tokens[start:])
-        sample.response = decode(sample.tokens[_last_turn(sample, start) :], skip_special_tokens=True)
-        asked = sample.meta.get("messages") or [{"role": "user", "content": sample.prompt}]
-        sample.messages = sample.messages or [*asked, {"role": "assistant", "content": sample.response}]
+        sample.prompt = decode(tokenizer, sample.tokens[:start])
+        sample.raw_response = decode(tokenizer, sample.tokens[start:])
+        sample.response = decode(tokenizer, sample.tokens[_find_last_turn(sample, start) :], skip_special=True)
+        prompt = sample.meta.get("messages") or [{"role": "user", "content": sample.prompt}]
+        sample.messages = sample.messages or [*prompt, {"role": "assistant", "content": sample.response}]
     return samples
 
 
-def _last_turn(sample: Sample, start: int) -> int:
-    """Where what the policy said last begins: after the last token that it did not choose."""
-    given = (~sample.loss_mask[start:]).nonzero()
-    return start + int(given[-1]) + 1 if len(given) and bool(sample.loss_mask[-1]) else start
+def _find_last_turn(sample: Sample, start: int) -> int:
+    """Position at which the policy's last turn begins: after the last token that it did not generate."""
+    external = (~sample.loss_mask[start:]).nonzero()
+    return start + int(external[-1]) + 1 if len(external) and bool(sample.loss_mask[-1]) else start
 
 
-def at_their_end(status: Tensor) -> Tensor:
-    """bool[N]: the sequences that can be judged; those that failed, or still go on, cannot."""
+def is_finished(status: Tensor) -> Tensor:
+    """bool[N]: whether a sequence can be scored; failed and unfinished ones cannot."""
     return (status == Status.OK) | (status == Status.TRUNCATED)

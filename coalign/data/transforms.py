@@ -1,6 +1,6 @@
-"""Responses put after prompts that they do not answer: what KTO measures its reference point on (2402.01306, §4.1).
+"""Functions from batches to a batch of other rows: KTO's mismatched responses, and replay of earlier batches.
 
-What is trained on, of the batches of the last steps: ``fn(*batches, ...)``, the newest last, returns one batch.
+`replay.fn` names a function of this module: ``fn(*batches, ...)``, newest batch last, returns the batch to train on.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from coalign.types import Metric, Total
 
 
 def mismatch(batch: Batch) -> Batch:
-    """Each row's prompt with the response of the next row (cyclically) that is of another group.
+    """Join each row's prompt with the response of the next row (cyclically) of another group (2402.01306, §4.1).
 
-    Rotated, not reversed or drawn: every response is used, and no row meets its own, whatever the number of rows.
-    Columns: tokens, loss_mask, group, prompt_length. Raises ValueError if all rows are of one group.
+    The rotation uses all responses, and no prompt gets its own. Columns: tokens, loss_mask, group, prompt_length.
+    ValueError if all rows belong to one group.
     """
     groups = batch["group"].tolist()
     if len(set(groups)) < 2:
@@ -41,9 +41,9 @@ def mismatch(batch: Batch) -> Batch:
 
 
 def with_reference_point(batch: Batch, mismatched: Batch) -> Batch:
-    """``batch`` with the column reference_point, f32[N]: z0 = max(0, mean over rows of log π(y'|x) - log π_ref(y'|x)).
+    """Add the column reference_point, f32[N]: KTO's z0 = max(0, mean over rows of log π(y'|x) - log π_ref(y'|x)).
 
-    ``mismatched`` has the columns old_logprobs (the policy's) and ref_logprobs.
+    ``mismatched`` (see `mismatch`) has the columns old_logprobs (the policy's) and ref_logprobs.
     """
     mask = mismatched["loss_mask"]
     difference = (mismatched["old_logprobs"] - mismatched["ref_logprobs"])[mask].double()
@@ -51,14 +51,10 @@ def with_reference_point(batch: Batch, mismatched: Batch) -> Batch:
     return batch.with_(reference_point=divergence.mean().clamp(min=0.0).float().expand(len(batch)).clone())
 
 
-__all__ = ["mix"]
-
-
 def mix(*batches: Batch, share: float = 0.5) -> tuple[Batch, dict[str, Metric]]:
-    """The newest batch, and of the older ones ``share`` times as many groups as it has, drawn without replacement.
+    """Return the newest batch and ``share`` times as many groups of the older ones, drawn without replacement.
 
-    The draw follows from the newest batch's first group, so a run that goes on from a checkpoint draws the same.
-    Metric: replay/sequences.
+    The newest batch's first group seeds the draw, so a resumed run draws the same. Metric: replay/sequences.
     """
     if share < 0:
         raise ValueError(f"replay.share is {share}; expected 0 or more (groups replayed for each new one)")
@@ -70,3 +66,6 @@ def mix(*batches: Batch, share: float = 0.5) -> tuple[Batch, dict[str, Metric]]:
     chosen = known[torch.randperm(len(known), generator=random)[:wanted]]
     again = old.select(torch.isin(old["group"], chosen))
     return Batch.concat([newest, again]), {"replay/sequences": Total(float(len(again)))}
+
+
+__all__ = ["mix"]  # what `replay.fn` can name

@@ -16,7 +16,7 @@ from coalign.cluster.functions import merge_columns
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.data.templates import at_their_end
+from coalign.data.templates import is_finished
 from coalign.rewards.calls import RewardError
 from coalign.types import Stat, Stats, Status, Total
 
@@ -155,7 +155,7 @@ class Judged:
     @staticmethod
     def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> Judged:
         columns = merge_columns([out, *scored])
-        rows = at_their_end(out["status"])
+        rows = is_finished(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
         values = values.masked_fill(~(values.isfinite() & rows), float("nan"))
         weighty = torch.tensor([term.weight != 0 for term in terms])

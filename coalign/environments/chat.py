@@ -16,7 +16,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from coalign.data.messages import text_of
 from coalign.environments.episode import Episode, Turn
 from coalign.environments.parsers import ToolRequest, hermes
 from coalign.types import Status
@@ -173,7 +172,7 @@ class ChatClient:
 def _to_dict(message: Any) -> dict[str, Any]:
     """A message as a dict; clients also send back the objects that they received."""
     plain = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
-    return {**plain, "content": text_of({"content": plain.get("content") or ""})}
+    return {**plain, "content": get_text({"content": plain.get("content") or ""})}
 
 
 def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from coalign.data.messages import Message, as_tools
+from coalign.data.messages import Message
 from coalign.data.templates import Tools
 from coalign.environments.rendering import Rendering
 from coalign.types import Status
@@ -168,7 +168,7 @@ class Episode:
         self.prompt_length = 0
         self._prompt = list(prompt)
         self._render_prompt = False  # from the messages; otherwise the tokens of `prompt` are used
-        self._tools: Tools | None = as_tools(row["tools"], "tools") if row.get("tools") else None
+        self._tools: Tools | None = parse_tools(row["tools"], "tools") if row.get("tools") else None
         self._new_messages: list[Message] = []  # since the last turn, not in the log yet
         self._new_tokens: list[int] = []  # likewise
         self._answer: list[int] | None = None  # tokens of the last turn

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coalign.data.messages import Message
-from coalign.data.templates import ChatTemplate, Template, Tools, common_prefix, special_tokens
+from coalign.data.templates import ChatTemplate, Template, Tools, list_special_tokens
 
 _PLACEHOLDER = "stand-in"
 # Some templates (Qwen3's) change how they render an answer without reasoning once another message follows it.
@@ -32,7 +32,7 @@ class Rendering:
     def __init__(self, template: Template) -> None:
         self.template = template
         self.tokenizer: Any = template.tokenizer
-        self._special = special_tokens(self.tokenizer)
+        self._special = list_special_tokens(self.tokenizer)
 
     def render_prompt(self, messages: list[Message], tools: Tools | None) -> list[int]:
         """The tokens before the policy's first turn. BadRow if the template refuses the messages."""
@@ -59,7 +59,7 @@ class Rendering:
             after = self.tokenize(
                 template.render(_placeholder_conversation(answered, messages) + messages, tools, generation_prompt=True)
             )
-            same = common_prefix(before, after)
+            same = count_common_prefix(before, after)
             if self._is_end_of_text(before[same:]):
                 return self._join(list(answer), self._ending(template, before[:same], tools), after[same:])
         raise RenderingError(

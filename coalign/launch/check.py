@@ -18,7 +18,7 @@ from coalign.cluster.placement.devices import accelerator
 from coalign.cluster.placement.slots import distinct
 from coalign.cluster.residency import movable
 from coalign.cluster.standins import STANDINS
-from coalign.config import located
+from coalign.config import locate_problems
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.engine.hooks.guards import check_reported
@@ -40,7 +40,7 @@ def check(config: RunConfig, display: Display) -> None:
     count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw_graph(graph) + "\n")
-    with located(config):
+    with locate_problems(config):
         for model in plan.models.values():
             _check_backend(model, config)
         notes = [
@@ -51,7 +51,7 @@ def check(config: RunConfig, display: Display) -> None:
         ]
     if rewards := describe_reward(plan.rewards, plan.configs):
         display.show(rewards + "\n")
-    with located(config):
+    with locate_problems(config):
         display.show(requested_layout(plan.started, config))
     display.show("")
     display.show(_memory_table(plan))

@@ -18,8 +18,8 @@ from coalign.backends.base import Module, TrainableModule
 from coalign.backends.objective import Objective
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.worker import module_class
-from coalign.config import check_names, located
-from coalign.config.errors import near
+from coalign.config import check_names, locate_problems
+from coalign.config.errors import suggest
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.config.schema.base import Function
@@ -120,8 +120,10 @@ def prepare(config: RunConfig) -> Plan:
     """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place."""
     recipe = find_recipe(config.algorithm)
     if recipe.source not in KINDS:
-        raise ValueError(f"{recipe.__name__}.source: '{recipe.source}' is no kind of data{near(recipe.source, KINDS)}")
-    with located(config):
+        raise ValueError(
+            f"{recipe.__name__}.source: '{recipe.source}' is no kind of data{suggest(recipe.source, KINDS)}"
+        )
+    with locate_problems(config):
         check_names(config, [*recipe.models, *(reward.model for reward in config.reward if reward.model)])
         check_functions_are_imported(config)
         loss = Objective.of(config.loss, "loss") if config.loss else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.cluster.start import kind, start
-from coalign.config import dump, located
+from coalign.config import dump
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine, Hook
 from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore_engine, verify_checkpoint
@@ -44,7 +44,7 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
     trace(plan)
     folder = RunFolder(config.output)
     with _logged(folder, display):
-        with located(config):
+        with locate_problems(config):
             cluster = start(config, plan.started)
         try:
             if kind(config) == "ray":

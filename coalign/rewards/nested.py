@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from coalign.config.functions import bind, columns_of, resolve
+from coalign.config.functions import bind, list_columns, resolve
 from coalign.config.schema import Function
 from coalign.threads import ThreadPool
 from coalign.types import Sample
@@ -23,7 +23,7 @@ def _check_arity(config: Function, *, expected: Mapping[int, str]) -> Function:
     """Refuse a function that does not exist, gets wrong arguments or takes something else than ``expected``."""
     fn = resolve(config.fn, "coalign.rewards")
     bind(fn, config.arguments, "")
-    needed, optional = columns_of(partial(fn.__call__, None) if inspect.isclass(fn) else fn)
+    needed, optional = list_columns(partial(fn.__call__, None) if inspect.isclass(fn) else fn)
     if _arity(needed, optional) not in expected or needed[:1] in (["group"], ["samples"]):
         takes, wanted = ", ".join(needed + optional), " or ".join(expected.values())
         raise ValueError(f"'{config.fn}' takes ({takes}); expected a function of {wanted}")
@@ -56,7 +56,7 @@ class NestedFunction:
         self._fn: Callable[..., Any] = partial(fn, **arguments)
         if inspect.isclass(fn):
             self._fn = self._fn()
-        self.arity = _arity(*columns_of(self._fn))
+        self.arity = _arity(*list_columns(self._fn))
         self._is_async = any(map(inspect.iscoroutinefunction, (fn, type(self._fn).__call__)))
         self._threads = ThreadPool()
 

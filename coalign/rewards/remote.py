@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from coalign.config.schema.base import Several
+from coalign.config.schema.base import OneOrMore
 from coalign.rewards.calls import GiveUp, TryLater
 from coalign.types import Sample
 
@@ -201,7 +201,7 @@ class Remote:
     def __init__(
         self,
         *,
-        url: Annotated[Several[Url], Field(min_length=1)],
+        url: Annotated[OneOrMore[Url], Field(min_length=1)],
         batch_size: PositiveInt = 32,
         concurrency: PositiveInt = 8,
         label_key: str = "answer",

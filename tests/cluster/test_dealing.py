@@ -16,7 +16,7 @@ from coalign.cluster.balance import in_order, shard_rows, shard_updates
 from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
 from coalign.cluster.stored import StoredBatch
-from coalign.data.balance import cost
+from coalign.data.balance import estimate_costs
 from coalign.data.batch import Batch
 
 STORE = LocalStore()
@@ -124,7 +124,7 @@ def test_results_have_the_order_of_the_batch(groups, parts, data):
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(1, 6))
 def test_no_part_costs_much_more_than_another(lengths, parts):
-    costs = cost(torch.tensor(lengths))
+    costs = estimate_costs(torch.tensor(lengths))
     sums = [float(costs[part].sum()) for part in shard_rows(batch(lengths), parts, "cost").rows]
     assert max(sums) - min(sums) <= float(costs.max()) + 1e-9
 

@@ -3,7 +3,7 @@
 import pytest
 
 from coalign.commands import resumable
-from coalign.config.introspect import changes_results
+from coalign.config.introspect import is_result_relevant
 from coalign.config.schema import GenerateConfig, RewardConfig, RunConfig, SelectConfig
 
 
@@ -24,7 +24,7 @@ from coalign.config.schema import GenerateConfig, RewardConfig, RunConfig, Selec
     ],
 )
 def test_settings_that_leave_results_as_they_are(key):
-    assert not changes_results(key)
+    assert not is_result_relevant(key)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_settings_that_leave_results_as_they_are(key):
     ],
 )
 def test_every_other_setting_changes_results(key):
-    assert changes_results(key)
+    assert is_result_relevant(key)
 
 
 def test_the_mark_of_a_section_holds_for_all_of_it():
-    assert not changes_results(("native", "kv_tokens"), GenerateConfig)
+    assert not is_result_relevant(("native", "kv_tokens"), GenerateConfig)
 
 
 def test_settings_by_their_key(tmp_path):

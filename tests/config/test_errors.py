@@ -3,7 +3,7 @@
 
 import pytest
 
-from coalign.config import ConfigError, check_names, load, located
+from coalign.config import ConfigError, check_names, load, locate_problems
 from coalign.config.functions import bind
 
 
@@ -211,7 +211,7 @@ def test_arguments_of_a_function_are_located(run):
         return x
 
     config = run("algorithm: grpo\nloss:\n  clip_lwo: 0.1\n  kl_coef: null\n")
-    with pytest.raises(ConfigError) as caught, located(config):
+    with pytest.raises(ConfigError) as caught, locate_problems(config):
         bind(loss, {"clip_lwo": 0.1}, "loss")
     assert str(caught.value) == "run.yaml:3: loss.clip_lwo: unknown argument of loss; did you mean 'clip_low'?"
 

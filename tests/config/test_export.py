@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coalign.config import dump, load
-from coalign.config.export import json_schema, to_commented_yaml
+from coalign.config.export import build_json_schema, to_commented_yaml
 from coalign.config.yaml_reader import parse
 from tests.config.conftest import DEFAULTS, recipe_defaults
 
@@ -160,8 +160,8 @@ def test_the_template_of_a_whole_configuration(run, here):
 @pytest.fixture(scope="module")
 def validate():
     jsonschema = pytest.importorskip("jsonschema")
-    validator = jsonschema.validators.validator_for(json_schema())(json_schema())
-    validator.check_schema(json_schema())
+    validator = jsonschema.validators.validator_for(build_json_schema())(build_json_schema())
+    validator.check_schema(build_json_schema())
     return lambda text: [error.message for error in validator.iter_errors(parse(text, "")[0])]
 
 
@@ -185,6 +185,6 @@ def test_editors_refuse_what_load_refuses(validate, text):
 
 
 def test_the_schema_describes_its_keys():
-    schema = json.loads(json.dumps(json_schema()))
+    schema = json.loads(json.dumps(build_json_schema()))
     assert schema["properties"]["output"]["description"] == "The run folder."
     assert schema["required"] == ["algorithm"]

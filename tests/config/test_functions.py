@@ -10,8 +10,8 @@ import pytest
 from coalign.config import ConfigError
 from coalign.config.functions import (
     bind,
-    columns_of,
     is_bound_to_process,
+    list_columns,
     name_object,
     resolve,
     resolve_class,
@@ -25,7 +25,8 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / HOME
     folder.mkdir()
     (folder / "__init__.py").write_text(
-        "from math import sqrt\n\ndef ratio(x): ...\n\ndef Clip(x): ...\n\n_hidden = 3\nCLASSES = {'fsdp': 'pretend.fsdp:FSDPModule'}\n"
+        "from math import sqrt\n\ndef ratio(x): ...\n\ndef Clip(x): ...\n\n_hidden = 3\n"
+        "CLASSES = {'fsdp': 'pretend.fsdp:FSDPModule'}\n"
     )
     (folder / "fsdp.py").write_text("class FSDPModule(dict):\n    pass\n")
     (folder / "base.py").write_text("class Module(dict):\n    pass\n")
@@ -127,15 +128,15 @@ def test_bind_takes_classes_untyped_and_open_signatures():
     assert bind(Controller, {"coef": 1}, "kl") == {"coef": 1.0, "target": 6}
     assert bind(open_ended, {"b": [1]}, "loss") == {"a": 1, "b": [1]}
     with pytest.raises(ConfigError) as caught:
-        bind(columns_of, {"a": 1}, "reward[0]")
-    assert str(caught.value) == "reward[0].a: unknown argument; columns_of takes none"
+        bind(list_columns, {"a": 1}, "reward[0]")
+    assert str(caught.value) == "reward[0].a: unknown argument; list_columns takes none"
 
 
 def test_columns_are_the_positional_parameters():
     def gae(token_rewards, values, /, loss_mask, segment=None, *, gamma=1.0):
         return {}
 
-    assert columns_of(gae) == (["token_rewards", "values", "loss_mask"], ["segment"])
+    assert list_columns(gae) == (["token_rewards", "values", "loss_mask"], ["segment"])
 
 
 def test_objects_have_names_that_find_them():

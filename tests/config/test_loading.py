@@ -176,7 +176,7 @@ def test_paths_count_from_the_current_directory_then_from_the_file(run, write, h
 def test_config_imports_no_torch(write):
     code = (
         f"import sys; sys.path.insert(0, {str(sys.path[0])!r}); from coalign.config import load, dump\n"
-        "dump(load('run.yaml', ['seed=1']))\nfrom coalign.config.export import json_schema; json_schema()\n"
+        "dump(load('run.yaml', ['seed=1']))\nfrom coalign.config.export import build_json_schema; build_json_schema()\n"
         "print(sorted({'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules)))"
     )
     write("{algorithm: grpo, models: {policy: {load: model}}}")

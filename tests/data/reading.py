@@ -6,7 +6,7 @@ from typing import Any
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.examples import Example, Examples, to_batch
+from coalign.data.examples import Example, RowEncoder, build_batch
 from coalign.data.kinds import KINDS
 from coalign.data.sources import SourceRow
 from coalign.data.templates import load_template
@@ -15,14 +15,14 @@ from tests.tiny import tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 
 
-def reader(kind: str, *, tokenizer: Any = TOKENIZER, keys: dict[str, str] | None = None, **config: Any) -> Examples:
+def reader(kind: str, *, tokenizer: Any = TOKENIZER, keys: dict[str, str] | None = None, **config: Any) -> RowEncoder:
     """The rows of a source `a.jsonl`; ``config`` is that of `data`."""
     data = DataConfig(**config)
     source = SourceConfig(path="a.jsonl", keys=keys or {})
     return KINDS[kind]("a.jsonl", data, source, load_template(tokenizer, data.chat_template))
 
 
-def use(examples: Examples, *rows: dict[str, Any]) -> list[list[Example]]:
+def use(examples: RowEncoder, *rows: dict[str, Any]) -> list[list[Example]]:
     """What can be used of the rows, counted; ValueError for a row that is refused."""
     entries = [SourceRow(i, lambda row=row: dict(row), lambda i=i: f"a.jsonl:{i + 1}") for i, row in enumerate(rows)]
     found = [examples.use(entry) for entry in entries]
@@ -32,7 +32,7 @@ def use(examples: Examples, *rows: dict[str, Any]) -> list[list[Example]]:
 def batch(kind: str, *rows: dict[str, Any], **config: Any) -> Batch:
     """The rows that can be used, as one batch."""
     used = use(reader(kind, **config), *rows)
-    return to_batch(used, range(len(used)))
+    return build_batch(used, range(len(used)))
 
 
 def texts(made: Batch, tokenizer: Any = TOKENIZER) -> list[tuple[str, str]]:

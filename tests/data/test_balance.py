@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.data.balance import cost, fill, partition
+from coalign.data.balance import estimate_costs, pack_bins, partition
 
 
 def sums(costs, parts):
@@ -66,20 +66,20 @@ def test_many_indices_are_dealt_out_evenly():
 
 
 def test_the_cost_of_a_sequence():
-    assert torch.equal(cost(torch.tensor([0, 24576])), torch.tensor([0.0, 2 * 24576.0], dtype=torch.float64))
+    assert torch.equal(estimate_costs(torch.tensor([0, 24576])), torch.tensor([0.0, 2 * 24576.0], dtype=torch.float64))
 
 
 def test_bins_by_hand():
-    assert fill([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
-    assert fill([5, 7, 3, 2], 10) == [[1, 2], [0, 3]]  # the best fit for 3 is beside the 7
-    assert fill([12, 3], 10) == [[0], [1]]
-    assert fill([], 10) == []
+    assert pack_bins([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
+    assert pack_bins([5, 7, 3, 2], 10) == [[1, 2], [0, 3]]  # the best fit for 3 is beside the 7
+    assert pack_bins([12, 3], 10) == [[0], [1]]
+    assert pack_bins([], 10) == []
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=60), st.integers(10, 40))
 def test_bins_hold_everything_once_within_their_room_and_waste_little(sizes, room):
-    bins = fill(sizes, room)
+    bins = pack_bins(sizes, room)
     assert sorted(i for each in bins for i in each) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in each) <= room or len([i for i in each if sizes[i]]) == 1 for each in bins)
     fitting = [size for size in sizes if size <= room]
@@ -87,7 +87,7 @@ def test_bins_hold_everything_once_within_their_room_and_waste_little(sizes, roo
     assert len(bins) - own <= 11 / 9 * -(-sum(fitting) // room) * 1.5 + 1
 
 
-@pytest.mark.parametrize("by", [partition, fill])
+@pytest.mark.parametrize("by", [partition, pack_bins])
 def test_the_same_numbers_give_the_same_parts(by):
     sizes = [3, 3, 3, 5, 5, 1, 1, 1]
     assert by(sizes, 6) == by(list(sizes), 6)

@@ -213,7 +213,7 @@ def test_segment_and_offsets(batch):
 def test_concat_of_nothing_and_of_different_columns():
     assert len(Batch.concat([])) == 0
     same(Batch.concat([make([]), make([2])]), make([2]))
-    with pytest.raises(ValueError, match=r"\['values'\] in some only"):
+    with pytest.raises(ValueError, match=r"only some of them have the columns \['values'\]"):
         Batch.concat([make([2]), make([2]).with_(values=torch.zeros(2))])
 
 

@@ -11,19 +11,19 @@ from typer.testing import CliRunner
 
 from coalign.cli import app
 from coalign.config.schema import DataConfig
-from coalign.data.indexed import Indexed, IndexedDocuments, Writer, dtype_for
-from coalign.data.indexed.build import Plan, _each, _tokenise, build, join
+from coalign.data.indexed import IndexedDocuments, IndexedTokens, IndexedWriter, choose_dtype
+from coalign.data.indexed.build import BuildPlan, _each, _tokenise, build, join
 from coalign.data.loader import build_loader
-from coalign.data.shuffle import Phase
+from coalign.data.shuffle import DataPhase
 from tests.data.reading import texts
 from tests.tiny import tiny_tokenizer
 
 
 def write(prefix, *documents, dtype=np.uint16):
-    with Writer(prefix, np.dtype(dtype)) as out:
+    with IndexedWriter(prefix, np.dtype(dtype)) as out:
         for document in documents:
             out.add(document)
-    return Indexed(prefix)
+    return IndexedTokens(prefix)
 
 
 def test_the_bytes_of_megatrons_format(tmp_path):
@@ -47,7 +47,7 @@ def test_documents_of_several_sequences(tmp_path):
     index = struct.pack("<3i", 2, 1, 1) + struct.pack("<3q", 0, 8, 12) + struct.pack("<3q", 0, 2, 3)
     (tmp_path / "a.idx").write_bytes(header + index)
     (tmp_path / "a.bin").write_bytes(struct.pack("<4i", 7, 8, 9, 10))
-    data = Indexed(tmp_path / "a")
+    data = IndexedTokens(tmp_path / "a")
     assert [data[i].tolist() for i in range(len(data))] == [[7, 8, 9], [10]]
 
 
@@ -72,16 +72,16 @@ def test_megatron_core_reads_what_is_written_and_what_it_writes_is_read(tmp_path
         builder.add_document([5, 6, 7], [2, 1])
         builder.add_index(theirs)
         builder.finalize(f"{theirs}2.idx")
-        split = Indexed(Path(f"{theirs}2"))
+        split = IndexedTokens(Path(f"{theirs}2"))
         assert [split[i].tolist() for i in range(len(split))] == [[5, 6, 7], *documents]
-        join([split, Indexed(Path(ours))], Path(both))
+        join([split, IndexedTokens(Path(ours))], Path(both))
         found = megatron.IndexedDataset(both)
         assert [found[i].tolist() for i in range(len(found))] == [[5, 6], [7], *documents, *documents]
         assert found.document_indices.tolist() == [0, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_the_type_follows_from_the_vocabulary(tmp_path):
-    assert (dtype_for(65499), dtype_for(65500)) == (np.uint16, np.int32)
+    assert (choose_dtype(65499), choose_dtype(65500)) == (np.uint16, np.int32)
     with pytest.raises(ValueError, match="token ids 1 to 70000 do not fit into uint16"):
         write(tmp_path / "a", [1, 70000])
     assert not list(tmp_path.iterdir())
@@ -95,7 +95,7 @@ def test_files_that_are_not_what_they_say(tmp_path):
         (tmp_path / "a.idx").write_bytes(index)
         (tmp_path / "a.bin").write_bytes(tokens)
         with pytest.raises(ValueError, match=match):
-            Indexed(tmp_path / "a")
+            IndexedTokens(tmp_path / "a")
 
     refused("a.bin has 8 bytes; its index tells of 10", tokens=tokens[:-2])
     refused("a.idx has 81 bytes; 82 are what its header tells of", index=index[:-1])
@@ -104,21 +104,21 @@ def test_files_that_are_not_what_they_say(tmp_path):
     refused("do not lie one after the other", index=index[:42] + struct.pack("<q", 2) + index[50:])
     refused("documents do not follow one another", index=index[:-8] + struct.pack("<q", 1))
     with pytest.raises(FileNotFoundError, match=r"b\.idx"):
-        Indexed(tmp_path / "b")
+        IndexedTokens(tmp_path / "b")
 
 
 def test_an_error_leaves_nothing_behind_and_the_old_files_alone(tmp_path):
     write(tmp_path / "a", [1])
-    with pytest.raises(RuntimeError), Writer(tmp_path / "a", np.dtype(np.uint16)) as out:
+    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "a", np.dtype(np.uint16)) as out:
         out.add([2])
         raise RuntimeError
-    assert Indexed(tmp_path / "a")[0].tolist() == [1] and len(list(tmp_path.iterdir())) == 2
+    assert IndexedTokens(tmp_path / "a")[0].tolist() == [1] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_joined_in_order(tmp_path):
     parts = [write(tmp_path / "a", [1], [2, 3]), write(tmp_path / "b"), write(tmp_path / "c", [4])]
     join(parts, tmp_path / "all")
-    data = Indexed(tmp_path / "all")
+    data = IndexedTokens(tmp_path / "all")
     assert [data[i].tolist() for i in range(len(data))] == [[1], [2, 3], [4]]
     assert (tmp_path / "all.idx").read_bytes() == write_whole(tmp_path / "whole", [1], [2, 3], [4])
     with pytest.raises(FileExistsError, match=r"all\.bin exists already"):
@@ -137,7 +137,7 @@ def write_whole(prefix, *documents):
 
 
 def test_pieces_train_every_token_but_the_first_once(tmp_path):
-    source = IndexedDocuments(write(tmp_path / "a", [*range(10)], [20, 21], [30], []), 100, most=4)
+    source = IndexedDocuments(write(tmp_path / "a", [*range(10)], [20, 21], [30], []), 100, max_tokens=4)
     found = [source[i][0] for i in range(len(source))]
     assert [example.tokens for example in found] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9], [20, 21]]
     assert all(example.loss_mask == [False] + [True] * (len(example.tokens) - 1) for example in found)
@@ -150,7 +150,7 @@ def test_pieces_train_every_token_but_the_first_once(tmp_path):
 def test_phases_and_max_samples_choose_documents(tmp_path):
     data = write(tmp_path / "a", *([i, i + 1] for i in range(40)))
     taken = lambda source: {source[i][0].row["_row"] for i in range(len(source))}  # noqa: E731
-    mine, theirs = (IndexedDocuments(data, 100, phase=Phase({"a": 1, "b": 3}, name)) for name in "ab")
+    mine, theirs = (IndexedDocuments(data, 100, phase=DataPhase({"a": 1, "b": 3}, name)) for name in "ab")
     assert len(mine) == 10 and taken(mine) | taken(theirs) == set(range(40)) and not taken(mine) & taken(theirs)
     assert taken(IndexedDocuments(data, 100, max_samples=3)) == {0, 1, 2}
     with pytest.raises(ValueError, match="a has no usable rows"):
@@ -173,7 +173,7 @@ def test_the_same_batches_as_from_the_text(tmp_path):
     rows = [{"text": text} for text in ("abcdefghij", "kl", "mnopqrs")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny_tokenizer(tmp_path / "model")
-    build(Plan((str(tmp_path / "a.jsonl"),), str(tmp_path / "model")), tmp_path / "a", processes=1)
+    build(BuildPlan((str(tmp_path / "a.jsonl"),), str(tmp_path / "model")), tmp_path / "a", processes=1)
     ours, theirs = (next(loader(str(tmp_path / name)).all()) for name in ("a.idx", "a.jsonl"))
     assert texts(ours) == texts(theirs)
     assert ours["tokens"].equal(theirs["tokens"]) and ours["loss_mask"].equal(theirs["loss_mask"])
@@ -215,7 +215,7 @@ def corpus(tmp_path, count=25):
     rows = [{"text": f"{i} and {i * i}"} if i % 7 else {"text": " "} for i in range(count)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "b.txt").write_text("one\n\ntwo\n")
-    return Plan((str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")), str(tmp_path / "model"), chunk=4)
+    return BuildPlan((str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")), str(tmp_path / "model"), chunk=4)
 
 
 def test_the_result_does_not_depend_on_processes_or_chunks(tmp_path):
@@ -223,11 +223,11 @@ def test_the_result_does_not_depend_on_processes_or_chunks(tmp_path):
     advanced = []
     counts = build(plan, tmp_path / "one", processes=1, advance=advanced.append)
     assert counts["rows"] == 27 == sum(advanced) and counts["used"] == 23 and counts["empty"] == 4
-    data, tokenizer = Indexed(tmp_path / "one"), tiny_tokenizer()
+    data, tokenizer = IndexedTokens(tmp_path / "one"), tiny_tokenizer()
     assert data.tokens == counts["tokens"]
     read = [tokenizer.decode(data[i].tolist()) for i in range(len(data))]
     assert read[:2] == ["1 and 1<|im_end|>", "2 and 4<|im_end|>"] and read[-2:] == ["one<|im_end|>", "two<|im_end|>"]
-    build(Plan(plan.inputs, plan.tokenizer, chunk=1000), tmp_path / "two", processes=2)
+    build(BuildPlan(plan.inputs, plan.tokenizer, chunk=1000), tmp_path / "two", processes=2)
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
     assert not (tmp_path / "one.parts").exists()
@@ -253,7 +253,7 @@ def test_a_build_goes_on_where_it_stopped(tmp_path, monkeypatch):
     write(tmp_path / "a.parts" / "00000001", [5, 6, 7])  # shows that it is taken as it is
     counts = build(plan, tmp_path / "a", processes=1)
     assert counts["rows"] == 27
-    whole, again = (Indexed(tmp_path / name) for name in ("whole", "a"))
+    whole, again = (IndexedTokens(tmp_path / name) for name in ("whole", "a"))
     assert [again[i].tolist() for i in range(5)] == [
         *(whole[i].tolist() for i in range(3)),
         [5, 6, 7],
@@ -284,8 +284,8 @@ def test_a_row_without_the_key(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"content": "b"}\n')
     inputs = (str(tmp_path / "bad.jsonl"),)
     with pytest.raises(ValueError, match=r"bad\.jsonl:2: no key 'text'; the row has content"):
-        build(Plan(inputs, str(tmp_path / "model")), tmp_path / "a", processes=1)
-    counts = build(Plan(inputs, str(tmp_path / "model"), on_missing_key="drop"), tmp_path / "b", processes=1)
+        build(BuildPlan(inputs, str(tmp_path / "model")), tmp_path / "a", processes=1)
+    counts = build(BuildPlan(inputs, str(tmp_path / "model"), on_missing_key="drop"), tmp_path / "b", processes=1)
     assert counts == {"rows": 2, "used": 1, "missing": 1, "tokens": 2}
 
 
@@ -293,7 +293,7 @@ def test_nothing_to_write(tmp_path):
     corpus(tmp_path)
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(ValueError, match=r"empty\.jsonl: no document to write"):
-        build(Plan((str(tmp_path / "empty.jsonl"),), str(tmp_path / "model")), tmp_path / "a", processes=1)
+        build(BuildPlan((str(tmp_path / "empty.jsonl"),), str(tmp_path / "model")), tmp_path / "a", processes=1)
     assert not (tmp_path / "a.parts").exists()
 
 
@@ -305,15 +305,15 @@ def test_the_commands(tmp_path):
     assert run("merge", tmp_path / "b", tmp_path / "b.idx", "-o", tmp_path / "bb").exit_code == 0
     shown = run("inspect", tmp_path / "bb", "--tokenizer", tmp_path / "model")
     assert shown.exit_code == 0 and "document 0, 4 tokens: one<|im_end|>" in shown.output and "uint16" in shown.output
-    assert len(Indexed(tmp_path / "bb")) == 4
+    assert len(IndexedTokens(tmp_path / "bb")) == 4
     assert run("build", tmp_path / "b.txt", "-o", "x", "--tokenizer", "m", "--missing", "maybe").exit_code == 2
 
 
 def test_a_part_is_written_once(tmp_path):
     plan = corpus(tmp_path)
-    from coalign.data.indexed.build import START, Task
+    from coalign.data.indexed.build import START, BuildTask
 
-    task = Task(plan, 0, START, tmp_path / "part")
+    task = BuildTask(plan, 0, START, tmp_path / "part")
     first = _tokenise(task)
     (tmp_path / "part.bin").write_bytes(b"kept")
     assert _tokenise(task) == first and (tmp_path / "part.bin").read_bytes() == b"kept"

@@ -4,14 +4,14 @@ import io
 
 from rich.console import Console
 
-from coalign.commands.inspect_data import describe, groups
+from coalign.commands.inspect_data import describe, split_groups
 from tests.data.reading import TOKENIZER, batch
 from tests.tiny import CHATML, tiny_tokenizer
 
 
 def shown(made, tokenizer=TOKENIZER, *, styles=False, **options):
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
-    for group in groups(made):
+    for group in split_groups(made):
         console.print(describe(group, tokenizer, **options))
     return "\n".join(line.rstrip() for line in console.export_text(styles=styles).splitlines())
 

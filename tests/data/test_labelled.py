@@ -45,10 +45,10 @@ def test_a_pair_becomes_one_of_each():
 def test_the_classes_are_counted_and_one_alone_is_told():
     examples = reader("labelled")
     use(examples, GOOD, GOOD, BAD, {**BAD, "answer": " "}, {**BAD, "answer": None})
-    assert examples.report() == "3 used, 2 empty, 2 desirable, 1 undesirable" and examples.concern() == ""
+    assert examples.report() == "3 used, 2 empty, 2 desirable, 1 undesirable" and examples.warning() == ""
     examples = reader("labelled")
     use(examples, GOOD, GOOD)
-    assert examples.concern() == "none of the 2 usable rows is undesirable"
+    assert examples.warning() == "none of the 2 usable rows is undesirable"
 
 
 @pytest.mark.parametrize("label", ["true", "True", 2, 0.5, -1, [True]])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.loader import build_loader
-from coalign.data.shuffle import Phase
+from coalign.data.shuffle import DataPhase
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -18,7 +18,7 @@ WEIGHTS = {"sft": 2, "rm": 4, "rl": 4}
 
 def shares(weights, rows):
     """{phase: the numbers below ``rows`` that belong to it}."""
-    phases = {name: Phase(weights, name) if weight else [] for name, weight in weights.items()}
+    phases = {name: DataPhase(weights, name) if weight else [] for name, weight in weights.items()}
     return {name: [n for n in range(rows) if n in phase] for name, phase in phases.items()}
 
 
@@ -65,7 +65,7 @@ def test_only_the_proportions_matter():
 
 def test_a_share_of_nothing_is_refused():
     with pytest.raises(ValueError, match=r"data\.phases\.a is 0, which leaves no row"):
-        Phase({"a": 0, "b": 1}, "a")
+        DataPhase({"a": 0, "b": 1}, "a")
 
 
 @pytest.mark.parametrize("stream", [False, True])

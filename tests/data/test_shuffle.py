@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.data.shuffle import permute, uniform
+from coalign.data.shuffle import draw_uniform, permute
 
 
 @given(st.integers(1, 300), st.integers(0, 2**63), st.integers(0, 5))
@@ -43,9 +43,9 @@ def test_outside_is_refused():
 
 
 def test_uniform_numbers_are_uniform_and_belong_to_their_key():
-    values = [uniform(1, i) for i in range(2000)]
-    assert values == [uniform(1, i) for i in range(2000)]
+    values = [draw_uniform(1, i) for i in range(2000)]
+    assert values == [draw_uniform(1, i) for i in range(2000)]
     assert all(0.0 <= v < 1.0 for v in values) and len(set(values)) == 2000
     counts = Counter(int(v * 10) for v in values)
     assert sum((counts[b] - 200) ** 2 / 200 for b in range(10)) < 27.9  # 0.1 % with 9 degrees of freedom
-    assert uniform(1, 23) != uniform(12, 3)
+    assert draw_uniform(1, 23) != draw_uniform(12, 3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.loader import build_loader
-from coalign.data.sources import JsonLines, Parquet
+from coalign.data.sources import JsonLines, ParquetRows
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -197,7 +197,7 @@ def test_nothing_is_indexed_or_unpacked(tmp_path, monkeypatch):
     paths = stored(tmp_path, "jsonl", rows(20)), stored(tmp_path, "parquet", rows(20))
     refused = property(lambda self: pytest.fail("went through the whole file"))
     monkeypatch.setattr(JsonLines, "_offsets", refused)
-    monkeypatch.setattr(Parquet, "_unpacked", refused)
+    monkeypatch.setattr(ParquetRows, "_unpacked", refused)
     made = loader(*paths)
     drawn(made, 30)
     again = loader(*paths)

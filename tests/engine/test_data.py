@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from coalign.data.examples import Examples
+from coalign.data.examples import RowEncoder
 from tests.runs import metrics, run, settings, stopping_after, weights_hash
 
 STREAM = {"stream": True, "stream_window": 10}
@@ -41,7 +41,7 @@ def test_a_cached_run_ends_with_the_same_weights_and_tokenises_once(tmp_path, mo
         cached = configured(tmp_path, {"cache": str(tmp_path / "cache"), "eval": []}, output=name)
         run(cached)
         assert weights_hash(cached, 4) == weights_hash(plain, 4)
-        monkeypatch.setattr(Examples, "use", lambda *_: pytest.fail("went through the rows again"))
+        monkeypatch.setattr(RowEncoder, "use", lambda *_: pytest.fail("went through the rows again"))
 
 
 def test_the_length_of_a_run_in_tokens(tmp_path):

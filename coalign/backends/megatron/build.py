@@ -25,7 +25,7 @@ from coalign.backends.megatron.model import PackedGPT, ScalarGPT
 from coalign.backends.megatron.partition import OWNED, sizes_of
 from coalign.backends.megatron.training import Pipeline
 from coalign.backends.megatron.weights import SCORE, Weights
-from coalign.config.errors import near
+from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from coalign.weights import families
@@ -143,5 +143,5 @@ def check_machine(config: ModelConfig, device: torch.device) -> None:
             )
     known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     if unknown := [name for name in config.megatron.config if name not in known]:
-        close = near(unknown[0], known - set(OWNED))
+        close = suggest(unknown[0], known - set(OWNED))
         raise ValueError(f"megatron.config.{unknown[0]} is no field of megatron-core's TransformerConfig{close}")

@@ -19,7 +19,7 @@ from coalign.backends.pretrained import read_config, read_context_length, read_t
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.templates import at_their_end, load_template, read_samples
+from coalign.data.templates import is_finished, load_template, read_samples
 from coalign.rewards.judge_questions import JudgeQuestions
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Status, Total, merge_stats
@@ -73,7 +73,7 @@ class JudgeRunner:
         `<name>/failed/<reason>` of replies. The caller decides whether too many have failed.
         """
         status = cast(Tensor, batch["status"]).clone()
-        rows = at_their_end(status).nonzero().flatten()
+        rows = is_finished(status).nonzero().flatten()
         samples = read_samples(batch.select(rows), self._policy_tokenizer)
         groups = [list(some) for _, some in groupby(samples, key=lambda sample: sample.group)]
         answers = self._ask(groups, answer)

@@ -17,7 +17,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.messages import Message
 from coalign.data.sources import BadRow
-from coalign.data.templates import Tools, at_their_end, load_template, read_samples
+from coalign.data.templates import Tools, load_template, read_samples
 from coalign.roles import Context
 from coalign.types import Sample, Total
 
@@ -61,7 +61,7 @@ class RetokenizeModule(Module):
         """The column ``reward`` f32[N] (``into`` renames it): NaN for unfinished rows and those the template refuses.
         `reward/cut` counts the conversations that are too long, whose beginning is left out."""
         name, column = into or "reward", torch.full((len(batch),), float("nan"))
-        rows = at_their_end(cast(Tensor, batch["status"])).nonzero().flatten()
+        rows = is_finished(cast(Tensor, batch["status"])).nonzero().flatten()
         samples = read_samples(batch.select(rows), self.policy_tokenizer)
         read = self._read(samples)
         if read:

@@ -13,7 +13,7 @@ from coalign.backends.base import Module
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
-from coalign.data.templates import at_their_end, read_samples
+from coalign.data.templates import is_finished, read_samples
 from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction, RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Total, merge_stats
@@ -61,7 +61,7 @@ class RewardModule(Module):
         too many have failed.
         """
         assert self.caller is not None
-        rows = at_their_end(cast(Tensor, batch["status"]))
+        rows = is_finished(cast(Tensor, batch["status"]))
         samples = read_samples(batch.select(rows), self.tokenizer)
         outcomes = self.caller.score(self.functions, samples)
         columns: dict[str, Any] = {}

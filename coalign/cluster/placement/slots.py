@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
-from coalign.config.errors import ConfigError, Problem
+from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import ModelConfig
 
 # The ways of cutting that share the ranks of a trained model out, for rows and for experts.
@@ -73,10 +73,12 @@ class Footprint:
             ways = {way: getattr(config, way) for way in needed if getattr(config, way) > 1}
             if processes % prod(ways.values()):
                 product = f"{' × '.join(ways)} = {' × '.join(map(str, ways.values()))}"
-                raise ConfigError([Problem(key, f"is {processes}; expected a multiple of {product}")])
+                raise ConfigError([ConfigProblem(key, f"is {processes}; expected a multiple of {product}")])
         if config.num_gpu % (processes * (per_process if config.num_gpu else 1)):
             each = f", {per_process} for each" if per_process > 1 else ""
-            raise ConfigError([Problem(key, f"is {processes}; num_gpu={config.num_gpu} does not divide by it{each}")])
+            raise ConfigError(
+                [ConfigProblem(key, f"is {processes}; num_gpu={config.num_gpu} does not divide by it{each}")]
+            )
         spread = None if config.placement is None else config.placement == "spread"
         together = config.tensor_parallel if spmd else 1
         alike = config.context_parallel * config.pipeline_parallel if spmd else 1
@@ -127,7 +129,7 @@ def plan(footprints: Mapping[str, Footprint], colocation: Sequence[Sequence[str]
         for one, other in pairwise(wishes):
             if members[one].spread != members[other].spread:
                 message = f"'{one}' and '{other}' share devices, and only one of them asks for `placement: spread`"
-                raise ConfigError([Problem(("runtime", "colocation", index), message)])
+                raise ConfigError([ConfigProblem(("runtime", "colocation", index), message)])
         if members:
             slots |= dict.fromkeys(members, _slot("+".join(members), members))
     alone = [name for name in footprints if name not in slots]

@@ -1,10 +1,19 @@
-"""The typed schema of a run. Every default lives here or in a recipe's ``defaults``, and nowhere else.
+"""The typed schema of a run. All defaults are declared here or in a recipe's ``defaults``.
 
-Unknown keys are refused (``extra="forbid"``) except where a section configures a function: there (``Function``) the
-function's keyword-only arguments are the schema, checked by coalign.config.functions. Imports no torch.
+Open `run.py` first (RunConfig). Unknown keys are refused, except in a section that configures a function
+(``Function``): there the function's keyword-only arguments are the schema, checked by coalign.config.functions.
 """
 
-from coalign.config.schema.base import FUNCTIONS, Function, Input, LossConfig, NoEffect, RewardConfig, Section
+from coalign.config.schema.base import (
+    FUNCTIONS,
+    DrawSetting,
+    Function,
+    InputPath,
+    LossConfig,
+    NoEffect,
+    RewardConfig,
+    Section,
+)
 from coalign.config.schema.data import DataConfig, SourceConfig
 from coalign.config.schema.model import PARALLEL, EmaConfig, LoraConfig, ModelConfig, OptimizerConfig
 from coalign.config.schema.pipeline import (
@@ -35,6 +44,7 @@ __all__ = [
     "STAGES",
     "CurriculumConfig",
     "DataConfig",
+    "DrawSetting",
     "EarlyStopConfig",
     "EmaConfig",
     "EvalSamplingConfig",
@@ -42,7 +52,7 @@ __all__ = [
     "Function",
     "GenerateConfig",
     "GuardsConfig",
-    "Input",
+    "InputPath",
     "JudgeConfig",
     "LoraConfig",
     "LossConfig",

@@ -1,14 +1,14 @@
-"""Where the data lies, which key of a row holds what, and what happens to rows that cannot be used."""
+"""Data files, the meaning of the keys of their rows, and what happens to unusable rows."""
 
 from __future__ import annotations
 
 import string
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
 
-from coalign.config.errors import Conflict, near
-from coalign.config.schema.base import Input, ResultNeutral, Section, Several
+from coalign.config.errors import Conflict, suggest
+from coalign.config.schema.base import Drawn, InputPath, OneOrMore, ResultNeutral, Section
 
 
 class SourceConfig(Section):
@@ -16,44 +16,44 @@ class SourceConfig(Section):
 
     shorthand = "path"
 
-    path: Annotated[str, Input("file")]
-    """JSONL, JSON, parquet, text, a directory written by `datasets.save_to_disk`, or several by a pattern
-    (`dir/*.jsonl`); for documents also the PREFIX.idx of an indexed dataset (`coalign indexed build`)."""
-    weight: NonNegativeFloat = 1.0
+    path: Drawn[Annotated[str, InputPath("file")]]
+    """JSONL, JSON, parquet or text; a directory written by `datasets.save_to_disk`; or a pattern (`dir/*.jsonl`). For
+    documents also the PREFIX.idx of an indexed dataset (`coalign indexed build`)."""
+    weight: Drawn[NonNegativeFloat] = 1.0
     """Probability of drawing from this source, relative to the others'."""
     prompt_key: str | None = None
-    """None: the run's `data.prompt_key`; likewise below."""
+    """None: `data.prompt_key`. Likewise below."""
     answer_key: str | None = None
     max_samples: PositiveInt | None = None
     keys: dict[str, str] = {}
-    """Other names in this source's rows: {our key: its key}, e.g. {chosen: response_a}; nested keys with dots."""
+    """This source's own names: {our key: its key}, e.g. {chosen: response_a}; nested keys with dots."""
 
 
 class DataConfig(Section):
-    train: Annotated[Several[SourceConfig], Field(examples=["train.jsonl"])] = []
+    train: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["train.jsonl"])] = []
     """A path, a list of paths, or a list of {path, weight, …}."""
-    eval: Annotated[Several[SourceConfig], Field(examples=["eval.jsonl"])] = []
+    eval: Annotated[Drawn[OneOrMore[SourceConfig]], Field(examples=["eval.jsonl"])] = []
     """Likewise, for evaluation."""
-    mixing: Literal["weight", "size", "tokens"] = "weight"
-    """Rows are drawn from a source in proportion to its `weight`, or to `weight` times its number of rows; or, by
-    `tokens`, so that its share of all tokens is in proportion to its `weight`."""
-    phases: dict[str, NonNegativeFloat] = {}
-    """Splits every training source between several runs, e.g. {sft: 2, rm: 4, rl: 4}: shares that never meet."""
-    phase: str | None = None
-    """The share that this run trains on."""
-    stream: bool = False
-    """Read training sources as they come instead of going through them first: for more rows than one waits for. Rows
-    are shuffled within a window; the run's length must be given in steps or tokens."""
-    stream_window: PositiveInt = 10_000
+    mixing: Drawn[Literal["weight", "size", "tokens"]] = "weight"
+    """The probability of drawing from a source is proportional to its `weight`; with `size`, to weight x rows; with
+    `tokens`, its share of all tokens is proportional to its weight."""
+    phases: Drawn[dict[str, NonNegativeFloat]] = {}
+    """Splits each training source between several runs, e.g. {sft: 2, rm: 4, rl: 4}; no row is in two shares."""
+    phase: Drawn[str | None] = None
+    """Name of the share that this run trains on."""
+    stream: Drawn[bool] = False
+    """Read training sources while training, not completely before the first step: for very large data. Rows are
+    shuffled within a window, and the length of the run must be set in steps or tokens."""
+    stream_window: Drawn[PositiveInt] = 10_000
     """Rows shuffled together when streaming."""
-    cache: ResultNeutral[str | None] = None
-    """A directory where tokenised sources are kept, by content of file, tokenizer, template and keys."""
+    cache: Drawn[ResultNeutral[str | None]] = None
+    """A directory that keeps tokenised sources, by a hash of their contents, tokenizer, template and keys."""
     prompt_key: str = "prompt"
     """A string, or a list of {role, content} messages."""
     answer_key: str = "answer"
-    """For SFT: the response to learn, unless the prompt's messages hold it. Rewards see the whole row."""
+    """SFT: the response to learn, unless it is in the prompt's messages. Reward functions see the whole row."""
     messages_key: str = "messages"
-    """A whole conversation; where a row has it, it is used instead of prompt and answer."""
+    """A whole conversation; if a row has one, it replaces prompt and answer."""
     text_key: str = "text"
     """A document (pre-training)."""
     chosen_key: str = "chosen"
@@ -63,7 +63,7 @@ class DataConfig(Section):
     """Several responses, ranked best first or scored under `scores_key`."""
     scores_key: str = "scores"
     margin_key: str = "margin"
-    """How much better the chosen response is, where a row says it."""
+    """How much better the chosen response is, if the row has a number."""
     label_key: str = "label"
     """Whether a single response is desirable (KTO): true or false, 1 or 0."""
     steps_key: str = "steps"
@@ -71,42 +71,32 @@ class DataConfig(Section):
     labels_key: str = "labels"
     """Whether each step is right: true or false, or a probability."""
     tools_key: str = "tools"
-    """Descriptions of tools (JSON Schema functions), handed to the chat template."""
+    """Descriptions of tools (JSON Schema functions) for the chat template."""
     step_separator: str = "\n"
-    """Ends each step; a process reward model judges at its last token."""
+    """Ends each step; a process reward model scores a step at its last token."""
     step_tokens: Annotated[list[str], Field(min_length=2, max_length=2)] = ["+", "-"]
-    """What a process reward model says of a right and of a wrong step: one token each."""
+    """Answers of a process reward model for a right and for a wrong step: one token each."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens of a conversation are learned: all turns of the assistant, its last one, or every token."""
     system: str | None = None
-    """System message put before each prompt."""
+    """System message before each prompt that has none."""
     chat_template: str = "auto"
     """`auto`: the tokenizer's; `none`: prompt text as it is; or a Jinja template, or a file that holds one."""
     prompt_format: str = "{prompt}"
     """Python format string applied to the prompt (the last user message, if it is a list), with the row's keys."""
     max_prompt_tokens: PositiveInt = 1024
-    """Of a prompt that is answered, or that responses are compared, labelled or judged by; not of a conversation."""
+    """Token limit of prompts, also of those with responses to compare, label or score; not of conversations."""
     max_tokens: PositiveInt | None = None
-    """Of prompt and response together; documents are cut into pieces of this length."""
+    """Token limit of prompt and response together; longer documents are split into pieces of this length."""
     on_empty: Literal["drop", "error"] = "drop"
-    """What to do with a row without a prompt, text or response; drops are counted and reported, here and below."""
+    """For rows without a prompt, text or response. Dropped rows are counted and reported, here and below."""
     on_missing_key: Literal["drop", "error"] = "error"
-    """… with a row that lacks the prompt's or answer's key."""
+    """For rows that lack the key of the prompt or answer."""
     on_identical: Literal["drop", "error"] = "drop"
-    """… with responses to compare that are all the same, or all ranked the same."""
+    """For responses to compare that are all the same, or all ranked the same."""
     on_long: Literal["drop", "truncate_left", "error"] = "drop"
-    """… with a prompt or conversation of too many tokens. What is to be answered is cut, never the (last) response."""
-    shuffle: bool = True
-
-    @model_validator(mode="after")
-    def _phase_is_one_of_the_phases(self) -> Self:
-        if self.phase is not None and self.phase not in self.phases:
-            raise Conflict(("phase",), f"'{self.phase}' is not one of data.phases{near(self.phase, self.phases)}")
-        if self.phases and self.phase is None:
-            raise Conflict(
-                ("phase",), f"missing: which of data.phases does this run train on ({', '.join(self.phases)})?"
-            )
-        return self
+    """For rows of too many tokens. `truncate_left` cuts the prompt, never the (last) response."""
+    shuffle: Drawn[bool] = True
 
     @field_validator("prompt_format")
     @classmethod
@@ -123,3 +113,11 @@ class DataConfig(Section):
         if sources and not any(source.weight for source in sources):
             raise ValueError("every source has weight 0, so there is none to draw from")
         return sources
+
+    def check(self) -> None:
+        if self.phase is not None and self.phase not in self.phases:
+            raise Conflict(("phase",), f"'{self.phase}' is not one of data.phases{suggest(self.phase, self.phases)}")
+        if self.phases and self.phase is None:
+            raise Conflict(
+                ("phase",), f"missing: which of data.phases does this run train on ({', '.join(self.phases)})?"
+            )

@@ -1,21 +1,17 @@
-"""How samples come about, and which of them are trained on.
-
-How a policy chooses tokens, and the engine that it does so with.
-"""
+"""Sampling, the generation engine, environments, and the selection of samples to train on."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import Function, Probability, Section
 
 
 class SamplingConfig(Section):
-    """How a policy chooses tokens. Log-probs are those of the distribution that was sampled from (after temperature,
-    before top-k / top-p / min-p truncation)."""
+    """How a policy samples tokens. Log-probs are taken after temperature, before top-k / top-p / min-p truncation."""
 
     max_new_tokens: PositiveInt = 256
     temperature: NonNegativeFloat = 1.0
@@ -26,108 +22,102 @@ class SamplingConfig(Section):
     min_p: Probability = 0.0
     repetition_penalty: PositiveFloat = 1.0
     stop: list[str] = []
-    """Strings that end a response; the string stays part of it."""
+    """Strings that end a response; they stay part of it."""
 
 
 class NativeConfig(Section):
     """The embedded generation engine."""
 
     max_sequences: PositiveInt = 256
-    """Sequences decoded at once."""
+    """Sequences decoded at the same time."""
     kv_tokens: PositiveInt | None = None
-    """Tokens the KV cache holds over all sequences; None: as many as max_sequences of the longest need."""
+    """Capacity of the KV cache in tokens, over all sequences; None: enough for max_sequences of the longest."""
     prefill_tokens: PositiveInt = 4096
-    """Prompt tokens computed in one forward."""
+    """Prompt tokens computed in one forward pass."""
 
 
 class RolloutConfig(Function):
-    """How a sample comes about: an environment (a function of coalign.environments, or a dotted path) and its limits."""
+    """The environment that produces samples: a function of coalign.environments, or a dotted path; and its limits."""
 
     fn: str = "single_turn"
     timeout: PositiveFloat = 300.0
-    """Seconds an environment may take for anything but the policy's own turns; its sample then counts as failed."""
+    """Seconds that an environment may take besides the policy's turns, before its sample counts as failed."""
     oversample: Annotated[float, Field(ge=1.0)] = 1.0
-    """Prompts begun for each one that is trained on; once enough groups are complete the others are cut short: dropped,
-    or, with `round_tokens`, carried on."""
+    """Prompts started per prompt that is trained on. Once enough groups are complete, the others are stopped: dropped
+    or, with `round_tokens`, continued later."""
     round_tokens: PositiveInt | None = None
-    """Partial roll-out: a response grows by at most this many tokens in one roll-out; what is unfinished goes on in the
-    next, under newer weights."""
+    """Partial roll-out: at most this many new tokens per response and roll-out. The next one continues it, with newer
+    weights."""
     max_age: NonNegativeInt | None = None
-    """Weight versions that the oldest token of a group may lag behind the step that trains on it; older groups are
-    dropped. None: `runtime.max_staleness`, and with `round_tokens` as many more as the longest response needs, 4 at
-    least."""
-
+    """Maximum staleness of the oldest token of a group, in weight versions; older groups are dropped. None:
+    `runtime.max_staleness`, and with `round_tokens` as many more as the longest response needs, at least 4."""
     samples_key: str | None = None
-    """Key of a data row that says how many samples its prompt gets, in place of `runtime.samples_per_prompt`."""
+    """Key of a row that holds the number of samples of its prompt, in place of `runtime.samples_per_prompt`."""
     max_new_tokens_key: str | None = None
-    """Key of a data row that limits the responses to its prompt, below the policy's `sampling.max_new_tokens`."""
+    """Key of a row that holds a token limit of its responses, below the policy's `sampling.max_new_tokens`."""
     group_tokens: PositiveInt | None = None
-    """The most new tokens of all samples of a prompt together, over all rounds and turns: each gets an equal share, and
-    ends as truncated where it is used up."""
+    """Limit of new tokens of all samples of a prompt together, over all rounds and turns. Each sample gets an equal
+    share, and is truncated at its end."""
 
-    @model_validator(mode="after")
-    def _only_single_turns_go_on(self) -> Self:
+    def check(self) -> None:
         if self.round_tokens is not None and self.fn != "single_turn":
             raise Conflict(
                 ("round_tokens",),
                 f"is set, and the environment `{self.fn}` cannot be cut in the middle of an episode: leave it out, or "
                 "use `fn: single_turn` (`oversample` works with every environment)",
             )
-        return self
 
 
 class FilterConfig(Function):
-    """Which groups of samples are trained on: a function of columns that returns one bool per sequence. What it takes
-    out is drawn again."""
+    """Selects the groups to train on: a function of columns that returns one bool per sequence. Rejected groups are
+    replaced by new ones."""
 
     max_rounds: PositiveInt = 10
-    """Roll-outs for one step before it makes do with what there is."""
+    """Maximum roll-outs of one step, which then trains on what it has."""
 
 
 class ReplayConfig(Function):
-    """Samples of earlier steps, trained on again: a function of the last batches (newest last) that returns one."""
+    """Trains again on samples of earlier steps: a function of the last batches (newest last) that returns one."""
 
     steps: PositiveInt = 1
-    """Batches remembered besides the newest."""
+    """Batches kept besides the newest."""
 
 
 class CurriculumConfig(Section):
-    """Prompts whose share of right answers is known to be outside of these bounds are passed over. It is that of the
-    samples of the run itself, and stays with the checkpoints."""
+    """Skips prompts whose known success rate is outside these bounds. The rate is measured on the run's own samples and
+    saved in checkpoints."""
 
     low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     high: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     forget: PositiveInt | None = None
     """Steps after which a prompt is tried again; None: never."""
     solved: float = 1.0
-    """Reward from which on an answer is right."""
+    """Minimum reward of a correct answer."""
 
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
+    def check(self) -> None:
         if self.low > self.high:
             raise Conflict(("low",), f"is {self.low}, above high ({self.high})")
-        return self
 
 
 class GuardsConfig(Section):
-    """What a healthy step looks like. NaN and infinity in a loss or a gradient norm always count as unhealthy."""
+    """Limits of a healthy step. NaN and infinity in a loss or a gradient norm always count as unhealthy."""
 
     max_approx_kl: PositiveFloat | None = None
-    """Of `loss/approx_kl`: how far the updates of a step move the policy (nats per token)."""
+    """Limit of `loss/approx_kl`: how far the updates of a step move the policy (nats per token)."""
     max_kl_ref: PositiveFloat | None = None
-    """Of `loss/kl_ref`: how far the policy is from the reference (nats per token)."""
+    """Limit of `loss/kl_ref`: divergence of the policy from the reference (nats per token)."""
     min_entropy: NonNegativeFloat | None = None
-    """Of `loss/entropy` (nats per token); the losses of a policy report it with `loss.measure_entropy: true`."""
+    """Limit of `loss/entropy` (nats per token), which policy losses report with `loss.measure_entropy: true`."""
     max_mismatch: PositiveFloat | None = None
-    """Of `loss/mismatch`: the mean |Δ log-prob| between trainer and sampler."""
+    """Limit of `loss/mismatch`: the mean |Δ log-prob| between trainer and sampler."""
     max_mismatch_max: PositiveFloat | None = None
-    """Of `loss/mismatch_max`: the greatest |Δ log-prob| between them."""
+    """Limit of `loss/mismatch_max`: the greatest |Δ log-prob| between them."""
     max_mismatch_kl: PositiveFloat | None = None
-    """Of `loss/mismatch_kl`: the divergence between them (nats per token)."""
+    """Limit of `loss/mismatch_kl`: the divergence between them (nats per token)."""
     min_ess: Probability | None = None
-    """Of `loss/ess`: the effective sample size of the importance weights, from 0 to 1."""
+    """Limit of `loss/ess`: the effective sample size of the importance weights, from 0 to 1."""
     patience: PositiveInt = 1
-    """Unhealthy steps in a row before something is done; NaN and infinity have none."""
+    """Consecutive unhealthy steps before `action`; for NaN and infinity it is immediate."""
     action: Literal["stop", "rollback"] = "stop"
-    """`rollback` goes back to the last good checkpoint, and on with later data."""
+    """`rollback` returns to the last good checkpoint and continues with later data."""
     max_rollbacks: PositiveInt = 3

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, PrivateAttr, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, PrivateAttr
 
-from coalign.config.errors import Conflict, Key, Places, near
+from coalign.config.errors import Conflict, Key, KeyLocations, suggest
 from coalign.config.schema.base import (
     FUNCTIONS,
     Function,
     LossConfig,
+    OneOrMore,
     ResultNeutral,
     RewardConfig,
     Section,
-    Several,
     check_rewards,
 )
 from coalign.config.schema.data import DataConfig, SourceConfig
@@ -24,19 +24,17 @@ from coalign.config.schema.runtime import RuntimeConfig, SyncConfig
 
 
 class PtxConfig(Section):
-    """Language modelling on other data, beside the policy's own objective (PPO-ptx, 2203.02155)."""
+    """A language-modelling loss on other data, added to the policy's objective (PPO-ptx, 2203.02155)."""
 
-    data: Annotated[Several[SourceConfig], Field(examples=["documents.jsonl"])] = []
+    data: Annotated[OneOrMore[SourceConfig], Field(examples=["documents.jsonl"])] = []
     coef: NonNegativeFloat = 1.0
-    """Of the negative log-likelihood per token, added to the policy's loss."""
+    """Weight of the negative log-likelihood per token in the policy's loss."""
     rows_per_step: PositiveInt = 8
     kind: Literal["documents", "conversations"] = "documents"
 
-    @model_validator(mode="after")
-    def _has_data(self) -> Self:
+    def check(self) -> None:
         if not self.data:
             raise Conflict(("data",), "is missing: the rows to mix in")
-        return self
 
 
 class RunConfig(Section):
@@ -53,57 +51,54 @@ class RunConfig(Section):
     curriculum: CurriculumConfig | None = None
     filter: Annotated[FilterConfig | None, Field(examples=[{"fn": "varied"}])] = None
     replay: Annotated[ReplayConfig | None, Field(examples=[{"fn": "mix"}])] = None
-    reward: Annotated[Several[RewardConfig], Field(examples=[{"fn": "math"}])] = []
+    reward: Annotated[OneOrMore[RewardConfig], Field(examples=[{"fn": "math"}])] = []
     """Reward functions, summed by weight."""
     truncated: Annotated[Function | None, Field(examples=[{"fn": "mask_truncated"}])] = None
-    """What becomes of responses cut by a limit, before advantages are taken: a function of columns, such as
-    `mask_truncated` (not trained on) or `scale_truncated` (their reward times `factor`)."""
+    """Treatment of truncated responses before advantages are computed: a function of columns, such as `mask_truncated`
+    (not trained on) or `scale_truncated` (their reward times `factor`)."""
     advantage: Function | None = None
     pairs: Annotated[Function | None, Field(examples=[{"fn": "best_worst"}])] = None
-    """Which responses of a group are compared, for recipes that learn from comparisons of what the policy wrote."""
+    """Selects the responses of a group to compare, in recipes that learn from comparisons of the policy's samples."""
     loss: LossConfig | None = None
     ptx: PtxConfig | None = None
-    """Adds a language-modelling loss to every update of the main model."""
+    """A language-modelling loss on other data, in each update of the main model."""
     kl: Function | None = None
-    """Where the penalty on divergence from the reference enters, for recipes that put it into the reward."""
+    """The penalty on divergence from the reference, in recipes that put it into the reward."""
     sync: SyncConfig = SyncConfig()
     models: dict[str, ModelConfig] = {}
 
-    _places: Places = PrivateAttr(default_factory=lambda: Places({}))
+    _places: KeyLocations = PrivateAttr(default_factory=lambda: KeyLocations({}))
 
     @property
-    def places(self) -> Places:
-        """Where each key was written; empty for a configuration that was not loaded from YAML."""
+    def places(self) -> KeyLocations:
+        """Where each key was written; empty if the configuration was not loaded from YAML."""
         return self._places
 
-    @model_validator(mode="after")
-    def _colocated_models_exist(self) -> Self:
-        known = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
-        for index, group in enumerate(self.runtime.colocation):
-            for name in group:
-                if name not in known:
-                    raise Conflict(("runtime", "colocation", index), f"there is no model '{name}'{near(name, known)}")
-        return self
+    def check(self) -> None:
+        self._check_model_names()
+        self._check_rewards()
+        self._check_lengths()
 
-    @model_validator(mode="after")
-    def _groups_end_on_one_replica(self) -> Self:
+    def _check_model_names(self) -> None:
+        known = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
+        profiled = self.runtime.profile.models if self.runtime.profile else []
+        named: list[tuple[Key, str]] = [
+            *(
+                (("runtime", "colocation", i), name)
+                for i, group in enumerate(self.runtime.colocation)
+                for name in group
+            ),
+            *((("runtime", "profile", "models", i), name) for i, name in enumerate(profiled)),
+        ]
+        for key, name in named:
+            if name not in known:
+                raise Conflict(key, f"there is no model '{name}'{suggest(name, known)}")
         for name, model in self.models.items():
             if model.spread_samples and self.rollout.oversample > 1:
                 why = "ends a roll-out by groups that are complete, which no replica sees where samples are spread"
                 raise Conflict(("models", name, "spread_samples"), f"rollout.oversample {why}; leave one of them out")
-        return self
 
-    @model_validator(mode="after")
-    def _profiled_models_exist(self) -> Self:
-        known = [*self.models, *([FUNCTIONS] if any(reward.fn for reward in self.reward) else [])]
-        for index, name in enumerate(self.runtime.profile.models if self.runtime.profile else []):
-            if name not in known:
-                key: Key = ("runtime", "profile", "models", index)
-                raise Conflict(key, f"there is no model '{name}'{near(name, known)}")
-        return self
-
-    @model_validator(mode="after")
-    def _rewards_fit(self) -> Self:
+    def _check_rewards(self) -> None:
         check_rewards(self.reward)
         scorers = [name for name, model in self.models.items() if model.head == "reward" or model.judge]
         for index, reward in enumerate(self.reward):
@@ -111,7 +106,8 @@ class RunConfig(Section):
                 continue
             key: Key = ("reward", index, "model")
             if reward.model not in self.models:
-                raise Conflict(key, f"there is no model '{reward.model}'{near(reward.model, scorers or self.models)}")
+                near = suggest(reward.model, scorers or self.models)
+                raise Conflict(key, f"there is no model '{reward.model}'{near}")
             raise Conflict(
                 key,
                 f"models.{reward.model} scores nothing: its head is `{self.models[reward.model].head}` (a reward "
@@ -119,43 +115,32 @@ class RunConfig(Section):
             )
         if self.reward and "reward" in self.models and all(reward.model != "reward" for reward in self.reward):
             raise Conflict(("models", "reward"), "is not among the parts of `reward`; list it: {model: reward}")
-        return self
 
-    @model_validator(mode="after")
-    def _schedules_have_a_length(self) -> Self:
+    def _check_lengths(self) -> None:
+        every, runtime = self.sync.every, self.runtime
         for name, model in self.models.items():
             where, config = ("models", name, "optimizer"), model.optimizer
-            if config.unit == "tokens" and self.runtime.tokens is None:
+            if config.unit == "tokens" and runtime.tokens is None:
                 raise Conflict((*where, "unit"), "is `tokens`, so the run needs `runtime.tokens`, its length in tokens")
-            endless = self.data.stream and self.runtime.steps is None
+            endless = self.data.stream and runtime.steps is None
             if config.unit == "steps" and config.schedule != "constant" and endless:
                 raise Conflict(
                     (*where, "schedule"),
                     f"is `{config.schedule}`, and a stream (data.stream) has no known number of steps: set "
                     "`runtime.steps`, or `unit: tokens` and `runtime.tokens`",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _syncs_suit_the_run(self) -> Self:
-        every, runtime = self.sync.every, self.runtime
         if runtime.max_staleness < every - 1:
             raise Conflict(
                 ("sync", "every"),
                 f"is {every}, so a batch is sampled from weights that are up to {every - 1} steps old: set "
                 f"`runtime.max_staleness` to {every - 1} or more (it is {runtime.max_staleness})",
             )
-        for key in ("eval_every", "save_every"):
-            if getattr(runtime, key) % every:
+        for name in ("eval_every", "save_every"):
+            if getattr(runtime, name) % every:
                 raise Conflict(
-                    ("runtime", key),
-                    f"is {getattr(runtime, key)}, no multiple of `sync.every` ({every}): between two syncs the model "
+                    ("runtime", name),
+                    f"is {getattr(runtime, name)}, no multiple of `sync.every` ({every}): between two syncs the model "
                     "that generates has older weights than those that are evaluated and saved",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluation_has_data(self) -> Self:
-        if self.runtime.eval_every and not self.data.eval:
-            raise Conflict(("runtime", "eval_every"), f"is {self.runtime.eval_every}, and there is no data.eval")
-        return self
+        if runtime.eval_every and not self.data.eval:
+            raise Conflict(("runtime", "eval_every"), f"is {runtime.eval_every}, and there is no data.eval")

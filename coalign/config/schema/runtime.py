@@ -1,15 +1,10 @@
-"""How long a run is, what a step holds, when it evaluates and saves.
-
-What a run tells of itself besides metrics.
-
-How weights travel from the models that learn to those that generate.
-"""
+"""Length of a run, size of a step, evaluation, checkpoints, logging, profiling, and synchronisation of weights."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coalign.config.errors import Conflict
 from coalign.config.schema.base import Probability, ResultNeutral, Section
@@ -17,50 +12,50 @@ from coalign.config.schema.rollout import GuardsConfig
 
 
 class ProfileConfig(Section):
-    """Traces of some steps, by every process of some models, in `profile/step_N/` of the run folder."""
+    """Traces some steps in all processes of some models, to `profile/step_N/` of the run folder."""
 
     steps: list[PositiveInt]
-    """Those to trace, counted from 1. A trace of one step may have a hundred MB."""
+    """Steps to trace, counted from 1. A trace of one step may take a hundred MB."""
     models: list[str] = []
-    """None: all of them."""
+    """Models to trace; empty: all."""
     tool: Literal["torch", "nsys"] = "torch"
-    """`torch`: a file for Perfetto from each process. `nsys`: NVTX ranges, between cudaProfilerStart and -Stop, for
+    """`torch`: a Perfetto file per process. `nsys`: NVTX ranges between cudaProfilerStart and cudaProfilerStop, for
     runs under `nsys profile --capture-range=cudaProfilerApi`."""
     memory: bool = False
-    """Also every allocation."""
+    """Also record memory allocations."""
     stacks: bool = False
-    """Also the Python line that each operation comes from (slow)."""
+    """Also record the Python line of each operation (slow)."""
     shapes: bool = False
-    """Also the shapes of what operations get."""
+    """Also record the shapes of inputs."""
 
 
 class SyncConfig(Section):
-    """How weights travel from a model that learns to those that compute with them."""
+    """How weights are copied from trained models to those that use them."""
 
     shorthand = "transport"
 
     transport: ResultNeutral[Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "object_store", "disk"]] = "auto"
-    """`auto` takes what the placement allows: the live tensors within one process, the GPUs' own memory (`cuda_ipc`) or
-    the host's (`shared_memory`) on one host, groups of torch.distributed between hosts (`broadcast`), Ray's object
-    store where the two models take turns on their devices. `disk`: files in `directory`."""
+    """`auto` chooses by placement: the live tensors within one process; GPU memory (`cuda_ipc`) or host memory
+    (`shared_memory`) on one host; torch.distributed groups between hosts (`broadcast`); Ray's object store if the two
+    models share their devices in turn. `disk`: files in `directory`."""
     adapters: Literal["merged", "apart"] = "merged"
-    """Of a trainer with `lora`: `merged` into the weights; `apart`: after the first sync the adapters alone travel, and
-    the policy's engine (`vllm`) adds what they compute to what its weights do."""
+    """For a trainer with `lora`. `merged`: weights are sent with the adapters merged in. `apart`: after the first sync
+    only the adapters are sent, and the policy's engine (`vllm`) applies them beside its weights."""
     verify: ResultNeutral[Literal["all", "rotating"]] = "rotating"
-    """What is looked at, on both sides, of every tensor in memory that processes of one host share: `all` bytes, or,
-    after the first time, another eighth of it each time. What leaves such memory is always verified whole."""
+    """Checksums of tensors in memory that processes of one host share: over `all` bytes or, after the first sync, over
+    another eighth each time. Tensors sent by other ways are always verified completely."""
     every: PositiveInt = 1
-    """Training steps from one sync to the next; more than one needs `runtime.max_staleness` of `every` - 1 at least."""
+    """Training steps between syncs; more than 1 requires `runtime.max_staleness` of at least `every` - 1."""
     timeout: ResultNeutral[PositiveFloat] = 600.0
-    """Seconds without any progress after which a sync fails, with the rank and the tensor that it waited for."""
+    """Seconds without progress before a sync fails; the error names the awaited rank and tensor."""
     bucket_mib: ResultNeutral[PositiveInt] = 64
-    """MiB that travel at once by `broadcast`, `object_store` and `disk` (a larger tensor travels on its own)."""
+    """MiB sent at once by `broadcast`, `object_store` and `disk`; a larger tensor is sent on its own."""
     directory: ResultNeutral[str | None] = None
-    """Of `disk`: a directory that all hosts see; None: `sync` in the run folder."""
+    """For `disk`: a directory that all hosts can access; None: `sync` in the run folder."""
 
 
 class EvalSamplingConfig(Section):
-    """How the policy samples in evaluation; None: as in training."""
+    """How the policy samples during evaluation; None: as in training."""
 
     max_new_tokens: PositiveInt | None = None
     temperature: NonNegativeFloat | None = 0.0
@@ -71,7 +66,7 @@ class EvalSamplingConfig(Section):
 
 
 class EarlyStopConfig(Section):
-    """Ends the run when evaluation no longer improves."""
+    """Ends the run when an evaluation metric no longer improves."""
 
     shorthand = "metric"
 
@@ -79,49 +74,49 @@ class EarlyStopConfig(Section):
     """For example `eval/loss/value`."""
     mode: Literal["min", "max"] = "min"
     patience: PositiveInt = 3
-    """Evaluations in a row without improvement."""
+    """Consecutive evaluations without improvement."""
     min_delta: NonNegativeFloat = 0.0
-    """Changes up to this much are no improvement."""
+    """Smaller changes do not count as improvement."""
 
 
 class RuntimeConfig(Section):
     cluster: ResultNeutral[Literal["local", "ray", "auto"]] = "auto"
-    """`auto`: Ray when an address is given or a model needs more than one process; else this process."""
+    """`auto`: Ray if an address is given or a model needs several processes; otherwise this process."""
     ray_address: ResultNeutral[str | None] = None
-    """None: start Ray here, on demand."""
+    """None: start Ray locally if needed."""
     accelerator: str = "GPU"
-    """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`, … Any other name stands for devices on a
-    machine that has none: models take turns on them, and compute on the CPU."""
+    """Ray's name of the resource that `num_gpu` counts: `GPU`, `NPU`, `HPU`, … Any other name simulates devices on a
+    machine without any: models take turns on them and compute on the CPU."""
     wait_for_devices: ResultNeutral[NonNegativeFloat] = 0.0
-    """Seconds to wait for devices that other jobs hold or that nodes still bring, before the run is refused."""
+    """Seconds to wait for devices that are in use or on nodes that are starting, before the run is refused."""
     steps: PositiveInt | None = None
     """Training steps; None: as many as `epochs` give."""
     epochs: PositiveInt = 1
     tokens: PositiveInt | None = None
-    """Tokens to train on before the run ends (if `steps` or `epochs` do not end it first)."""
+    """Tokens after which training ends, unless `steps` or `epochs` end it first."""
     prompts_per_step: PositiveInt = 8
     """Rows of one step: prompts (RL), conversations (SFT), comparisons (DPO, reward models)."""
     tokens_per_step: PositiveInt | None = None
-    """Tokens of one step instead: rows are drawn until they hold this many. What the last one is over counts for the
-    next step, so this is the mean."""
+    """Tokens of one step, in place of rows: rows are drawn until they hold this many. The excess of the last row counts
+    for the next step, so this is the mean."""
     samples_per_prompt: PositiveInt = 1
     max_staleness: NonNegativeInt = 0
-    """How many weight versions a batch may lag behind the trainer; 0 is synchronous."""
+    """Weight versions that a batch may lag behind the trainer; 0 is synchronous."""
     colocation: list[list[str]] = []
     """Groups of models that share their devices in turn."""
     device_memory: ResultNeutral[PositiveFloat | None] = None
-    """GiB of a device that its models may use. Then they leave it (`offload`) only if there is no room for all, and
-    what is called next comes early; None: they take turns. A CPU that stands for a device counts weights, gradients,
-    optimizer and KV cache, and refuses more."""
+    """GiB of a device that colocated models may use together. They are offloaded only if not all fit, and the next one
+    is loaded ahead of its call. None: they take turns. A simulated device counts weights, gradients, optimizer and KV
+    cache, and refuses more."""
     threads: ResultNeutral[PositiveInt | None] = None
     """CPU threads of each process; None: all cores of its machine."""
     resume: ResultNeutral[str] = "auto"
-    """`auto`: the newest good checkpoint of the run folder; `never`: the run starts at step 0, and moves the
-    checkpoints and metrics of an earlier run aside; or a checkpoint directory."""
+    """`auto`: the newest good checkpoint of the run folder; `never`: start at step 0 and move the checkpoints and
+    metrics of an earlier run aside; or a checkpoint directory."""
     save_every: ResultNeutral[NonNegativeInt] = 0
     """Steps between checkpoints; 0: only at the end."""
     keep: ResultNeutral[PositiveInt] = 2
-    """Newest checkpoints kept (the best one besides)."""
+    """Number of newest checkpoints to keep, besides the best one."""
     best: str | None = None
     """Metric whose best checkpoint is kept, e.g. `eval/mean`."""
     best_mode: Literal["max", "min"] = "max"
@@ -135,44 +130,31 @@ class RuntimeConfig(Section):
     """n for mean@n and pass@k."""
     eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
     log_samples: ResultNeutral[NonNegativeInt] = 4
-    """Samples written to samples.jsonl each step."""
+    """Samples per step to write to samples.jsonl."""
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
     tensorboard: ResultNeutral[bool] = True
     wandb: ResultNeutral[str | None] = None
     """Project name; needs the extra [wandb]."""
     call_timeout: ResultNeutral[PositiveFloat] = 3600.0
-    """Seconds any one call to a model may take before the run stops with its name."""
+    """Seconds that a call of a model may take before the run stops; the error names the call."""
     stall: ResultNeutral[PositiveFloat | None] = 900.0
-    """Seconds after which a call is reported, with the Python stacks of every process in `stalls/`; None: never."""
+    """Seconds after which a call is reported, with the Python stacks of all processes in `stalls/`; None: never."""
     timeline_every: ResultNeutral[NonNegativeInt] = 0
-    """Steps between timelines (`timeline/step_N.json`: who computed what, when, and who waited); 0: none."""
+    """Steps between timelines of calls and waits (`timeline/step_N.json`); 0: none."""
     profile: ResultNeutral[Annotated[ProfileConfig | None, Field(examples=[{"steps": [3]}])]] = None
 
-    @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
+    def check(self) -> None:
         if self.eval_samples > 1 and self.eval_sampling.temperature == 0.0:
             raise Conflict(
                 ("eval_samples",),
                 f"is {self.eval_samples}, and runtime.eval_sampling.temperature is 0 (greedy), so a prompt's samples "
                 "would all be the same; set a temperature above 0",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stopping_early_needs_evaluations(self) -> Self:
         if self.early_stop and not self.eval_every:
             raise Conflict(("early_stop",), "watches evaluations, and there are none: set runtime.eval_every")
-        return self
-
-    @model_validator(mode="after")
-    def _rolling_back_needs_checkpoints(self) -> Self:
         if self.guards.action == "rollback" and not self.save_every:
             raise Conflict(("guards", "action"), "is `rollback`, to the last checkpoint: set runtime.save_every")
-        return self
-
-    @model_validator(mode="after")
-    def _each_model_in_one_group(self) -> Self:
         first: dict[str, int] = {}
         for index, group in enumerate(self.colocation):
             for name in group:
@@ -180,4 +162,3 @@ class RuntimeConfig(Section):
                     where = "twice in one group" if first[name] == index else f"in groups {first[name]} and {index}"
                     raise Conflict(("colocation", index), f"'{name}' is {where}; a model belongs to one group")
                 first[name] = index
-        return self

@@ -1,6 +1,9 @@
-"""Documents as token ids on disk, in Megatron's format: written once, mapped by every run."""
+"""Tokenised documents on disk in Megatron's format: written once, mapped by every run.
 
-from coalign.data.indexed.documents import IndexedDocuments, prefix_of
-from coalign.data.indexed.format import Indexed, Writer, dtype_for
+`format.py` reads and writes the files, `build.py` makes them from text, `documents.py` is their source for training.
+"""
 
-__all__ = ["Indexed", "IndexedDocuments", "Writer", "dtype_for", "prefix_of"]
+from coalign.data.indexed.documents import IndexedDocuments, find_prefix
+from coalign.data.indexed.format import IndexedTokens, IndexedWriter, choose_dtype
+
+__all__ = ["IndexedDocuments", "IndexedTokens", "IndexedWriter", "choose_dtype", "find_prefix"]

@@ -1,7 +1,7 @@
-"""From files of documents to an indexed dataset: by several processes, and going on where a killed one stopped.
+"""Builds an indexed dataset from files of documents, in several processes, and resumes a build that was killed.
 
-The rows are cut into chunks of equal number. Each becomes an indexed dataset of its own in PREFIX.parts, whole or not
-at all; at the end they are joined in the order of the files, so the result does not depend on the processes.
+Rows are divided into chunks of equal number. Each chunk is written atomically as an indexed dataset in PREFIX.parts. At
+the end all parts are joined in file order, so the result does not depend on the processes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.cache import identify, sizes
-from coalign.data.indexed.format import Indexed, Writer, dtype_for, files
-from coalign.data.kinds import DocumentSource
+from coalign.data.cache import hash_settings, list_file_sizes
+from coalign.data.indexed.format import IndexedTokens, IndexedWriter, choose_dtype, name_files
+from coalign.data.kinds import DocumentEncoder
 from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template
 from coalign.files import move_aside
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What becomes of what; ``chunk``: rows that one process works on at a time. The others: DataConfig's."""
+class BuildPlan:
+    """Inputs and settings of a build. ``chunk`` is the number of rows per task; the others are DataConfig's."""
 
     inputs: tuple[str, ...]
     tokenizer: str
@@ -49,21 +49,23 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One chunk: rows of an input from a place on. ``part`` is the prefix to write."""
+class BuildTask:
+    """One chunk: rows of input number ``input`` from ``place`` on, to write with the prefix ``part``."""
 
-    plan: Plan
+    plan: BuildPlan
     input: int
     place: ReadPosition
     part: Path
 
 
-def build(plan: Plan, prefix: Path, *, processes: int, advance: Callable[[int], None] = lambda rows: None) -> Counter:
-    """Write PREFIX.bin and PREFIX.idx; how many rows there were, and what became of them (`used`, `empty`, …, and
-    `tokens`). ``advance`` is told of rows that are done.
+def build(
+    plan: BuildPlan, prefix: Path, *, processes: int, advance: Callable[[int], None] = lambda rows: None
+) -> Counter:
+    """Write PREFIX.bin and PREFIX.idx, and return counts: `rows`, `used`, `empty`, …, and `tokens`.
 
-    Raises FileExistsError if the output is there, ValueError for a row that may not be dropped (data.on_missing_key,
-    data.on_empty), for PREFIX.parts of other inputs or settings, and if no document is left.
+    ``advance`` is called with the number of rows done. FileExistsError if the output exists. ValueError for a row that
+    may not be dropped (data.on_missing_key, data.on_empty), for PREFIX.parts of another build, and if no document is
+    usable.
     """
     _check_absent(prefix)
     parts = prefix.with_name(f"{prefix.name}.parts")
@@ -78,33 +80,35 @@ def build(plan: Plan, prefix: Path, *, processes: int, advance: Callable[[int], 
     if not total["used"]:
         shutil.rmtree(parts)
         raise ValueError(f"{', '.join(plan.inputs)}: no document to write ({dict(total)})")
-    join([Indexed(part) for part in sorted(done)], prefix)
+    join([IndexedTokens(part) for part in sorted(done)], prefix)
     shutil.rmtree(parts)
     return total
 
 
-def join(datasets: Sequence[Indexed], prefix: Path) -> None:
-    """All documents of ``datasets``, in turn, as one dataset. ValueError unless their tokens are of one type,
-    FileExistsError if it is there."""
+def join(datasets: Sequence[IndexedTokens], prefix: Path) -> None:
+    """Write all documents of ``datasets``, in order, as one dataset.
+
+    ValueError if the types of their tokens differ, FileExistsError if the output exists.
+    """
     _check_absent(prefix)
-    with Writer(prefix, datasets[0].dtype) as out:
+    with IndexedWriter(prefix, datasets[0].dtype) as out:
         for each in datasets:
             out.extend(each)
 
 
 def _check_absent(prefix: Path) -> None:
-    if there := [file for file in files(prefix) if file.exists()]:
-        raise FileExistsError(f"{there[0]} exists already; remove it or choose another output")
+    if existing := [file for file in name_files(prefix) if file.exists()]:
+        raise FileExistsError(f"{existing[0]} exists already; remove it or choose another output")
 
 
 def _workers(processes: int) -> Executor:
-    """One is this process: it has what it needs, and a new one takes seconds to import it."""
+    """Start workers; a single one is a thread, because a new process needs seconds for its imports."""
     return ThreadPoolExecutor(1) if processes == 1 else ProcessPoolExecutor(processes, get_context("spawn"))
 
 
-def _each(pool: Executor, tasks: Iterator[Task], ahead: int) -> Iterator[tuple[Task, Counter]]:
-    """Each task and what came of it, as they end; never more than ``ahead`` of them wait."""
-    running: dict[Future[Counter], Task] = {}
+def _each(pool: Executor, tasks: Iterator[BuildTask], ahead: int) -> Iterator[tuple[BuildTask, Counter]]:
+    """Run the tasks and yield each with its counts as it ends; at most ``ahead`` are submitted at once."""
+    running: dict[Future[Counter], BuildTask] = {}
     while True:
         for task in islice(tasks, ahead - len(running)):
             running[pool.submit(_tokenise, task)] = task
@@ -120,51 +124,51 @@ def _each(pool: Executor, tasks: Iterator[Task], ahead: int) -> Iterator[tuple[T
             yield task, counts
 
 
-def _tasks(plan: Plan, parts: Path) -> Iterator[Task]:
+def _tasks(plan: BuildPlan, parts: Path) -> Iterator[BuildTask]:
     number = 0
     for which, path in enumerate(plan.inputs):
         for place in islice(_places(path), 0, None, plan.chunk):
-            yield Task(plan, which, place, parts / f"{number:08d}")
+            yield BuildTask(plan, which, place, parts / f"{number:08d}")
             number += 1
 
 
 def _places(path: str) -> Iterator[ReadPosition]:
-    """Where each row begins."""
+    """Yield the position of each row."""
     place = START
     for _, after in open_rows(path).read():
         yield place
         place = after
 
 
-def _tokenise(task: Task) -> Counter[str]:
-    """Write the part, unless an earlier build has."""
-    told = task.part.with_suffix(".json")
-    if told.exists():
-        return Counter(json.loads(told.read_bytes()))
-    examples, dtype = _reading(task.plan, task.input)
-    examples.counts = Counter()
-    with Writer(task.part, dtype) as out:
+def _tokenise(task: BuildTask) -> Counter[str]:
+    """Write the part, unless an earlier build has done so; return its counts."""
+    counts = task.part.with_suffix(".json")
+    if counts.exists():
+        return Counter(json.loads(counts.read_bytes()))
+    encoder, dtype = _reading(task.plan, task.input)
+    encoder.counts = Counter()
+    with IndexedWriter(task.part, dtype) as out:
         for entry, _ in islice(open_rows(task.plan.inputs[task.input]).read(task.place), task.plan.chunk):
-            for example in examples.use(entry) or ():
+            for example in encoder.use(entry) or ():
                 out.add(example.tokens)
-                examples.counts["tokens"] += len(example.tokens)
-    _write(told, dict(examples.counts))
-    return examples.counts
+                encoder.counts["tokens"] += len(example.tokens)
+    _write(counts, dict(encoder.counts))
+    return encoder.counts
 
 
 @cache
-def _reading(plan: Plan, which: int) -> tuple[DocumentSource, Any]:
-    """How documents of an input are made, and the type of their tokens. Once in a process."""
+def _reading(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
+    """Make the encoder of an input and the type of its tokens, once per process."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer, trust_remote_code=plan.trust_remote_code)
     path = plan.inputs[which]
-    examples = DocumentSource(Path(path).name, plan.config, SourceConfig(path=path), load_template(tokenizer, "none"))
-    return examples, dtype_for(len(tokenizer))
+    examples = DocumentEncoder(Path(path).name, plan.config, SourceConfig(path=path), load_template(tokenizer, "none"))
+    return examples, choose_dtype(len(tokenizer))
 
 
-def _claim(parts: Path, plan: Plan) -> None:
-    """Make the folder of the parts. ValueError if it holds those of another build."""
+def _claim(parts: Path, plan: BuildPlan) -> None:
+    """Create the folder of the parts. ValueError if it holds those of another build."""
     told = parts / "build.json"
     now = _identity(plan)
     if told.exists() and any(parts.glob("[0-9]*.json")):
@@ -179,12 +183,12 @@ def _claim(parts: Path, plan: Plan) -> None:
     _write(told, now)
 
 
-def _identity(plan: Plan) -> Mapping[str, Any]:
+def _identity(plan: BuildPlan) -> Mapping[str, Any]:
     found = {"settings": [], "inputs": []}
     for which, path in enumerate(plan.inputs):
         examples, dtype = _reading(plan, which)
-        found["settings"].append(identify(examples, plan.config, SourceConfig(path=path), None, None))
-        found["inputs"].append([path, sizes(open_rows(path))])
+        found["settings"].append(hash_settings(examples, plan.config, SourceConfig(path=path), None, None))
+        found["inputs"].append([path, list_file_sizes(open_rows(path))])
     return json.loads(json.dumps({**found, "dtype": str(dtype), "chunk": plan.chunk}))
 
 

@@ -1,8 +1,8 @@
-"""Megatron's indexed dataset: PREFIX.bin holds token ids end to end, PREFIX.idx says where sequences and documents lie.
+"""Reads and writes Megatron's indexed datasets: PREFIX.bin holds token ids, PREFIX.idx the positions of documents.
 
 The index, little endian: 9 bytes MAGIC, u64 version (1), u8 code of the tokens' type, u64 sequences, u64 documents + 1,
-i32 length of each sequence, i64 place in bytes of each, i64 first sequence of each document and the end of the last one
-(megatron/core/datasets/indexed_dataset.py).
+i32 length of each sequence, i64 offset in bytes of each, i64 first sequence of each document and the end of the last
+one (megatron/core/datasets/indexed_dataset.py).
 """
 
 from __future__ import annotations
@@ -14,33 +14,37 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-SMALL = 65500  # tokens of a vocabulary that Megatron stores in 16 bits
+SMALL = 65500  # Megatron stores ids of smaller vocabularies in 16 bits
 
 
-def dtype_for(vocabulary: int) -> np.dtype:
-    """The type in which Megatron stores token ids of a vocabulary of this size."""
+def choose_dtype(vocabulary: int) -> np.dtype:
+    """Return the type in which Megatron stores token ids of a vocabulary of this size."""
     return np.dtype(np.uint16 if vocabulary < SMALL else np.int32)
 
 
-def files(prefix: Path) -> tuple[Path, Path]:
-    """PREFIX.bin and PREFIX.idx."""
+def name_files(prefix: Path) -> tuple[Path, Path]:
+    """Return the paths PREFIX.bin and PREFIX.idx."""
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
 
 
-class Indexed:
-    """What lies at ``prefix``, mapped. ``lengths`` i32[S] of sequences; ``documents`` i64[D + 1]: where each begins
-    among the sequences; ``ends`` i64[D + 1]: where each begins among the tokens, which are ``flat``, mapped."""
+class IndexedTokens:
+    """The indexed dataset at ``prefix``, mapped.
+
+    ``lengths`` i32[S] of sequences; ``documents`` i64[D + 1], the first sequence of each document; ``ends`` i64[D + 1],
+    the first token of each document in ``flat``, all tokens.
+    """
 
     def __init__(self, prefix: Path) -> None:
-        """FileNotFoundError, or ValueError for files that are not what they say."""
+        """FileNotFoundError, or ValueError for inconsistent files."""
         self.prefix = prefix
-        data, index = files(prefix)
+        data, index = name_files(prefix)
         raw = np.memmap(index, np.uint8, mode="r")
         magic, version, code, sequences, documents = (
             HEADER.unpack(raw[: HEADER.size].tobytes()) if len(raw) >= HEADER.size else (b"", 0, 0, 0, 0)
@@ -48,7 +52,7 @@ class Indexed:
         if (magic, version) != (MAGIC, 1) or code not in CODES:
             raise ValueError(f"{index} is no index of an indexed dataset (version 1)")
         sizes = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * documents])
-        if len(raw) not in (sizes[-1], sizes[-1] + sequences):  # a mode for each sequence, of multimodal data
+        if len(raw) not in (sizes[-1], sizes[-1] + sequences):  # multimodal data add a mode per sequence
             raise ValueError(f"{index} has {len(raw):,} bytes; {sizes[-1]:,} are what its header tells of")
         self.dtype = np.dtype(CODES[code])
         self.lengths = raw[sizes[0] : sizes[1]].view("<i4")
@@ -56,7 +60,12 @@ class Indexed:
         starts = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         if not np.array_equal(raw[sizes[1] : sizes[2]].view("<i8"), starts[:-1] * self.dtype.itemsize):
             raise ValueError(f"{index}: its sequences do not lie one after the other")
-        if not documents or self.documents[0] != 0 or self.documents[-1] != sequences or _falls(self.documents):
+        if (
+            not documents
+            or self.documents[0] != 0
+            or self.documents[-1] != sequences
+            or bool((np.diff(self.documents) < 0).any())
+        ):
             raise ValueError(f"{index}: its documents do not follow one another from the first sequence to the last")
         if (found := data.stat().st_size) != (told := int(starts[-1]) * self.dtype.itemsize):
             raise ValueError(f"{data} has {found:,} bytes; its index tells of {told:,}")
@@ -64,7 +73,7 @@ class Indexed:
         self.flat = np.memmap(data, self.dtype, mode="r") if found else np.zeros(0, self.dtype)
 
     def __len__(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.documents) - 1
 
     @property
@@ -72,25 +81,25 @@ class Indexed:
         return len(self.flat)
 
     def __getitem__(self, document: int) -> np.ndarray:
-        """The tokens of a document [T], mapped."""
+        """Return the tokens of a document [T], mapped."""
         return self.read(document)
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` of a document, mapped."""
+        """Return tokens ``start`` to ``stop`` of a document, mapped."""
         first, last = int(self.ends[document]), int(self.ends[document + 1])
         return self.flat[first + start : last if stop is None else min(first + stop, last)]
 
 
-class Writer:
-    """Writes PREFIX.bin and PREFIX.idx. They are there once the context is left without an error, and not before."""
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx, which appear only when the context is left without an error."""
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
         self._code = next(code for code, kind in CODES.items() if kind == self.dtype)
         self._lengths, self._documents = array("i"), array("q", [0])
-        self._bin, self._idx = (file.with_name(f"{file.name}.part") for file in files(prefix))
+        self._bin, self._idx = (file.with_name(f"{file.name}.part") for file in name_files(prefix))
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> IndexedWriter:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._bin.open("wb")
         return self
@@ -105,7 +114,7 @@ class Writer:
                 part.unlink(missing_ok=True)
 
     def add(self, document: Sequence[int]) -> None:
-        """A document of one sequence. ValueError for a token that the type cannot hold."""
+        """Write a document of one sequence. ValueError for a token that the type cannot represent."""
         tokens = np.asarray(document, np.int64)
         info = np.iinfo(self.dtype)
         if len(tokens) and (int(tokens.min()) < info.min or int(tokens.max()) > info.max):
@@ -114,11 +123,11 @@ class Writer:
         self._lengths.append(len(tokens))
         self._documents.append(len(self._lengths))
 
-    def extend(self, other: Indexed) -> None:
-        """All documents of another one. ValueError if its tokens are of another type."""
+    def extend(self, other: IndexedTokens) -> None:
+        """Write all documents of another dataset. ValueError if its tokens have another type."""
         if other.dtype != self.dtype:
             raise ValueError(f"{other.prefix} holds {other.dtype}, the others {self.dtype}: they cannot be merged")
-        with files(other.prefix)[0].open("rb") as source:
+        with name_files(other.prefix)[0].open("rb") as source:
             shutil.copyfileobj(source, self._file, 1 << 24)
         self._documents.extend((other.documents[1:] + len(self._lengths)).tolist())
         self._lengths.extend(other.lengths.tolist())
@@ -133,16 +142,12 @@ class Writer:
             out.write(np.array(self._documents, "<i8").tobytes())
             _flush(out)
         _flush(self._file)
-        data, index = files(self.prefix)
-        index.unlink(missing_ok=True)  # an old index would tell of the new tokens
+        data, index = name_files(self.prefix)
+        index.unlink(missing_ok=True)  # otherwise an old index could describe the new tokens
         os.replace(self._bin, data)
         os.replace(self._idx, index)
 
 
-def _flush(file) -> None:
+def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _falls(values: np.ndarray) -> bool:
-    return bool((np.diff(values) < 0).any())

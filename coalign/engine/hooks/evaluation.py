@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from coalign.config.errors import near
+from coalign.config.errors import suggest
 from coalign.config.schema.runtime import EarlyStopConfig
 from coalign.engine.engine import Hook
 from coalign.types import Stats
@@ -75,7 +75,7 @@ class EarlyStop(Hook):
         if metric not in stats:
             names = sorted(name for name in stats if not name.startswith("time/"))
             raise ValueError(
-                f"runtime.early_stop.metric: evaluation reports no '{metric}'{near(metric, names)}; "
+                f"runtime.early_stop.metric: evaluation reports no '{metric}'{suggest(metric, names)}; "
                 f"it reports {', '.join(names)}"
             )
         value = stats[metric].value

@@ -35,7 +35,7 @@ from coalign.backends.engines.vllm import adapters
 from coalign.backends.engines.vllm.processes import WorkerProcesses
 from coalign.backends.engines.vllm.run import CounterSampler, VLLMRun
 from coalign.backends.engines.vllm.worker import WeightLoader, WeightOutlet
-from coalign.config.errors import near
+from coalign.config.errors import suggest
 
 OWNED = {
     "model": "it is `load`",
@@ -75,7 +75,7 @@ def check_owned(options: Iterable[str], model: str) -> None:
 def check_known(options: Iterable[str], known: Iterable[str], model: str) -> None:
     """Raises ValueError for an option that vLLM does not have. ``known``: those that it has."""
     if unknown := [name for name in options if name not in known]:
-        close = near(unknown[0], sorted(each for each in known if each not in OWNED))
+        close = suggest(unknown[0], sorted(each for each in known if each not in OWNED))
         raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
 
 
