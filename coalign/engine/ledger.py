@@ -31,7 +31,7 @@ class Ledger:
         self.samples = samples  # of each prompt
         self.carries = config.round_tokens is not None
         self.since = 0  # groups with tokens of an older version than this are given up
-        self.enough: float | None = None  # the share of groups that ends the next roll-out
+        self.min_complete: float | None = None  # the share of groups that ends the next roll-out
         self.calls = 0
         self._unfinished: BatchRef | Future | None = None
 
@@ -58,7 +58,9 @@ class Ledger:
         if self._unfinished is not None:
             options = {"samples": self.samples, "since": self.since}
             prompts = self.cluster.transform(go_on, self._unfinished, prompts, **options)
-        out = policy.generate(prompts, round_tokens=self.config.round_tokens, enough=self.enough, **sampling)
+        out = policy.generate(
+            prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
+        )
         if self.carries:
             self._unfinished = self.cluster.transform(unfinished_groups, out)
         return self.cluster.transform(complete_groups, out, carried=self.carries)

@@ -83,11 +83,11 @@ class EnvironmentLoop:
         self.thread.start()
 
     def start(
-        self, environment: EnvironmentFunction, episodes: Sequence[Episode], *, enough: int | None = None
+        self, environment: EnvironmentFunction, episodes: Sequence[Episode], *, min_groups: int | None = None
     ) -> EnvironmentBatch:
-        """Start the environment of every episode, or group of them; one batch at a time. ``enough``: see
+        """Start the environment of every episode, or group of them; one batch at a time. ``min_groups``: see
         EnvironmentBatch."""
-        running = EnvironmentBatch(self, environment, episodes, enough)
+        running = EnvironmentBatch(self, environment, episodes, min_groups)
         self.events.call_soon_threadsafe(running.begin)
         return running
 
@@ -102,15 +102,19 @@ class EnvironmentLoop:
 
 
 class EnvironmentBatch:
-    """The environments of one batch. Once ``enough`` groups are done, the episodes of the others end as PARTIAL."""
+    """The environments of one batch. Once ``min_groups`` groups are done, the episodes of the others end as PARTIAL."""
 
     def __init__(
-        self, loop: EnvironmentLoop, environment: EnvironmentFunction, episodes: Sequence[Episode], enough: int | None
+        self,
+        loop: EnvironmentLoop,
+        environment: EnvironmentFunction,
+        episodes: Sequence[Episode],
+        min_groups: int | None,
     ) -> None:
         self.loop = loop
         self.environment = environment
         self.calls = [self._call(episodes) for episodes in environment.split(episodes)]
-        self._enough = enough
+        self._min_groups = min_groups
         self._left = Counter(call.group for call in self.calls)  # calls of each group that are not done
         self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # those under way
         self._done = not self.calls
@@ -189,7 +193,7 @@ class EnvironmentBatch:
 
     def _check(self) -> None:
         complete = sum(not left for left in self._left.values())
-        if self._enough is not None and complete >= self._enough:
+        if self._min_groups is not None and complete >= self._min_groups:
             self._cut()
         self._done = not self._tasks
         self.loop.news.set()

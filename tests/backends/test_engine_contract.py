@@ -64,9 +64,9 @@ def test_answers_come_in_the_order_of_what_was_asked():
     assert second[0].versions.tolist() == [3] * 4 and second[0].logprobs.tolist() == [-1.0] * 4
 
 
-def test_enough_cuts_the_others():
+def test_min_groups_cuts_the_others():
     asked = [Request([1], 0, limit=2), Request([1], 1, limit=4), Request([1], 2, limit=4)]
-    answers = CountingEngine().generate(asked, SAMPLING, enough=1)
+    answers = CountingEngine().generate(asked, SAMPLING, min_groups=1)
     assert [answer.status for [answer] in answers] == [Status.TRUNCATED, Status.PARTIAL, Status.PARTIAL]
     assert [len(answer.tokens) for [answer] in answers] == [2, 2, 2]
 

@@ -223,7 +223,7 @@ def test_the_first_part_does_not_wait_for_the_last(policy):
 
 def test_once_enough_groups_are_complete_the_others_are_cut_and_go_on(policy):
     limits = prompts().with_(max_new_tokens=torch.tensor([3, 4, 24, 24]))
-    whole, out = policy.generate(limits), policy.generate(limits, enough=0.5)
+    whole, out = policy.generate(limits), policy.generate(limits, min_complete=0.5)
     assert out["status"].tolist() == [1] * 6 + [3] * 6
     assert all(len(tokens) < 24 for tokens in responses(out)[6:])
     same(policy.generate(out), whole)

@@ -90,12 +90,12 @@ def episode(
 
 
 def play(
-    fn: Any, *episodes: Episode, timeout: float = 20.0, enough: int | None = None, **arguments: Any
+    fn: Any, *episodes: Episode, timeout: float = 20.0, min_groups: int | None = None, **arguments: Any
 ) -> EnvironmentBatch:
     """The environment played to its end with each episode."""
     loop = EnvironmentLoop()
     try:
-        running = loop.start(EnvironmentFunction(fn, arguments, timeout), episodes, enough=enough)
+        running = loop.start(EnvironmentFunction(fn, arguments, timeout), episodes, min_groups=min_groups)
         while not running.done:
             running.wait()
         return running

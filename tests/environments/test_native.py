@@ -206,7 +206,7 @@ async def lags(episode):
 
 
 def test_enough_groups_end_the_call(directory):
-    out, stats = module(directory, "lags").generate(prompts(directory), enough=1 / 3)
+    out, stats = module(directory, "lags").generate(prompts(directory), min_complete=1 / 3)
     assert out["status"].tolist()[2:] == [Status.PARTIAL] * 4
     assert Status.PARTIAL not in out["status"].tolist()[:2]
     assert stats["episode/turns"].count == 2

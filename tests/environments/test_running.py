@@ -110,14 +110,14 @@ def test_what_a_thread_raises_rises():
     assert statuses(play(divides, *several(1))) == [Status.OK]
 
 
-def test_enough_groups_end_the_others():
+def test_enough_complete_groups_end_the_others():
     async def unequal(one):
         await one.generate()
         await asyncio.sleep(0 if one.group < 2 else 100)
 
-    running = play(unequal, *several(8, samples=2), enough=2)
+    running = play(unequal, *several(8, samples=2), min_groups=2)
     assert statuses(running) == [Status.OK] * 4 + [Status.PARTIAL] * 4
-    assert statuses(play(says_hello, *several(2), enough=0)) == [Status.PARTIAL] * 2
+    assert statuses(play(says_hello, *several(2), min_groups=0)) == [Status.PARTIAL] * 2
 
 
 def test_an_environment_of_a_group_gets_all_its_samples():

@@ -192,10 +192,10 @@ class InferenceEngine(ABC):
         sampling: Sampling,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
-        enough: int | None = None,
+        min_groups: int | None = None,
     ) -> list[list[Response]]:
         """The responses of each request, in the order of its samples; see ``in_parts``."""
-        [answers] = self.in_parts(requests, [len(requests)], sampling, progress, on_token, enough)
+        [answers] = self.in_parts(requests, [len(requests)], sampling, progress, on_token, min_groups)
         return answers
 
     def in_parts(
@@ -205,13 +205,13 @@ class InferenceEngine(ABC):
         sampling: Sampling,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
-        enough: int | None = None,
+        min_groups: int | None = None,
     ) -> Iterator[list[list[Response]]]:
         """The responses of the first ``sizes[0]`` requests, each in the order of its samples, as soon as all of them
         are there; then those of the next ones. All are computed together, and only while somebody asks for the next
         part; until the last one, nobody else can use the engine.
 
-        ``enough``: as soon as all samples of so many groups are at their end, the others are handed back as they are
+        ``min_groups``: as soon as all samples of so many groups are at their end, the others are handed back as they are
         (PARTIAL). ``on_token``: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or
         can never fit, RuntimeError if the engine says that it is done and a response is missing.
         """
@@ -233,7 +233,7 @@ class InferenceEngine(ABC):
                     run.submit(request, partial(note, answer, request.group, part))
             for part, (start, stop) in enumerate(pairwise(cuts)):
                 while run.unfinished and (waiting[part] or stop == cuts[-1]):
-                    if enough is not None and sum(not left for left in missing.values()) >= enough:
+                    if min_groups is not None and sum(not left for left in missing.values()) >= min_groups:
                         run.cut_all()
                     self.advance(run)
                     if progress is not None:

@@ -91,7 +91,7 @@ class EpisodeRunner:
         begun: Batch,
         sampling: Sampling,
         *,
-        enough: float | None = None,
+        min_complete: float | None = None,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
     ) -> tuple[Batch, Stats]:
@@ -100,10 +100,10 @@ class EpisodeRunner:
         Raises EpisodesFailed, with the environment's own exception as cause, if none could be, EnvironmentBlocked if
         one holds up the others.
         """
-        groups = None if enough is None else missing_groups(begun, enough)
+        groups = None if min_complete is None else missing_groups(begun, min_complete)
         with engine.open(sampling, on_token) as run:
             episodes = self._episodes(begun, sampling, EnginePolicy(run, self.tokenizer, self.loop, self.longest))
-            running = self.loop.start(self.environment, episodes, enough=groups)
+            running = self.loop.start(self.environment, episodes, min_groups=groups)
             try:
                 self._compute(engine, run, running, progress, len(episodes))
             finally:

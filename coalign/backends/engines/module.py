@@ -62,13 +62,13 @@ class RolloutModule(Module):
         *,
         samples: int | None = None,
         round_tokens: int | None = None,
-        enough: float | None = None,
+        min_complete: float | None = None,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
         **overrides: Any,
     ) -> Batch | tuple[Batch, Stats]:
         """All of ``generate_in_parts`` at once."""
-        options = {"samples": samples, "round_tokens": round_tokens, "enough": enough}
+        options = {"samples": samples, "round_tokens": round_tokens, "min_complete": min_complete}
         [out] = self.generate_in_parts(1, prompts, **options, progress=progress, on_token=on_token, **overrides)
         return out
 
@@ -79,7 +79,7 @@ class RolloutModule(Module):
         *,
         samples: int | None = None,
         round_tokens: int | None = None,
-        enough: float | None = None,
+        min_complete: float | None = None,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
         **overrides: Any,
@@ -91,7 +91,7 @@ class RolloutModule(Module):
         PARTIAL go on as if they had never stopped, the others stay as they are. A column ``max_new_tokens`` limits
         the response of its own row.
 
-        round_tokens: new tokens of a sample in this call. enough: the share of the groups here that have to be at
+        round_tokens: new tokens of a sample in this call. min_complete: the share of the groups here that have to be at
         their end; then the others are cut. What is cut, or has not ended in its round, is PARTIAL. overrides: fields of
         SamplingConfig. progress, on_token: see coalign.backends.engines.contract. Returns prompt + response with the columns
         of docs/design.md section 3. With an environment (context.rollout), samples are played from their beginning, and
@@ -111,7 +111,7 @@ class RolloutModule(Module):
         fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()
         sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
         if self.runner is not None:
-            told = {"enough": enough, "progress": progress, "on_token": on_token}
+            told = {"min_complete": min_complete, "progress": progress, "on_token": on_token}
             if parts > 1:
                 where = f"models.{self.context.model}.parts_per_call"
                 raise ValueError(f"{where}: episodes are handed over all at once; set it to 1")
@@ -121,7 +121,7 @@ class RolloutModule(Module):
         asked = [_requests(each, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for each in some]
         requests = [request for _, own in asked for request in own]
         sizes = [len(own) for _, own in asked]
-        groups = None if enough is None else missing_groups(begun, enough)
+        groups = None if min_complete is None else missing_groups(begun, min_complete)
         ready = self.engine.in_parts(requests, sizes, sampling, progress, on_token, groups)
         for each, (rows, _), answers in zip(some, asked, ready, strict=True):
             with torch.inference_mode(False):  # the run is open, in its own mode, and others learn from what it gives

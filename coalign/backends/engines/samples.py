@@ -71,8 +71,8 @@ def extend(samples: Batch, rows: Sequence[int], responses: Sequence[Generated]) 
     return Batch(lengths, token, {**samples.sequence, "status": status})
 
 
-def missing_groups(samples: Batch, enough: float) -> int:
-    """How many more groups have to be complete until the share ``enough`` of all is (those of this worker)."""
+def missing_groups(samples: Batch, min_complete: float) -> int:
+    """How many more groups have to be complete until the share ``min_complete`` of all is (those of this worker)."""
     group, waiting = samples["group"], samples["status"] == Status.PARTIAL
     groups, incomplete = len(group.unique()), len(group[waiting].unique())
-    return max(0, math.ceil(enough * groups - 1e-9) - (groups - incomplete))
+    return max(0, math.ceil(min_complete * groups - 1e-9) - (groups - incomplete))

@@ -206,11 +206,11 @@ def test_a_row_has_a_limit_of_its_own(directory):
     assert (out.lengths - out["prompt_length"]).tolist() == [2, 5, 8]
 
 
-def test_enough_is_a_share_of_the_groups(directory):
+def test_min_complete_is_a_share_of_the_groups(directory):
     rollout = module(directory, samples=2, native={"max_sequences": 2})
-    out = rollout.generate(prompts(), enough=1 / 3)
+    out = rollout.generate(prompts(), min_complete=1 / 3)
     assert out["status"].tolist() == [1, 1, 3, 3, 3, 3]
-    again = rollout.generate(out, enough=1 / 3)  # one is complete already
+    again = rollout.generate(out, min_complete=1 / 3)  # one is complete already
     assert torch.equal(again["tokens"], out["tokens"])
-    more = rollout.generate(out, enough=2 / 3)
+    more = rollout.generate(out, min_complete=2 / 3)
     assert more["status"].tolist() == [1, 1, 1, 1, 3, 3]
