@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.samples import begin
+from coalign.backends.engines.samples import begin_samples
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
@@ -52,7 +52,7 @@ class Ledger:
         """Complete groups, of ``prompts`` and of those begun before."""
         self.calls += 1
         if policy.config.spread_samples and self._unfinished is None:  # to be dealt out, samples have to be there
-            prompts = self.cluster.transform(begin, prompts, samples=sampling.pop("samples", self.samples))
+            prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
         if not self.active:
             return policy.generate(prompts, **sampling)
         if self._unfinished is not None:
@@ -95,7 +95,7 @@ def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tup
     if "expected_tokens" in rest:  # what has ended is no work
         ended = rest["status"] != Status.PARTIAL
         rest = rest.with_(expected_tokens=rest["expected_tokens"].masked_fill(ended, 0))
-    return Batch.concat([rest, begin(prompts, samples)]), stats
+    return Batch.concat([rest, begin_samples(prompts, samples)]), stats
 
 
 def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:

@@ -70,7 +70,7 @@ def test_limits_of_a_request_and_what_they_mean():
     [
         (Request([1, 2], 3, begun=2), "2 of 2 tokens are begun"),
         (Request([1, 2, 3], 3, samples=2, begun=1), "of 2 samples"),
-        (Request([1] * 15, 3, begun=12), "no room for a token: 12 are begun"),
+        (Request([1] * 15, 3, begun=12), "no token to generate: 12 are begun"),
     ],
 )
 def test_impossible_continuations_are_refused(request_, message):
