@@ -188,6 +188,6 @@ def _models():
     """How the models are compared, where megatron-core is installed."""
     if find_spec("megatron") is None:
         return lambda *_: "no model was run: megatron-core is not installed (coalign[megatron])"
-    from coalign.backends.megatron.verify import models
+    from coalign.backends.megatron.verify import compare_models
 
-    return models
+    return compare_models

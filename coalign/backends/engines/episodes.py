@@ -191,8 +191,7 @@ def _merge_episode_stats(calls: Sequence[EnvironmentCall]) -> Stats:
     many: list[Stats] = []
     names = {name for call in calls for episode in call.episodes for name in episode.counts}
     for call in calls:
-        seconds = {"episode/seconds": Stat(call.clock.used), "episode/seconds_max": Max(call.clock.used)}
-        many.append(seconds)
+        many.append({"episode/seconds": Stat(call.clock.used), "episode/seconds_max": Max(call.clock.used)})
         if call.error is not None:
             many.append({f"episode/failed/{call.reason}": Total(float(len(call.episodes)))})
             continue

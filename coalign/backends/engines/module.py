@@ -108,7 +108,7 @@ class RolloutModule(Module):
         self.check_fit()
         if self.engine.version < 0:
             source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
-            self.load_weights(lora.merged(source.to(self.context.device)), version=0, adopt=True)
+            self.load_weights(lora.merged(source.to(torch.device(self.context.device))), version=0, adopt=True)
         samples = self.context.samples_per_prompt if samples is None else samples
         begun = prompts if "index" in prompts else begin_samples(prompts, samples)
         fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()

@@ -95,7 +95,7 @@ class Response:
     status: Status
 
 
-OnDone = Callable[[int, Response], None]  # (which of the request's samples, from 0; its response)
+OnDone = Callable[[int, Response], object]  # (which of the request's samples, from 0; its response)
 
 
 @dataclass(slots=True, eq=False)

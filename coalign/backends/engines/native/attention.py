@@ -113,9 +113,9 @@ class PrefillAttention:
             for row in range(stop - decoded, stop, _ROWS_AT_ONCE):
                 end = min(row + _ROWS_AT_ONCE, stop)
                 rows = torch.arange(row, row + -(-(end - row) // ROWS) * ROWS, device=query.device).clamp(max=end - 1)
-                same = (x[slots.start].expand(len(rows), *x.shape[1:]) for x in (keys, values))
+                same = [x[slots.start].expand(len(rows), *x.shape[1:]) for x in (keys, values)]
                 single = SingleTokenAttention(rows - start + past, self.cache.length)
-                out[0, row:end] = single.attend(query[:, :, rows], *same, settings)[0, : end - row]
+                out[0, row:end] = single.attend(query[:, :, rows], same[0], same[1], settings)[0, : end - row]
         return out
 
 
@@ -199,6 +199,7 @@ class AttentionSettings:
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        assert mask is not None  # causal_mask returns one for a soft cap
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         # The products get contiguous matrices: strides choose the kernel, and they depend on the batch.
         keys = key.transpose(2, 3).contiguous()

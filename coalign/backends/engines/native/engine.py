@@ -185,7 +185,7 @@ class SequenceSlots:
         self._move(other, slot)
         self.cache.write(slice(other, other + 1), tokens)
         self.state[:, other] = state
-        if self.seen is not None:
+        if self.seen is not None and seen is not None:
             self.seen[other] = seen
         self._taken[other], moved.slot = moved, other
 

@@ -1,8 +1,8 @@
 """The vLLM engine: vLLM's scheduler and kernels, stepped by Coalign in this process.
 
 It uses vLLM's public interfaces only: engine arguments, a logits processor, a worker extension, collective calls. A
-token depends on the weights and on (seed, group, index, position). The batch matters only as far as vLLM's kernels round
-differently in another one (about 1e-6 of a logit in float32).
+token depends on the weights and on (seed, group, index, position). The batch matters only as far as vLLM's kernels
+round differently in another one (about 1e-6 of a logit in float32).
 
 `models.<name>.vllm` may set the engine arguments that Coalign does not set itself (OWNED_ARGUMENTS in module.py).
 """
@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import fields
 from multiprocessing import connection
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -108,9 +108,8 @@ class VLLMEngine(InferenceEngine):
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
         with _preserve_process_state(), _explain_failure(arguments, model):
             self.llm = LLMEngine.from_vllm_config(_config(arguments), disable_log_stats=True)
-        self._workers = (
-            WorkerProcesses(self.llm.engine_core.engine_core.model_executor.workers) if self.remote else None
-        )
+        client = cast(Any, self.llm.engine_core)  # an InprocClient, declared as its base class
+        self._workers = WorkerProcesses(client.engine_core.model_executor.workers) if self.remote else None
         config = self.llm.vllm_config
         self.eager = config.model_config.enforce_eager
         self.context = config.model_config.max_model_len
@@ -135,7 +134,7 @@ class VLLMEngine(InferenceEngine):
         In eager mode nothing is compiled: vLLM's sampler would still compile a function, which takes a minute on a CPU.
         """
         with torch.compiler.set_stance("force_eager" if self.eager else "default"), self._name_lost_worker():
-            return self.llm.step()
+            return cast(list[RequestOutput], self.llm.step())  # generation models only
 
     def sleep(self) -> None:
         """Move weights to host memory and drop keys and values. Needs ``enable_sleep_mode``."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from vllm import RequestOutput, SamplingParams, TokensPrompt
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from coalign.backends.engines.contract import GenerationSession, OnToken
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
