@@ -196,5 +196,5 @@ def _merge_episode_stats(calls: Sequence[EnvironmentCall]) -> Stats:
             many.append({f"episode/failed/{call.reason}": Total(float(len(call.episodes)))})
             continue
         counts: list[Counter[str]] = [e.counts for e in call.episodes if e.status != Status.PARTIAL]
-        many += [{f"episode/{name}": Stat(float(count[name])) for name in names} for count in counts]
+        many.extend({f"episode/{name}": Stat(float(count[name])) for name in names} for count in counts)
     return merge_stats(many)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from coalign.backends import lora, pretrained
@@ -108,7 +108,8 @@ class RolloutModule(Module):
         self.check_fit()
         if self.engine.version < 0:
             source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
-            self.load_weights(lora.merged(source.to(torch.device(self.context.device))), version=0, adopt=True)
+            moved = nn.Module.to(source, self.context.device)  # transformers wraps it without a usable signature
+            self.load_weights(lora.merged(moved), version=0, adopt=True)
         samples = self.context.samples_per_prompt if samples is None else samples
         begun = prompts if "index" in prompts else begin_samples(prompts, samples)
         fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()

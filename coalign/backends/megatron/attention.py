@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -267,7 +267,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         else:  # megatron-core's own layer is sharded over ranks and has gathered the tokens
             latent, shared = tensor_parallel.gather_from_tensor_model_parallel_region(down).split(sizes, -1)
             latent, shared = self._own_tokens(latent), tensor_parallel.copy_to_tensor_model_parallel_region(shared)
-        return self.kv_layernorm(latent), shared
+        return cast(nn.Module, self.kv_layernorm)(latent), shared
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         if not self.config.sequence_parallel:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -224,7 +224,7 @@ class MegatronModule(TrainableModule):
         if part == "weights":
             return [parameter for _, parameter in self.pipeline.named()]
         if part == "gradients" and self.optimizer:
-            return [parameter.main_grad for _, parameter in self.pipeline.named()]
+            return [cast(Any, parameter).main_grad for _, parameter in self.pipeline.named()]
         if part == "optimizer" and self.optimizer:
             return list(self.optimizer.state())
         return ()

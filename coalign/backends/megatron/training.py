@@ -115,6 +115,10 @@ class MegatronPipeline:
                     loss(micro, outputs)
         return received
 
+    def finish_gradients(self) -> None:
+        """Sum gradients over ranks with other rows or the same weights."""
+        finalize_model_grads(self.chunks)
+
     @property
     def titles(self) -> list[str]:
         """Megatron's name of each chunk in a state dict."""
@@ -168,7 +172,7 @@ class PipelineOptimizer:
 
     def step(self, lr: float) -> float:
         """Update with summed gradients; return their norm before clipping. If it is not finite, nothing changes."""
-        finalize_model_grads(self.pipeline.chunks)  # sums over ranks with other rows or the same weights
+        self.pipeline.finish_gradients()
         self.inner.prepare_grads()
         norm = float(self.inner.get_grad_norm())
         if norm < float("inf"):
