@@ -18,7 +18,7 @@ from common import matmul_rate
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from coalign.backends.engines.native.engine import NativeEngine
-from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import Request
 from coalign.backends.engines.sampling import Sampling
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 def _coalign(model: PreTrainedModel, prompts: list[list[int]], args: argparse.Namespace) -> Callable[[], object]:
     engine = NativeEngine(
-        Model(model.config, dtype=model.dtype, device="cpu"),
+        NativeModel(model.config, dtype=model.dtype, device="cpu"),
         seed=0,
         max_sequences=args.prompts * args.samples,
         kv_tokens=None,

@@ -199,7 +199,7 @@ def main() -> None:
 
     import torch
 
-    from coalign.backends.engines.native.kernels import computing_dtype
+    from coalign.backends.engines.native.kernels import choose_compute_dtype
 
     with tempfile.TemporaryDirectory() as work:
         model = Path(work) / "model"
@@ -231,7 +231,7 @@ def main() -> None:
         for precision in given.precision:
             ours, theirs = results[precision, "coalign"], results[precision, "trl"]
             dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-            rate = matmul_rate(computing_dtype(dtype, torch.device("cpu")))
+            rate = matmul_rate(choose_compute_dtype(dtype, torch.device("cpu")))
             floors = floor_flops(parameters, embedding, median(ours["tokens"]), median(ours["prompt"]))
             print(f"\n{precision}: matmul {rate / 1e9:.0f} GFLOP/s   (median of {len(ours['step'])} steps)")
             print(f"{'phase':<10}{'Coalign s':>11}{'TRL s':>9}{'ratio':>8}{'floor s':>9}{'of floor':>10}")

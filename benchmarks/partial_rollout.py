@@ -23,7 +23,7 @@ import torch
 from common import make_model
 
 from coalign.backends.engines.native.module import NativeModule
-from coalign.backends.engines.samples import begin
+from coalign.backends.engines.samples import begin_samples
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
@@ -41,7 +41,7 @@ class HeavyTailed(NativeModule):
     """Gives every sample a length of its own: lognormal, drawn by (group, index)."""
 
     def generate(self, prompts: Batch, **options: Any) -> Batch:
-        begun = prompts if "index" in prompts else begin(prompts, self.context.samples_per_prompt)
+        begun = prompts if "index" in prompts else begin_samples(prompts, self.context.samples_per_prompt)
         pairs = zip(begun["group"].tolist(), begun["index"].tolist(), strict=True)
         limits = {pair: length(pair, **self.config.sampling.model_dump(include={"max_new_tokens"})) for pair in pairs}
         grown = (begun.lengths - begun["prompt_length"]).tolist()

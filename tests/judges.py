@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coalign.backends.engines.request import Response
-from coalign.backends.engines.samples import begin, extend
+from coalign.backends.engines.samples import begin_samples, extend_samples
 from coalign.backends.scorers.judge import JudgeModule
 from coalign.data.batch import Batch
 from coalign.types import Status
@@ -19,7 +19,7 @@ def answered(questions: Batch, answers: Sequence[str], tokenizer: Any) -> Batch:
     """What a model that answers the questions so would have generated."""
     tokens = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32) for text in answers]
     responses = [Response(t, torch.zeros(len(t)), torch.zeros_like(t), Status.OK) for t in tokens]
-    return extend(begin(questions, 1), range(len(questions)), responses)
+    return extend_samples(begin_samples(questions, 1), range(len(questions)), responses)
 
 
 class DigitJudge(JudgeModule):

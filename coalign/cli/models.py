@@ -166,7 +166,7 @@ def convert(
     if find_spec("megatron") is None:
         compare = lambda *_: "no model was run: megatron-core is not installed (coalign[megatron])"  # noqa: E731
     else:
-        from coalign.backends.megatron.verify import models as compare
+        from coalign.backends.megatron.verify import compare_models as compare
     try:
         report = run(request, progress, compare)
     except WeightError as problem:

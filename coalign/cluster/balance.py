@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coalign.cluster.answers import WorkerHandle
 from coalign.cluster.future import BatchRef, Meta, Outcome, WorkerRows
-from coalign.data.balance import partition
+from coalign.data.balance import estimate_costs, partition
 from coalign.data.batch import split_ranges
 from coalign.types import merge_stats
 

@@ -15,7 +15,7 @@ from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader
 from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
-from coalign.data.messages import Message, format_prompt
+from coalign.data.messages import Message, format_prompt, get_text
 from coalign.engine.reward import terms_of
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context

@@ -12,7 +12,7 @@ from pathlib import Path
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign.commands.resumable import JsonRecord, ResumableOutput, fingerprint_settings
 from coalign.config.schema import ScoreConfig, SourceConfig
-from coalign.data.messages import Message
+from coalign.data.messages import Message, parse_response
 from coalign.data.reader import RowReader
 from coalign.data.sources import BadRow, FileRows, open_rows
 from coalign.report.display import Display

@@ -49,8 +49,8 @@ class Curriculum:
 
     def note(self, shares: Batch, step: int) -> Stats:
         """Learn from what ``pass_rates`` gave. Metrics: curriculum/pass_rate, curriculum/known (prompts)."""
-        for key, share in zip(shares.sequence["key"], shares["share"].tolist(), strict=True):
-            self.known[key] = (share, step)
+        for key, share in zip(list(shares.sequence["key"]), shares["share"].tolist(), strict=True):
+            self.known[str(key)] = (share, step)
         return {"curriculum/pass_rate": Stat.of(shares["share"]), "curriculum/known": Stat(float(len(self.known)))}
 
     def _wanted(self, row: Mapping[str, Any], step: int) -> bool:

@@ -126,7 +126,7 @@ class Environment:
     def _begin(self, version: int, step: int, aim: int) -> Round:
         """Run the flow for ``step`` on as many prompts as promise ``aim`` groups."""
         rows = self._rows(aim)
-        if rows == 0 and (self.ledger.enough == 0 or not self.ledger.carried):
+        if rows == 0 and (self.ledger.min_complete == 0 or not self.ledger.carried):
             return Round(version)
         prompts, drawn = self._draw(rows, step)
         self.ledger.since = step - self.control.max_age
@@ -154,7 +154,7 @@ class Environment:
             return need
         carried = self.ledger.carried
         surplus = max(0, math.ceil((oversample - 1) * need - 1e-9) - carried)
-        self.ledger.enough = need / max(1, need + surplus + carried)
+        self.ledger.min_complete = need / max(1, need + surplus + carried)
         return need + surplus
 
     def _draw(self, rows: int | None, step: int) -> tuple[Batch, Stats]:

@@ -66,7 +66,9 @@ class Lengths:
 
     def note(self, lengths: Batch) -> None:
         """Learn from what ``response_lengths`` gave."""
-        self.known.update(zip(lengths.sequence["key"], lengths["length"].tolist(), strict=True))
+        self.known |= {
+            str(key): length for key, length in zip(lengths.sequence["key"], lengths["length"].tolist(), strict=True)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.known)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.samples import begin
+from coalign.backends.engines.samples import begin_samples
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
@@ -36,7 +36,7 @@ class Ledger:
         self.samples = samples  # of each prompt
         self.carries = config.round_tokens is not None
         self.since = 0  # groups with tokens of an older version than this are given up
-        self.enough: float | None = None  # the share of groups that ends the next roll-out
+        self.min_complete: float | None = None  # the share of groups that ends the next roll-out
         self.calls = 0
         self._unfinished: BatchRef | Future | None = None
 
@@ -57,13 +57,15 @@ class Ledger:
         """Complete groups, of ``prompts`` and of those begun before."""
         self.calls += 1
         if policy.config.spread_samples and self._unfinished is None:  # to be dealt out, samples have to be there
-            prompts = self.cluster.transform(begin, prompts, samples=sampling.pop("samples", self.samples))
+            prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
         if not self.active:
             return policy.generate(prompts, **sampling)
         if self._unfinished is not None:
             options = {"samples": self.samples, "since": self.since}
             prompts = self.cluster.transform(go_on, self._unfinished, prompts, **options)
-        out = policy.generate(prompts, round_tokens=self.config.round_tokens, enough=self.enough, **sampling)
+        out = policy.generate(
+            prompts, round_tokens=self.config.round_tokens, min_complete=self.min_complete, **sampling
+        )
         if self.carries:
             self._unfinished = self.cluster.transform(unfinished_groups, out)
         return self.cluster.transform(complete_groups, out, carried=self.carries)
@@ -98,7 +100,7 @@ def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tup
     if "expected_tokens" in rest:  # what has ended is no work
         ended = rest["status"] != Status.PARTIAL
         rest = rest.with_(expected_tokens=rest["expected_tokens"].masked_fill(ended, 0))
-    return Batch.concat([rest, begin(prompts, samples)]), stats
+    return Batch.concat([rest, begin_samples(prompts, samples)]), stats
 
 
 def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:

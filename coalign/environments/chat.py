@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from coalign.data.messages import get_text
 from coalign.environments.episode import Episode, Turn
 from coalign.environments.parsers import ToolRequest, hermes
 from coalign.types import Status

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from coalign.data.messages import Message
+from coalign.data.messages import Message, parse_tools
 from coalign.data.templates import Tools
 from coalign.environments.rendering import Rendering
 from coalign.types import Status
@@ -68,10 +68,14 @@ _NOT_BOTH = "between two turns an environment says messages (Episode.say) or wri
 class PolicyResponse(Protocol):
     """tokens i32[R], logprobs f32[R], versions i32[R], and how the response ended."""
 
-    tokens: Tensor
-    logprobs: Tensor
-    versions: Tensor
-    status: Status
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def logprobs(self) -> Tensor: ...
+    @property
+    def versions(self) -> Tensor: ...
+    @property
+    def status(self) -> Status: ...
 
 
 class EpisodePolicy(Protocol):

@@ -85,17 +85,15 @@ class EnvironmentLoop(EventLoopThread):
     def start(
         self, environment: EnvironmentFunction, episodes: Sequence[Episode], *, min_groups: int | None = None
     ) -> EnvironmentBatch:
-        """Start the environment of every episode or group; one batch at a time.
-
-        ``min_groups``: see EnvironmentBatch.
-        """
+        """Start the environment of every episode, or group of them; one batch at a time. ``min_groups``: see
+        EnvironmentBatch."""
         running = EnvironmentBatch(self, environment, episodes, min_groups)
-        self.call_soon(running.begin)
+        self.events.call_soon_threadsafe(running.begin)
         return running
 
 
 class EnvironmentBatch:
-    """The environments of one batch. Once ``min_groups`` groups are complete, all other episodes end as PARTIAL."""
+    """The environments of one batch. Once ``min_groups`` groups are done, the episodes of the others end as PARTIAL."""
 
     def __init__(
         self,
@@ -108,8 +106,8 @@ class EnvironmentBatch:
         self.environment = environment
         self.calls = [self._call(episodes) for episodes in environment.split(episodes)]
         self._min_groups = min_groups
-        self._left = Counter(call.group for call in self.calls)  # running calls of each group
-        self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # of running calls
+        self._left = Counter(call.group for call in self.calls)  # calls of each group that are not done
+        self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # those under way
         self._done = not self.calls
 
     # ---- for the policy's thread -------------------------------------------------------------------------------------

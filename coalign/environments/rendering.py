@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coalign.data.messages import Message
-from coalign.data.templates import ChatTemplate, Template, Tools, list_special_tokens
+from coalign.data.templates import ChatTemplate, Template, Tools, count_common_prefix, list_special_tokens
 
 _PLACEHOLDER = "stand-in"
 # Some templates (Qwen3's) change how they render an answer without reasoning once another message follows it.

@@ -64,6 +64,7 @@ def _places(slot: Slot, name: str) -> str:
     if not slot.footprints[name].devices:
         return "CPU"
     own = slot.places[name]
-    whole = f"{own[0][0]}–{own[-1][-1]}" if all(len(places) == 1 for places in own) and len(own) > 1 else ""
+    single = [places[0] for places in own if len(places) == 1]
+    whole = f"{single[0]}–{single[-1]}" if len(own) == len(single) > 1 else ""
     devices = whole or " ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in own)
     return f"{slot.name}: {devices}"

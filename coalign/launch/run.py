@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.cluster.start import kind, start
-from coalign.config import dump
+from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine, Hook
 from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore_engine, verify_checkpoint

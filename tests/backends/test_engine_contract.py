@@ -6,19 +6,19 @@ from contextlib import contextmanager
 
 import pytest
 
-from coalign.backends.engines.contract import InferenceEngine, Run
-from coalign.backends.engines.request import Answer, Prompt, Request
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine
+from coalign.backends.engines.request import PartialResponse, Request, SubmittedRequest
 from coalign.backends.engines.sampling import Sampling
 from coalign.types import Status
 
 SAMPLING = Sampling(max_new_tokens=4, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=())
 
 
-class CountingRun(Run):
+class CountingSession(GenerationSession):
     """Each step is the next number, for every sample; samples of group ``loses`` vanish."""
 
     def __init__(self, sampling, loses):
-        super().__init__(room=None)
+        super().__init__(max_tokens=None)
         self.sampling, self.loses, self.answers = sampling, loses, []
 
     @property
@@ -26,22 +26,22 @@ class CountingRun(Run):
         return bool(self.answers)
 
     def submit(self, request, on_done):
-        prompt = Prompt.plan(request, self.sampling, on_done, vocabulary=100, context=None)
-        self.answers += [Answer(prompt, place, None) for place in range(request.samples)]
+        prompt = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=100, context=None)
+        self.answers += [PartialResponse(prompt, place, None) for place in range(request.samples)]
         self.total += request.samples
         return prompt
 
     def cut_all(self):
-        self.cut(*(answer.prompt for answer in self.answers))
+        self.cut(*(answer.submitted for answer in self.answers))
 
     def step(self):
         for answer in list(self.answers):
-            status = Status.PARTIAL if answer.prompt.cut else answer.add(len(answer.tokens), -1.0, 3, frozenset())
+            status = Status.PARTIAL if answer.submitted.cut else answer.add(len(answer.tokens), -1.0, 3, frozenset())
             if status is not None:
                 self.answers.remove(answer)
-                if answer.prompt.request.group != self.loses:
+                if answer.submitted.request.group != self.loses:
                     self.finished += 1
-                    answer.prompt.on_done(answer.place, answer.response(status))
+                    answer.submitted.on_done(answer.place, answer.response(status))
 
 
 class CountingEngine(InferenceEngine):
@@ -49,8 +49,8 @@ class CountingEngine(InferenceEngine):
     loaded = ()
 
     @contextmanager
-    def _run(self, sampling, on_token):
-        yield CountingRun(sampling, self.loses)
+    def _start_session(self, sampling, on_token):
+        yield CountingSession(sampling, self.loses)
 
     def _load(self, weights, *, adopt):
         self.loaded = [*weights]
@@ -64,9 +64,9 @@ def test_answers_come_in_the_order_of_what_was_asked():
     assert second[0].versions.tolist() == [3] * 4 and second[0].logprobs.tolist() == [-1.0] * 4
 
 
-def test_enough_cuts_the_others():
+def test_min_groups_cuts_the_others():
     asked = [Request([1], 0, limit=2), Request([1], 1, limit=4), Request([1], 2, limit=4)]
-    answers = CountingEngine().generate(asked, SAMPLING, enough=1)
+    answers = CountingEngine().generate(asked, SAMPLING, min_groups=1)
     assert [answer.status for [answer] in answers] == [Status.TRUNCATED, Status.PARTIAL, Status.PARTIAL]
     assert [len(answer.tokens) for [answer] in answers] == [2, 2, 2]
 

@@ -12,7 +12,7 @@ from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.sources import BadRow
-from coalign.launch.validate import reads_alike
+from coalign.engine.vocabulary import reads_alike
 from coalign.roles import Context
 from coalign.types import Status, Total
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer

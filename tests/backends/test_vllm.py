@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from coalign.backends import lora
-from coalign.backends.engines.vllm import engine
 from coalign.backends.engines.vllm import module as vllm
 from coalign.backends.engines.vllm.worker import WeightOutlet
 from coalign.backends.hf.fsdp import FSDPModule
@@ -94,8 +93,8 @@ def test_what_devices_cannot_share_is_refused(directory, tmp_path):
 )
 def test_options_that_are_unknown_or_taken_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        engine.check_owned({"block_size": 16, name: 1}, "policy")
-        engine.check_known({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
+        vllm.check_owned({"block_size": 16, name: 1}, "policy")
+        vllm.check_known({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
 
 
 def test_parcels_hold_every_tensor_and_one_that_is_larger_than_a_parcel():

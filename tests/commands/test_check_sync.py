@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.native.model import NativeModel
 from coalign.cli import app
 from tests.runs import settings
 from tests.tiny import tiny_model_dir
@@ -51,13 +51,13 @@ def test_the_models_of_a_run_agree(run_yaml):
 
 
 def test_an_engine_that_computes_with_other_weights_is_found(run_yaml, monkeypatch):
-    load = Model.load
+    load = NativeModel.load
 
     def off(self, weights, *, adopt):
         weights = ((name, tensor + 1.0 if "norm" in name else tensor) for name, tensor in weights)
         load(self, weights, adopt=False)
 
-    monkeypatch.setattr(Model, "load", off)
+    monkeypatch.setattr(NativeModel, "load", off)
     code, text = check("--config", run_yaml)
     assert code == 1
     assert "tensors differ" in text and "norm.weight" in text and "above the limit" in text

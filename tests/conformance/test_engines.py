@@ -10,7 +10,7 @@ import torch
 
 from coalign.backends.engines.episodes import EpisodeRunner
 from coalign.backends.engines.request import Request
-from coalign.backends.engines.samples import begin
+from coalign.backends.engines.samples import begin_samples
 from coalign.backends.engines.sampling import Sampling
 from coalign.config.schema import RolloutConfig
 from coalign.data.batch import Batch
@@ -180,9 +180,9 @@ def test_what_prompts_and_turns_have_in_common_is_computed_once(policy):
 
     with policy.engine.open(sampling) as run:
         assert ask(run, Request(prompt, 70, samples=3)) < 2 * len(prompt)  # not three times; vLLM keeps whole blocks
-        ask(run, Request(prompt, 71, opening=len(prompt)))
+        ask(run, Request(prompt, 71, first_turn=len(prompt)))
         second = prompt + answers[-1] + [7, 8, 9]
-        assert ask(run, Request(second, 71, opening=len(prompt))) < len(second) / 2
+        assert ask(run, Request(second, 71, first_turn=len(prompt))) < len(second) / 2
         assert run.tokens_kept > 0
     assert [len(tokens) for tokens in answers] == [8] * 5
 
@@ -201,7 +201,7 @@ def test_rounds_give_the_response_at_once(policy):
 
 def test_groups_are_handed_over_as_they_are_complete(policy):
     whole = policy.generate(prompts())
-    for begun in (prompts(), begin(prompts(), 3)):
+    for begun in (prompts(), begin_samples(prompts(), 3)):
         parts = []
         for part in policy.generate_in_parts(2, begun, samples=3):
             parts.append(part)
@@ -223,7 +223,7 @@ def test_the_first_part_does_not_wait_for_the_last(policy):
 
 def test_once_enough_groups_are_complete_the_others_are_cut_and_go_on(policy):
     limits = prompts().with_(max_new_tokens=torch.tensor([3, 4, 24, 24]))
-    whole, out = policy.generate(limits), policy.generate(limits, enough=0.5)
+    whole, out = policy.generate(limits), policy.generate(limits, min_complete=0.5)
     assert out["status"].tolist() == [1] * 6 + [3] * 6
     assert all(len(tokens) < 24 for tokens in responses(out)[6:])
     same(policy.generate(out), whole)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from coalign.backends.engines.samples import begin
+from coalign.backends.engines.samples import begin_samples
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.engine.filters import with_budgets
@@ -52,12 +52,14 @@ def test_what_is_no_number_of_samples_is_refused(wrong):
 
 
 def test_prompts_begin_as_many_samples_as_they_may():
-    begun = begin(with_budgets(prompts({"n": 3}, {}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=9), 2)
+    begun = begin_samples(
+        with_budgets(prompts({"n": 3}, {}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=9), 2
+    )
     assert begun["group"].tolist() == [0, 0, 0, 1, 1]
     assert begun["index"].tolist() == [0, 1, 2, 0, 1]
     assert "samples" not in begun
-    assert begin(prompts({}, {}), 2)["index"].tolist() == [0, 1, 0, 1]
-    assert len(begin(prompts({}, {}).slice(0, 0), 2)) == 0
+    assert begin_samples(prompts({}, {}), 2)["index"].tolist() == [0, 1, 0, 1]
+    assert len(begin_samples(prompts({}, {}).slice(0, 0), 2)) == 0
 
 
 def test_a_run_with_budgets(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.backends.engines.episodes import EpisodesFailed
 from coalign.backends.engines.native.module import NativeModule
-from coalign.backends.engines.samples import begin
+from coalign.backends.engines.samples import begin_samples
 from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples
@@ -207,7 +207,7 @@ async def lags(episode):
 
 
 def test_enough_groups_end_the_call(directory):
-    out, stats = module(directory, "lags").generate(prompts(directory), enough=1 / 3)
+    out, stats = module(directory, "lags").generate(prompts(directory), min_complete=1 / 3)
     assert out["status"].tolist()[2:] == [Status.PARTIAL] * 4
     assert Status.PARTIAL not in out["status"].tolist()[:2]
     assert stats["episode/turns"].count == 2
@@ -216,9 +216,9 @@ def test_enough_groups_end_the_call(directory):
 def test_samples_that_have_begun_are_refused(directory):
     made = module(directory, "one_turn")
     begun, _ = made.generate(prompts(directory), round_tokens=None)
-    with pytest.raises(ValueError, match=r"'one_turn' cannot go on .* unset rollout\.round_tokens"):
+    with pytest.raises(ValueError, match=r"'one_turn' cannot continue .* unset rollout\.round_tokens"):
         made.generate(begun)
-    fresh, _ = made.generate(begin(prompts(directory), 2))
+    fresh, _ = made.generate(begin_samples(prompts(directory), 2))
     assert torch.equal(fresh["tokens"], begun["tokens"])
 
 

@@ -110,7 +110,7 @@ def test_what_a_thread_raises_rises():
     assert statuses(play(divides, *several(1))) == [Status.OK]
 
 
-def test_enough_groups_end_the_others():
+def test_enough_complete_groups_end_the_others():
     async def unequal(one):
         await one.generate()
         await asyncio.sleep(0 if one.group < 2 else 100)

@@ -13,9 +13,9 @@ def alone() -> Iterator[None]:
     pytest.importorskip("megatron.core")
     from coalign.backends.megatron import ranks
     from coalign.backends.megatron.cpu import on_cpu
-    from coalign.backends.megatron.partition import Sizes
+    from coalign.backends.megatron.partition import ParallelSizes
 
     with on_cpu():
-        ranks.join(Sizes(), Context())
+        ranks.join(ParallelSizes(), Context())
         yield
         ranks.leave()

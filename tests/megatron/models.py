@@ -14,10 +14,10 @@ from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import pack
 from coalign.backends.megatron import ranks
-from coalign.backends.megatron.config import transformer_config
+from coalign.backends.megatron.config import create_transformer_config
 from coalign.backends.megatron.model import PackedGPT
-from coalign.backends.megatron.partition import Sizes
-from coalign.backends.megatron.weights import Export, Weights, divisor
+from coalign.backends.megatron.partition import ParallelSizes
+from coalign.backends.megatron.weights import HuggingFaceExport, WeightPartition, choose_vocabulary_multiple
 from coalign.data.batch import Batch
 from coalign.weights import families
 from coalign.weights.layouts.megatron import MegatronLayout, split_layers
@@ -117,21 +117,21 @@ def _outputs(logits: Any) -> dict[str, Tensor]:
 class Megatron:
     """The same as a Megatron model of this rank. To be used within coalign.backends.megatron.cpu.on_cpu."""
 
-    def __init__(self, reference: Reference, sizes: Sizes, **settings: Any) -> None:
+    def __init__(self, reference: Reference, sizes: ParallelSizes, **settings: Any) -> None:
         self.rank, self.reference = dist.get_rank(), reference
         family = families.find_family(reference.hf)
         described = family.config(reference.hf)
-        multiple = divisor(described, sizes.tensor)
+        multiple = choose_vocabulary_multiple(described, sizes.tensor)
         layout = MegatronLayout(described, sizes.mesh(dist.get_world_size()), split_layers(described.num_layers))
-        self.weights = Weights(family, layout, multiple)
+        self.weights = WeightPartition(family, layout, multiple)
         padded = -(-described.vocab_size // multiple) * multiple
-        config = transformer_config(described, sizes, **settings)
+        config = create_transformer_config(described, sizes, **settings)
         self.model = PackedGPT(described, config, vocabulary=padded, read=LanguageModelHead())
         own = self.own()
         for name, tensor in self.weights.read(self.rank, reference.tensors.__getitem__, in_memory=reference.in_memory):
             own.pop(name).copy_(tensor)
         assert not own, f"nothing was read for {sorted(own)}"
-        self.rows = RowSharding(ranks.context(), RankAxis(), multiple=sizes.tensor)
+        self.rows = RowSharding(ranks.get_context_axis(), RankAxis(), multiple=sizes.tensor)
 
     def own(self) -> dict[str, Tensor]:
         return {f"0/{name}": t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)}
@@ -146,7 +146,7 @@ class Megatron:
         gradients = {f"0/{name}": self._summed(parameter) for name, parameter in self.model.named_parameters()}
         # What has none is held, too: biases of experts.
         own = {name: gradients.get(name, torch.zeros_like(tensor)) for name, tensor in self.own().items()}
-        return dict(Export(self.weights, self.rank, in_memory=self.reference.in_memory).tensors(own))
+        return dict(HuggingFaceExport(self.weights, self.rank, in_memory=self.reference.in_memory).tensors(own))
 
     def _summed(self, parameter: Tensor) -> Tensor:
         """Over the ranks that have other tokens of a row, as megatron-core does before a step."""

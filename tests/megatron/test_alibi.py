@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 
 from coalign.backends.attention import _biased, attend
 from coalign.backends.layout import Block
-from coalign.backends.megatron.attention import Alibi, slopes
+from coalign.backends.megatron.attention import Alibi, compute_slopes
 from coalign.weights import families
 
 KEYS = torch.arange(600)  # bf16 has no numbers for all of them
@@ -32,8 +32,8 @@ def test_what_is_added_is_what_transformers_adds(heads):
 
 
 def test_ranks_have_the_slopes_of_their_heads():
-    whole = Alibi(slopes(6))
-    parts = torch.cat([whole.part(i, 3)(KEYS) for i in range(3)])
+    whole = Alibi(compute_slopes(6))
+    parts = torch.cat([whole.shard(i, 3)(KEYS) for i in range(3)])
     assert torch.equal(parts, whole(KEYS))
 
 
@@ -44,7 +44,7 @@ def test_a_bias_goes_by_positions_not_by_places(window):
     sequences = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 6, 7, 8], [9, 10, 11, 12, 13]]
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(14, heads, 8, generator=generator) for heads in (4, 2, 2))
-    slope = slopes(4)
+    slope = compute_slopes(4)
     found = attend(query, key, value, blocks=blocks, window=window, bias=lambda keys: slope[:, None] * keys)
     for places in sequences:
         n = len(places)

@@ -17,17 +17,17 @@ pytest.importorskip("megatron.core")
 
 from coalign.backends.megatron import ranks
 from coalign.backends.megatron.cpu import on_cpu
-from coalign.backends.megatron.partition import Sizes
+from coalign.backends.megatron.partition import ParallelSizes
 from coalign.roles import Context
 from tests.megatron.models import EVERY, Megatron, Reference, reference
 
 FEW = ["gemma", "bloom", "deepseek_v2"]
 LAYOUTS = {
     # With sequence parallelism; experts dealt out, or each of them cut.
-    "tensor": (Sizes(tensor=2, expert=2), EVERY),
-    "expert_tensor": (Sizes(tensor=2, expert_tensor=2), [*MOE, "deepseek_v3_yarn"]),
+    "tensor": (ParallelSizes(tensor=2, expert=2), EVERY),
+    "expert_tensor": (ParallelSizes(tensor=2, expert_tensor=2), [*MOE, "deepseek_v3_yarn"]),
     # Heads change ranks: their slopes too, and groups that are fewer than ranks.
-    "context": (Sizes(context=2, expert=2), ["mistral", "gpt2", "starcoder", "bloom", "falcon_rw", *MOE]),
+    "context": (ParallelSizes(context=2, expert=2), ["mistral", "gpt2", "starcoder", "bloom", "falcon_rw", *MOE]),
 }
 
 
@@ -38,19 +38,19 @@ def check(outputs: float, gradients: float, whose: str) -> None:
 
 @pytest.mark.parametrize("case", FEW)
 def test_a_few_families_on_one_rank(case, alone):
-    check(*Megatron(reference(case), Sizes()).differences())
+    check(*Megatron(reference(case), ParallelSizes()).differences())
 
 
 @pytest.mark.backends
 @pytest.mark.parametrize("case", [case for case in EVERY if case not in FEW])
 def test_every_family_on_one_rank(case, alone):
-    check(*Megatron(reference(case), Sizes()).differences())
+    check(*Megatron(reference(case), ParallelSizes()).differences())
 
 
 @pytest.mark.backends
 @pytest.mark.parametrize("case", ["gemma", "falcon_rw", "gpt_neox", "deepseek_v3"])
 def test_bf16_is_the_same_up_to_its_rounding(case, alone):
-    made = Megatron(reference(case), Sizes(), dtype=torch.bfloat16)
+    made = Megatron(reference(case), ParallelSizes(), dtype=torch.bfloat16)
     for parameter in made.model.parameters():
         parameter.data = parameter.data.bfloat16()
     outputs, gradients, whose = made.differences()
@@ -66,7 +66,7 @@ ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 @pytest.mark.parametrize("again", [FULL, ATTENTION], ids=["full", "attention"])
 @pytest.mark.parametrize("case", ["deepseek_v3", "gpt_neox", "bloom"])
 def test_layers_of_ours_are_computed_again(case, again, alone):
-    check(*Megatron(reference(case), Sizes(), **again).differences())
+    check(*Megatron(reference(case), ParallelSizes(), **again).differences())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_layers_of_ours_are_computed_again(case, again, alone):
 )
 def test_what_layers_of_ours_do_not_compute_again_is_refused(case, module, alone):
     with pytest.raises(ValueError, match=rf"megatron\.recompute_modules.*'{module}'"):
-        Megatron(reference(case), Sizes(), recompute_granularity="selective", recompute_modules=[module])
+        Megatron(reference(case), ParallelSizes(), recompute_granularity="selective", recompute_modules=[module])
 
 
 @pytest.mark.backends

@@ -22,9 +22,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from coalign.backends.megatron import layers
 from coalign.backends.megatron.attention import LatentAttention, PackedAttention
-from coalign.backends.megatron.config import transformer_config
-from coalign.backends.megatron.layers import ExpertGroupChoice, Norm, ParallelLayer
-from coalign.backends.megatron.partition import Sizes
+from coalign.backends.megatron.config import create_transformer_config
+from coalign.backends.megatron.layers import ExpertGroupChoice, PackedNorm, ParallelLayer
+from coalign.backends.megatron.partition import ParallelSizes
 from coalign.weights import families
 from tests.weights.families.checkpoints import checkpoint
 
@@ -32,7 +32,7 @@ from tests.weights.families.checkpoints import checkpoint
 def block(case):
     hf, _ = checkpoint(case)
     model = families.find_family(hf).config(hf)
-    return layers.block(model, transformer_config(model, Sizes(), te=True), te=True)
+    return layers.build_block(model, create_transformer_config(model, ParallelSizes(), te=True), te=True)
 
 
 def test_transformer_engine_is_refused_where_it_is_not_installed(monkeypatch):
@@ -68,7 +68,7 @@ def test_norms_are_in_the_linear_layers_of_transformer_engine(engine):
     [
         ("falcon_7b", TENorm, IdentityOp, ParallelLayer),
         ("gpt_neox", TENorm, TENorm, ParallelLayer),
-        ("galactica", Norm, Norm, TransformerLayer),
+        ("galactica", PackedNorm, PackedNorm, TransformerLayer),
     ],
 )
 def test_norms_stand_alone_where_they_feed_two_layers_or_have_no_weights(engine, case, norm, of_mlp, layer):

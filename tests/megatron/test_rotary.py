@@ -12,7 +12,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 pytest.importorskip("megatron.core")
 
 from coalign.backends.layout import Block
-from coalign.backends.megatron.attention import angles, attention_factor, speeds
+from coalign.backends.megatron.attention import (
+    compute_attention_factor,
+    compute_rotary_angles,
+    compute_rotary_frequencies,
+)
 from coalign.weights import families
 
 LLAMA = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 4096, "vocab_size": 8}
@@ -43,10 +47,10 @@ def described(kind, settings, rope):
 def test_speeds_and_factors_are_those_of_transformers(kind, settings, rope, longest):
     hf, model = described(kind, settings, rope)
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"), seq_len=longest)
-    torch.testing.assert_close(speeds(model, longest), expected, rtol=2e-6, atol=0)
-    assert attention_factor(model.rope_scaling) == pytest.approx(factor, rel=1e-12)
+    torch.testing.assert_close(compute_rotary_frequencies(model, longest), expected, rtol=2e-6, atol=0)
+    assert compute_attention_factor(model.rope_scaling) == pytest.approx(factor, rel=1e-12)
     unscaled = replace(model, rope_scaling=None)
-    changed = not torch.equal(speeds(unscaled, longest), speeds(model, longest))
+    changed = not torch.equal(compute_rotary_frequencies(unscaled, longest), compute_rotary_frequencies(model, longest))
     assert changed == (rope["rope_type"] != "dynamic" or longest > 4096)
 
 
@@ -56,10 +60,10 @@ def test_angles_follow_positions_and_the_longest_sequence():
     # A prompt of 4 tokens, two sequences that go on with it, of which the longer one has 8 tokens in all.
     blocks = (Block(0, (4,)), Block(4, (1, 4), (0, 4)))
     positions = torch.tensor([0, 1, 2, 3, 4, 4, 5, 6, 7])
-    found = angles(model, positions, blocks)
+    found = compute_rotary_angles(model, positions, blocks)
     base = 10000.0 * (2.0 * 8 / 6 - 1) ** (4 / 2)
     expected = torch.outer(positions.float(), torch.tensor([1.0, base**-0.5, 1.0, base**-0.5])[[0, 1, 0, 1]])
     torch.testing.assert_close(found[:, 0, 0], expected)
-    interleaved = angles(replace(model, rotary_interleaved=True), positions, blocks)
+    interleaved = compute_rotary_angles(replace(model, rotary_interleaved=True), positions, blocks)
     torch.testing.assert_close(interleaved[:, 0, 0], expected[:, [0, 0, 1, 1]])
-    assert angles(replace(model, position_embedding_type="alibi"), positions, blocks) is None
+    assert compute_rotary_angles(replace(model, position_embedding_type="alibi"), positions, blocks) is None

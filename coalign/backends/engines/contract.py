@@ -1,15 +1,12 @@
-"""Lets other threads hold the engine between two tokens.
+"""The contract of a generation engine: what a policy's module needs from whatever computes its tokens.
 
-What every generation engine is: the contract between a policy's module and whatever computes its tokens.
-
-An engine of one's own implements two classes: a ``Run``, which takes requests and computes in steps, and an
-``InferenceEngine``, which opens one and takes weights. Pausing in the middle, early ends, environments and the loop
-over a batch follow from that, the same for all engines. It knows no tokenizer, no Batch and no backend.
+An engine implements two classes: a ``GenerationSession``, which takes requests and computes step by step, and an
+``InferenceEngine``, which starts sessions and takes weights. Pausing, early ends, environments and the loop over a
+batch follow from these. Nothing here knows a tokenizer, a Batch or a backend.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -22,169 +19,157 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.request import OnDone, Prompt, Request, Response
+from coalign.backends.engines.request import OnDone, Request, Response, SubmittedRequest
 from coalign.backends.engines.sampling import Sampling
 from coalign.types import Status
-
-
-class Gate:
-    """A step runs only while nobody holds the gate; ``hold`` returns once no step is running. Holds nest."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._holds = 0
-        self._stepping = False
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._holds == 0)
-            self._stepping = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._stepping = False
-                self._changed.notify_all()
-
-    def hold(self) -> None:
-        with self._changed:
-            self._holds += 1
-            self._changed.wait_for(lambda: not self._stepping)
-
-    def release(self) -> None:
-        """Undo one ``hold``; RuntimeError without one."""
-        with self._changed:
-            if not self._holds:
-                raise RuntimeError("resume without pause")
-            self._holds -= 1
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        self.hold()
-        try:
-            yield
-        finally:
-            self.release()
-
 
 Progress = Callable[[int, int, int], None]  # (responses finished, responses in all, tokens chosen)
 OnToken = Callable[[int, int, int], None]  # (group, index, token)
 
 
-class Run(ABC):
-    """Requests on their way. ``submit``, ``cut`` and ``forget`` may be called by any thread at any time, ``step`` by
-    one.
+class GenerationSession(ABC):
+    """Takes requests and computes their responses in steps.
 
-    ``total``, ``finished``: responses. ``tokens_chosen``: of all of them. ``tokens_prefilled``, ``tokens_kept``: of
-    prompts, computed and found in the cache. ``room``: tokens of the longest sequence (prompt and response) that can be
-    computed, None without a limit.
+    Any thread may call ``submit``, ``cut`` and ``forget`` at any time; one thread calls ``step``.
+
+    total, finished: numbers of responses. tokens_chosen: tokens of all responses. tokens_prefilled, tokens_kept: prompt
+    tokens that were computed, and that were found in the KV cache. max_tokens: the longest sequence (prompt and
+    response) that the engine can compute; None: no limit.
     """
 
-    def __init__(self, room: int | None) -> None:
-        self.room = room
+    def __init__(self, max_tokens: int | None) -> None:
+        self.max_tokens = max_tokens
         self.total = self.finished = 0
         self.tokens_chosen = self.tokens_prefilled = self.tokens_kept = 0
 
     @property
     @abstractmethod
     def unfinished(self) -> bool:
-        """Something is left to do for ``step``."""
+        """Whether ``step`` has anything left to do."""
 
     @abstractmethod
-    def submit(self, request: Request, on_done: OnDone) -> Prompt:
-        """Ask for responses; ``on_done(place, response)`` hears of each on the thread that steps.
+    def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
+        """Ask for responses. Each one is given to ``on_done(place, response)`` on the thread that steps.
 
-        Returns what ``cut`` takes. Raises ValueError for a prompt that is empty, holds an unknown token, or can never
-        fit.
+        The result can be passed to ``cut``. Raises ValueError for a prompt that is empty, holds an unknown token, or
+        can never fit.
         """
 
-    def cut(self, *prompts: Prompt) -> None:
-        """At the next step, hand the samples of these prompts back as they are (PARTIAL)."""
-        for prompt in prompts:
-            prompt.cut = True
+    def cut(self, *requests: SubmittedRequest) -> None:
+        """End these requests at the next step: their samples come back as they are (PARTIAL)."""
+        for request in requests:
+            request.cut = True
 
     @abstractmethod
     def cut_all(self) -> None: ...
 
     def forget(self, group: int, index: int) -> None:  # noqa: B027
-        """The conversation has had its last turn: nothing has to be kept of it."""
+        """Drop what the engine keeps of a conversation: it has had its last turn."""
 
     @abstractmethod
     def step(self) -> None:
-        """Start what fits, then one token for everybody. Raises FloatingPointError for logits that are not finite."""
+        """Start the requests that fit, then compute one token for every active sequence.
+
+        Raises FloatingPointError for logits that are not finite.
+        """
 
 
 class InferenceEngine(ABC):
-    """Generates with weights that may change under it, between two tokens.
+    """Generates with weights that may change between two tokens.
 
-    ``version`` of the weights: -1 before there are any.
+    ``version`` of the weights is -1 before any have been loaded.
     """
 
     version = -1
-    weights_dtype: torch.dtype | None = None  # of all weights, if it is one: to that it casts those it is given
 
     def __init__(self) -> None:
-        self._gate = Gate()
-        self._turn = threading.Lock()
-        self._running: Run | None = None
+        self._state = threading.Condition()  # guards the two below
+        self._pauses = 0
+        self._stepping = False
+        self._session_lock = threading.Lock()
+        self._session: GenerationSession | None = None  # the open one
 
-    # ---- what an engine supplies
+    # ---- what an engine implements
 
     @abstractmethod
-    def _run(self, sampling: Sampling, on_token: OnToken | None) -> AbstractContextManager[Run]:
-        """A run, and within the context all that has to hold while it computes. Entered while no weights come; leaving
-        it ends what is unfinished."""
+    def _start_session(self, sampling: Sampling, on_token: OnToken | None) -> AbstractContextManager[GenerationSession]:
+        """Start a session. Entered while no weights are loaded; leaving the context ends what is unfinished."""
 
     @abstractmethod
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
-        """Take weights by their Hugging Face names: the first time all of them, later those that have changed.
+        """Take weights by their Hugging Face names: all of them the first time, later those that have changed.
 
         ``adopt``: the given tensors may be used as they are. Raises ValueError for weights that do not fit.
         """
 
-    def close(self) -> None:  # noqa: B027
-        """Give back what was taken."""
+    @property
+    def weights_dtype(self) -> torch.dtype | None:
+        """The dtype to which all given weights are cast; None if there is not one for all."""
+        return None
 
-    # ---- what follows from it
+    def close(self) -> None:  # noqa: B027
+        """Free memory and processes."""
+
+    # ---- what every engine inherits
 
     def pause(self) -> None:
-        """Stop at the next token boundary (any thread but the generating one); returns when nothing runs."""
-        self._gate.hold()
+        """Stop at the next token; return when no step is running. Pauses nest. Not for the generating thread."""
+        with self._state:
+            self._pauses += 1
+            self._state.wait_for(lambda: not self._stepping)
 
     def resume(self) -> None:
-        self._gate.release()
+        """Undo one ``pause``. Raises RuntimeError without one."""
+        with self._state:
+            if not self._pauses:
+                raise RuntimeError("resume without pause")
+            self._pauses -= 1
+            self._state.notify_all()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool) -> None:
-        """Take new weights at a token boundary: later tokens, also of responses under way, come from ``version``.
+        """Take new weights between two tokens: later tokens, also of unfinished responses, come from ``version``.
 
-        ``adopt`` shares the given tensors where the engine can. While a run is open nobody may change them: it may
+        ``adopt`` shares the given tensors where the engine can. Do not change them while a session is open: it may
         compute with packed copies. Raises ValueError for weights that do not fit.
         """
-        with self._gate.held():
+        with self.paused():
             self._load(weights, adopt=adopt)
             self.version = version
 
     @contextmanager
-    def open(self, sampling: Sampling, on_token: OnToken | None = None) -> Iterator[Run]:
-        """A Run that takes requests and, with ``advance``, computes. One at a time: a second caller waits.
+    def open(self, sampling: Sampling, on_token: OnToken | None = None) -> Iterator[GenerationSession]:
+        """Open a session, to be computed with ``advance``. There is one at a time: a second caller waits.
 
-        ``on_token(group, index, token)`` hears of every token as it is chosen, on the thread that advances; what it
-        raises ends the call, and the engine is ready for the next one.
+        ``on_token(group, index, token)`` is called for every token as it is chosen, on the thread that advances. What
+        it raises ends the session; the engine stays usable.
         """
-        with self._turn, ExitStack() as stack:
-            with self._gate.held():
-                run = self._running = stack.enter_context(self._run(sampling, on_token))
+        with self._session_lock, ExitStack() as stack:
+            with self.paused():
+                self._session = stack.enter_context(self._start_session(sampling, on_token))
             try:
-                yield run
+                yield self._session
             finally:
-                self._running = None
+                self._session = None
 
-    def advance(self, run: Run) -> None:
-        """One step of an open run, once nobody holds the engine."""
-        with self._gate.step():
-            run.step()
+    def advance(self, session: GenerationSession) -> None:
+        """Compute one step of an open session, once the engine is not paused."""
+        with self._state:
+            self._state.wait_for(lambda: self._pauses == 0)
+            self._stepping = True
+        try:
+            session.step()
+        finally:
+            with self._state:
+                self._stepping = False
+                self._state.notify_all()
 
     def generate(
         self,
@@ -192,55 +177,57 @@ class InferenceEngine(ABC):
         sampling: Sampling,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
-        enough: int | None = None,
+        min_groups: int | None = None,
     ) -> list[list[Response]]:
-        """The responses of each request, in the order of its samples; see ``in_parts``."""
-        [answers] = self.in_parts(requests, [len(requests)], sampling, progress, on_token, enough)
+        """Return the responses of each request, in the order of its samples; see ``generate_in_parts``."""
+        [answers] = self.generate_in_parts(requests, [len(requests)], sampling, progress, on_token, min_groups)
         return answers
 
-    def in_parts(
+    def generate_in_parts(
         self,
         requests: Sequence[Request],
         sizes: Sequence[int],
         sampling: Sampling,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
-        enough: int | None = None,
+        min_groups: int | None = None,
     ) -> Iterator[list[list[Response]]]:
-        """The responses of the first ``sizes[0]`` requests, each in the order of its samples, as soon as all of them
-        are there; then those of the next ones. All are computed together, and only while somebody asks for the next
-        part; until the last one, nobody else can use the engine.
+        """Yield the responses of the first ``sizes[0]`` requests once they are complete, then of the next ones.
 
-        ``enough``: as soon as all samples of so many groups are at their end, the others are handed back as they are
-        (PARTIAL). ``on_token``: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or
-        can never fit, RuntimeError if the engine says that it is done and a response is missing.
+        All requests are computed together, and only while the caller asks for the next part. Until the last part is
+        there, nobody else can use the engine.
+
+        min_groups: as soon as all samples of this many groups are finished, the others are returned as they are
+        (PARTIAL). on_token: see ``open``. Raises ValueError for a prompt that is empty, holds an unknown token, or can
+        never fit, and RuntimeError if the engine stops before every response has come.
         """
-        missing: Counter[int] = Counter()  # samples of each group that are not at their end
+        missing: Counter[int] = Counter()  # unfinished samples of each group
         for request in requests:
             missing[request.group] += request.samples
         answers: list[list[Any]] = [[None] * request.samples for request in requests]
-        cuts = list(accumulate(sizes, initial=0))
-        waiting = [sum(request.samples for request in requests[a:b]) for a, b in pairwise(cuts)]
+        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        waiting = [sum(request.samples for request in requests[start:stop]) for start, stop in bounds]
 
-        def note(answer: list[Any], group: int, part: int, place: int, response: Response) -> None:
+        def record(answer: list[Any], group: int, part: int, place: int, response: Response) -> None:
             answer[place] = response
             missing[group] -= response.status != Status.PARTIAL
             waiting[part] -= 1
 
-        with self.open(sampling, on_token) as run:
-            for part, (start, stop) in enumerate(pairwise(cuts)):
+        with self.open(sampling, on_token) as session:
+            for part, (start, stop) in enumerate(bounds):
                 for request, answer in zip(requests[start:stop], answers[start:stop], strict=True):
-                    run.submit(request, partial(note, answer, request.group, part))
-            for part, (start, stop) in enumerate(pairwise(cuts)):
-                while run.unfinished and (waiting[part] or stop == cuts[-1]):
-                    if enough is not None and sum(not left for left in missing.values()) >= enough:
-                        run.cut_all()
-                    self.advance(run)
+                    session.submit(request, partial(record, answer, request.group, part))
+            for part, (start, stop) in enumerate(bounds):
+                last = stop == len(requests)
+                while session.unfinished and (waiting[part] or last):
+                    if min_groups is not None and sum(not left for left in missing.values()) >= min_groups:
+                        session.cut_all()
+                    self.advance(session)
                     if progress is not None:
-                        progress(run.finished, run.total, run.tokens_chosen)
+                        progress(session.finished, session.total, session.tokens_chosen)
                 if waiting[part]:
-                    asked = sum(request.samples for request in requests)
-                    raise RuntimeError(f"the engine returned {asked - sum(waiting)} of {asked} responses")
-                if part < len(sizes) - 1:
+                    total = sum(request.samples for request in requests)
+                    raise RuntimeError(f"the engine returned {total - sum(waiting)} of {total} responses")
+                if part < len(bounds) - 1:
                     yield answers[start:stop]
-        yield answers[cuts[-2] :]
+        yield answers[slice(*bounds[-1])]

@@ -1,4 +1,4 @@
-"""Plays a policy's samples as episodes: environments on their event loop, turns by an open run of the engine."""
+"""Plays a policy's samples as episodes: environments run on an event loop, an engine session answers their turns."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress, Run
+from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken, Progress
 from coalign.backends.engines.request import Request, Response
-from coalign.backends.engines.samples import missing_groups
 from coalign.backends.engines.sampling import Sampling
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode, EpisodeLog
-from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
+from coalign.environments.loop import EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, Max, Stat, Stats, Status, Total, merge_stats
@@ -32,15 +31,22 @@ class EpisodesFailed(RuntimeError):
 
 
 class EnginePolicy:
-    """Takes the turns of episodes, as requests to ``run``. ``longest``: tokens of a sample that others still take."""
+    """Answers the turns of episodes by requests to a session.
+
+    ``longest``: the most tokens of a sample that later models can read.
+    """
 
     def __init__(
-        self, run: Run, tokenizer: PreTrainedTokenizerBase, loop: EnvironmentLoop, longest: int | None = None
+        self,
+        session: GenerationSession,
+        tokenizer: PreTrainedTokenizerBase,
+        loop: EnvironmentLoop,
+        longest: int | None = None,
     ) -> None:
-        self.run = run
+        self.session = session
         self.tokenizer = tokenizer
         self.loop = loop
-        self.capacity = min((room for room in (run.room, longest) if room is not None), default=None)
+        self.capacity = min((limit for limit in (session.max_tokens, longest) if limit is not None), default=None)
 
     async def respond(
         self, tokens: list[int], *, group: int, index: int, prompt_length: int, limit: int, stop: tuple[str, ...] | None
@@ -52,26 +58,27 @@ class EnginePolicy:
             if not answer.done():
                 answer.set_result(response)
 
-        prompt = self.run.submit(
-            Request(tokens, group, first=index, opening=prompt_length, limit=limit, stop=stop),
+        prompt = self.session.submit(
+            Request(tokens, group, first=index, first_turn=prompt_length, limit=limit, stop=stop),
             lambda place, response: loop.call_soon_threadsafe(settle, response),
         )
         self.loop.news.set()
         try:
             return await answer
         except asyncio.CancelledError:
-            self.run.cut(prompt)
+            self.session.cut(prompt)
             raise
 
     def forget(self, group: int, index: int) -> None:
-        self.run.forget(group, index)
+        self.session.forget(group, index)
 
     def decode(self, tokens: Sequence[int], *, special: bool) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return cast(str, text)
 
 
 class EpisodeRunner:
-    """The environment of a policy, with what it needs to be played."""
+    """Plays the environment of a policy."""
 
     def __init__(self, environment: EnvironmentFunction, tokenizer: PreTrainedTokenizerBase, context: Context) -> None:
         self.environment = environment
@@ -91,42 +98,41 @@ class EpisodeRunner:
         begun: Batch,
         sampling: Sampling,
         *,
-        enough: float | None = None,
+        min_groups: int | None = None,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
     ) -> tuple[Batch, Stats]:
-        """The samples, which have no response yet, played to their end; see RolloutModule.generate.
+        """Play samples without a response to their end; see RolloutModule.generate_in_parts.
 
-        Raises EpisodesFailed, with the environment's own exception as cause, if none could be, EnvironmentBlocked if
-        one holds up the others.
+        Raises EpisodesFailed, with the environment's own exception as cause, if every episode failed, and
+        EnvironmentBlocked if one holds up the others.
         """
-        groups = None if enough is None else missing_groups(begun, enough)
-        with engine.open(sampling, on_token) as run:
-            episodes = self._episodes(begun, sampling, EnginePolicy(run, self.tokenizer, self.loop, self.longest))
-            running = self.loop.start(self.environment, episodes, min_groups=groups)
+        with engine.open(sampling, on_token) as session:
+            policy = EnginePolicy(session, self.tokenizer, self.loop, self.longest)
+            episodes = self._create_episodes(begun, sampling, policy)
+            running = self.loop.start(self.environment, episodes, min_groups=min_groups)
             try:
-                self._compute(engine, run, running, progress, len(episodes))
+                while not running.done:
+                    if not session.unfinished:
+                        running.wait()
+                        continue
+                    engine.advance(session)
+                    if progress is not None:
+                        progress(running.finished, len(episodes), session.tokens_chosen)
             finally:
                 running.stop()
-        self._report(running.calls)
-        return _to_batch(begun, episodes), {**_stats(running.calls), **_prefill_stats(run, len(episodes))}
+        self._report_failures(running.calls)
+        prefill = {
+            "episode/tokens_prefilled": Stat(session.tokens_prefilled, len(episodes)),
+            "episode/tokens_kept": Stat(session.tokens_kept, len(episodes)),
+        }
+        return _to_batch(begun, episodes), {**_merge_episode_stats(running.calls), **prefill}
 
-    def _compute(
-        self, engine: InferenceEngine, run: Run, running: EnvironmentBatch, progress: Progress | None, total: int
-    ) -> None:
-        while not running.done:
-            if run.unfinished:
-                engine.advance(run)
-                if progress is not None:
-                    progress(running.finished, total, run.tokens_chosen)
-            else:
-                running.wait()
-
-    def _episodes(self, begun: Batch, sampling: Sampling, player: EnginePolicy) -> list[Episode]:
+    def _create_episodes(self, begun: Batch, sampling: Sampling, policy: EnginePolicy) -> list[Episode]:
         if not torch.equal(begun.lengths, begun["prompt_length"].long()):
             name = getattr(self.environment.fn, "__name__", "")
             raise ValueError(
-                f"rollout.fn: '{name}' cannot go on with samples that another call began: what its environment knew is "
+                f"rollout.fn: '{name}' cannot continue samples of an earlier call: the state of their environment is "
                 "gone; unset rollout.round_tokens"
             )
         own = begun.get("max_new_tokens")
@@ -139,14 +145,14 @@ class EpisodeRunner:
                 seed=self.seed,
                 prompt=row["tokens"].tolist(),
                 max_new_tokens=int(limit),
-                policy=player,
+                policy=policy,
                 rendering=self.rendering,
             )
             for row, limit in zip(begun.rows(), limits, strict=True)
         ]
 
-    def _report(self, calls: Sequence[EnvironmentCall]) -> None:
-        """Show a failure's traceback once; raise if there is nothing but failures."""
+    def _report_failures(self, calls: Sequence[EnvironmentCall]) -> None:
+        """EpisodeLog the traceback of each kind of failure once; raise EpisodesFailed if every call failed."""
         failed = [call for call in calls if call.error is not None]
         if not failed:
             return
@@ -163,7 +169,7 @@ class EpisodeRunner:
 
 
 def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
-    """The logs, with the sequence columns that the samples began with."""
+    """Join the episodes' logs with the sequence columns that the samples began with."""
     token = {
         column.name: torch.tensor(
             [value for episode in episodes for value in getattr(episode.log, column.name)],
@@ -180,24 +186,15 @@ def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
     return Batch(lengths, token, {**begun.sequence, **sequence})
 
 
-def _prefill_stats(run: Run, episodes: int) -> Stats:
-    """How many tokens of prompts an episode took to compute, and how many were still in the cache."""
-    return {
-        "episode/tokens_prefilled": Stat(run.tokens_prefilled, episodes),
-        "episode/tokens_kept": Stat(run.tokens_kept, episodes),
-    }
-
-
-def _stats(calls: Sequence[EnvironmentCall]) -> Stats:
-    """Means over the episodes that did not fail, and what became of the others."""
+def _merge_episode_stats(calls: Sequence[EnvironmentCall]) -> Stats:
+    """Average over the episodes that did not fail, and count the failures of the others by reason."""
     many: list[Stats] = []
     names = {name for call in calls for episode in call.episodes for name in episode.counts}
     for call in calls:
-        seconds = {"episode/seconds": Stat(call.clock.used), "episode/seconds_max": Max(call.clock.used)}
-        many.append(seconds)
+        many.append({"episode/seconds": Stat(call.clock.used), "episode/seconds_max": Max(call.clock.used)})
         if call.error is not None:
             many.append({f"episode/failed/{call.reason}": Total(float(len(call.episodes)))})
             continue
         counts: list[Counter[str]] = [e.counts for e in call.episodes if e.status != Status.PARTIAL]
-        many += [{f"episode/{name}": Stat(float(count[name])) for name in names} for count in counts]
+        many.extend({f"episode/{name}": Stat(float(count[name])) for name in names} for count in counts)
     return merge_stats(many)

@@ -1,4 +1,4 @@
-"""A generation engine as a model of a run: a Batch of prompts in, a Batch of responses out."""
+"""The policy module: runs a generation engine on a Batch of prompts and returns a Batch of responses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from coalign.backends import lora, pretrained
@@ -17,7 +17,7 @@ from coalign.backends.base import Module
 from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
 from coalign.backends.engines.episodes import EpisodeRunner
 from coalign.backends.engines.request import Request
-from coalign.backends.engines.samples import begin, extend, missing_groups
+from coalign.backends.engines.samples import begin_samples, count_missing_groups, extend_samples
 from coalign.backends.engines.sampling import Sampling
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
@@ -26,8 +26,10 @@ from coalign.weights.sync.transport import guard_installation
 
 
 class RolloutModule(Module):
-    """Generates with an engine, which it builds without weights. They come from ``load_weights``; if nobody has sent
-    any when the first tokens are wanted, they come from where ``config.load`` and ``config.init`` say (as version 0).
+    """Generates with an engine, which it builds without weights.
+
+    The weights come from ``load_weights``. If nobody has sent any when the first tokens are wanted, they come from
+    ``config.load`` and ``config.init`` (as version 0).
     """
 
     needs = {"generate": ("weights", "kv"), "load_weights": ("weights",), "pause": (), "resume": ()}
@@ -35,7 +37,7 @@ class RolloutModule(Module):
     runner: EpisodeRunner | None = None
 
     def build(self, architecture: PreTrainedConfig) -> InferenceEngine:
-        """The engine, of its backend. Raises ValueError if it cannot run the architecture."""
+        """Build the backend's engine. Raises ValueError if it cannot run the architecture."""
         raise NotImplementedError
 
     def setup(self) -> None:
@@ -61,13 +63,13 @@ class RolloutModule(Module):
         *,
         samples: int | None = None,
         round_tokens: int | None = None,
-        enough: float | None = None,
+        min_complete: float | None = None,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
         **overrides: Any,
     ) -> Batch | tuple[Batch, Stats]:
-        """All of ``generate_in_parts`` at once."""
-        options = {"samples": samples, "round_tokens": round_tokens, "enough": enough}
+        """Generate the whole batch as one part; see ``generate_in_parts``."""
+        options = {"samples": samples, "round_tokens": round_tokens, "min_complete": min_complete}
         [out] = self.generate_in_parts(1, prompts, **options, progress=progress, on_token=on_token, **overrides)
         return out
 
@@ -78,102 +80,108 @@ class RolloutModule(Module):
         *,
         samples: int | None = None,
         round_tokens: int | None = None,
-        enough: float | None = None,
+        min_complete: float | None = None,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
         **overrides: Any,
     ) -> Iterator[Batch | tuple[Batch, Stats]]:
-        """``samples`` responses (None: context.samples_per_prompt) to each prompt, ordered by prompt, then index.
+        """Generate ``samples`` responses to each prompt (None: context.samples_per_prompt), by prompt, then index.
 
-        prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated for every response.
-        With the column ``index`` it holds samples instead, as an earlier call returned them: those whose status is
-        PARTIAL go on as if they had never stopped, the others stay as they are. A column ``max_new_tokens`` limits
-        the response of its own row.
+        The groups come in this many ``parts`` of nearly equal size, in order, each as soon as all of its samples are
+        there. The samples are the same as those of a single part. Nothing is computed before the caller asks for the
+        next part.
 
-        round_tokens: new tokens of a sample in this call. enough: the share of the groups here that have to be at
-        their end; then the others are cut. What is cut, or has not ended in its round, is PARTIAL. overrides: fields of
-        SamplingConfig. progress, on_token: see coalign.backends.engines.contract. Returns prompt + response with the columns
-        of docs/design.md section 3. With an environment (context.environment), samples are played from their beginning, and
-        it returns statistics, too: `episode/…`, see docs/environments.md.
+        prompts: columns ``tokens`` and ``group``, and any sequence columns, which are repeated for every response. With
+        the column ``index`` it holds samples of an earlier call instead: those whose status is PARTIAL go on as if they
+        had never stopped, the others stay as they are. A column ``max_new_tokens`` limits the response of its row.
+        round_tokens: new tokens of a sample in this call. min_complete: the share of these groups that must be
+        complete; then the others are cut. A sample that is cut, or that its round ends, is PARTIAL. overrides: fields
+        of SamplingConfig. progress, on_token: see coalign.backends.engines.contract.
 
-        The groups come in so many ``parts``, neighbours of nearly equal numbers, in order and each as soon as all of
-        its samples are there; their samples are the same as those of a single part. Nothing is computed before
-        somebody asks for the next one.
+        Returns prompt + response with the columns of docs/design.md section 3. With an environment (context.environment)
+        episodes are played from their beginning, and statistics `episode/…` are returned, too (docs/environments.md).
+
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit and for parts of
-        episodes, RuntimeError while the weights are those of no version.
+        episodes, RuntimeError while the loaded weights are incomplete.
         """
         self.check_fit()
         if self.engine.version < 0:
-            self._load_by_itself()
+            source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
+            moved = nn.Module.to(source, self.context.device)  # transformers wraps it without a usable signature
+            self.load_weights(lora.export_merged(moved), version=0, adopt=True)
         samples = self.context.samples_per_prompt if samples is None else samples
-        begun = prompts if "index" in prompts else begin(prompts, samples)
+        begun = prompts if "index" in prompts else begin_samples(prompts, samples)
         fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()
         sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
+        min_groups = None if min_complete is None else count_missing_groups(begun, min_complete)
         if self.runner is not None:
-            told = {"enough": enough, "progress": progress, "on_token": on_token}
             if parts > 1:
                 where = f"models.{self.context.model}.parts_per_call"
                 raise ValueError(f"{where}: episodes are handed over all at once; set it to 1")
-            yield self.runner.run(self.engine, begun, sampling, **told)
+            yield self.runner.run(
+                self.engine, begun, sampling, min_groups=min_groups, progress=progress, on_token=on_token
+            )
             return
-        some = begun.split(parts, keep="group", by="sequences")
-        asked = [_requests(each, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for each in some]
-        requests = [request for _, own in asked for request in own]
-        sizes = [len(own) for _, own in asked]
-        groups = None if enough is None else missing_groups(begun, enough)
-        ready = self.engine.in_parts(requests, sizes, sampling, progress, on_token, groups)
-        for each, (rows, _), answers in zip(some, asked, ready, strict=True):
-            with torch.inference_mode(False):  # the run is open, in its own mode, and others learn from what it gives
-                yield extend(each, rows, [response for responses in answers for response in responses])
+        pieces = begun.split(parts, keep="group", by="sequences")
+        planned = [
+            _plan_requests(piece, sampling.max_new_tokens, round_tokens, self.context.sample_tokens) for piece in pieces
+        ]
+        requests = [request for _, own in planned for request in own]
+        sizes = [len(own) for _, own in planned]
+        ready = self.engine.generate_in_parts(requests, sizes, sampling, progress, on_token, min_groups)
+        for piece, (rows, _), answers in zip(pieces, planned, ready, strict=True):
+            with torch.inference_mode(False):  # the session's own mode would make the columns unusable for training
+                yield extend_samples(piece, rows, [response for responses in answers for response in responses])
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
         return self.engine.weights_dtype
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int, adopt: bool = False) -> None:
-        """New weights by Hugging Face names: the first time all, later those that have changed; later tokens carry
-        ``version``. If they do not arrive whole, nothing is generated until others do."""
+        """Take weights by Hugging Face names: the first time all, later those that have changed.
+
+        Later tokens carry ``version``. If the weights do not arrive whole, ``generate`` fails until others do.
+        """
         with guard_installation(self, version):
             self.engine.load_weights(weights, version=version, adopt=adopt)
 
     def pause(self) -> None:
-        """Stop a running ``generate`` of another thread at its next token; returns when it stands still."""
+        """Stop a ``generate`` that runs in another thread at its next token; return when it has stopped."""
         self.engine.pause()
 
     def resume(self) -> None:
         self.engine.resume()
 
-    def _load_by_itself(self) -> None:
-        source = pretrained.load(self.config, seed=self.context.seed, name=self.context.model, packed=False)
-        self.load_weights(lora.export_merged(source.to(self.context.device)), version=0, adopt=True)
-
-    def end_tokens(self, architecture: PreTrainedConfig) -> set[int]:
-        """The end-of-sequence ids of generation_config.json, config.json and the tokenizer."""
+    def find_end_tokens(self, architecture: PreTrainedConfig) -> set[int]:
+        """Collect the end-of-sequence ids of generation_config.json, config.json and the tokenizer."""
         named = [architecture.get_text_config().eos_token_id, self.tokenizer.eos_token_id]
-        if (Path(self.config.load) / "generation_config.json").is_file():
-            named.append(GenerationConfig.from_pretrained(self.config.load).eos_token_id)
+        if (Path(str(self.config.load)) / "generation_config.json").is_file():
+            named.append(GenerationConfig.from_pretrained(str(self.config.load)).eos_token_id)
         return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
 
     @cached_property
     def _special(self) -> dict[int, str]:
-        """The special tokens. Asked for with every sample, and the tokenizer makes its table anew each time."""
+        """The special tokens, cached because the tokenizer builds its table anew each time."""
         return {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
     def decoder(self, stops: Sequence[str]) -> Callable[[list[int]], str]:
-        """From tokens to the text in which ``stops`` are looked for: special tokens only if a stop has them."""
+        """Return the function from tokens to the searched text; it shows the special tokens that ``stops`` name."""
         hidden = {i for i, text in self._special.items() if not any(text in stop for stop in stops)}
 
         def decode(tokens: list[int]) -> str:
-            return self.tokenizer.decode([t for t in tokens if t not in hidden], clean_up_tokenization_spaces=False)
+            shown = [token for token in tokens if token not in hidden]
+            return cast(str, self.tokenizer.decode(shown, clean_up_tokenization_spaces=False))
 
         return decode
 
 
-def _requests(
+def _plan_requests(
     samples: Batch, max_new_tokens: int, pause: int | None, longest: int | None
 ) -> tuple[list[int], list[Request]]:
-    """The rows that are not at their end, and what to ask for; samples without a response share their prompt.
-    ``longest``: tokens of a sample that others still take. ValueError for a prompt that has as many."""
+    """Return the unfinished rows and the requests that finish them; samples without a response share their prompt.
+
+    ``longest``: the most tokens of a sample that later models can read. Raises ValueError for a longer prompt.
+    """
     tokens, offsets = samples["tokens"].tolist(), samples.offsets.tolist()
     prompt_lengths, groups, indices = (samples[name].tolist() for name in ("prompt_length", "group", "index"))
     own = samples.get("max_new_tokens")
@@ -186,14 +194,18 @@ def _requests(
                 "(max_tokens_per_micro): raise that, or bound prompts (data.max_prompt_tokens)"
             )
     rows = (samples["status"] == Status.PARTIAL).nonzero().flatten().tolist()
-    asked: list[Request] = []
+    requests: list[Request] = []
     for row in rows:
         prompt = tokens[offsets[row] : offsets[row + 1]]
         begun = len(prompt) - prompt_lengths[row]
         request = Request(prompt, groups[row], 1, indices[row], begun, limits[row] - begun, pause)
-        same = asked and not begun and replace(asked[-1], samples=1) == replace(request, first=asked[-1].first)
-        if same and asked[-1].first + asked[-1].samples == request.first:
-            asked[-1] = replace(asked[-1], samples=asked[-1].samples + 1)
+        last = requests[-1] if requests and not begun else None
+        if (
+            last is not None
+            and last.first + last.samples == request.first
+            and replace(last, samples=1) == replace(request, first=last.first)
+        ):
+            requests[-1] = replace(last, samples=last.samples + 1)
         else:
-            asked.append(request)
-    return rows, asked
+            requests.append(request)
+    return rows, requests

@@ -1,38 +1,29 @@
-"""What a policy generates, as a Batch: samples that have begun, and what is added to them.
+"""Generated samples as a Batch: samples that have begun, and the responses that extend them.
 
-A sample whose status is PARTIAL goes on after the tokens that it has; any other is at its end. So prompts are samples
-without a response, and there is one way to generate.
+A sample whose status is PARTIAL goes on after the tokens that it has; any other is finished. Prompts are samples
+without a response, so there is one way to generate.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from coalign.backends.engines.request import Response
 from coalign.data.batch import Batch
 from coalign.types import TOKEN_COLUMNS, Status
 
-LOG = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # of a token that nobody chose
+LOG = {"loss_mask": False, "rollout_logprobs": 0.0, "versions": -1}  # of tokens that no policy chose
 
 
-class Generated(Protocol):
-    """tokens i32[R], logprobs f32[R], versions i32[R] that were chosen, and how they end."""
+def begin_samples(prompts: Batch, samples: int) -> Batch:
+    """Repeat each prompt as ``samples`` samples without a response, ordered by prompt, then index.
 
-    tokens: Tensor
-    logprobs: Tensor
-    versions: Tensor
-    status: Status
-
-
-def begin(prompts: Batch, samples: int) -> Batch:
-    """``samples`` samples of each prompt, which have no response yet: ordered by prompt, then index.
-
-    prompts: columns ``tokens`` and ``group``, and any of the sequence kind, which are repeated; a column ``samples``
-    says how many there are of each, in place of the argument.
+    prompts: columns ``tokens`` and ``group``, and any sequence columns, which are repeated. A column ``samples`` holds
+    a number for each prompt and replaces the argument.
     """
     counts = prompts["samples"].long() if "samples" in prompts else torch.full((len(prompts),), samples)
     repeated = prompts.without("samples").select(torch.arange(len(prompts)).repeat_interleave(counts))
@@ -46,8 +37,8 @@ def begin(prompts: Batch, samples: int) -> Batch:
     return Batch(repeated.lengths, token, {**repeated.sequence, **sequence})
 
 
-def extend(samples: Batch, rows: Sequence[int], responses: Sequence[Generated]) -> Batch:
-    """The samples with ``responses[i]`` added to ``rows[i]`` (ascending); the others as they are."""
+def extend_samples(samples: Batch, rows: Sequence[int], responses: Sequence[Response]) -> Batch:
+    """Append ``responses[i]`` to row ``rows[i]`` (ascending); the other rows stay as they are."""
     grown = torch.zeros(len(samples), dtype=torch.int64)
     grown[list(rows)] = torch.tensor([len(r.tokens) for r in responses], dtype=torch.int64)
     lengths = samples.lengths + grown
@@ -71,8 +62,8 @@ def extend(samples: Batch, rows: Sequence[int], responses: Sequence[Generated]) 
     return Batch(lengths, token, {**samples.sequence, "status": status})
 
 
-def missing_groups(samples: Batch, enough: float) -> int:
-    """How many more groups have to be complete until the share ``enough`` of all is (those of this worker)."""
+def count_missing_groups(samples: Batch, min_complete: float) -> int:
+    """Count the groups that must still be completed to reach the share ``min_complete`` of this worker's groups."""
     group, waiting = samples["group"], samples["status"] == Status.PARTIAL
     groups, incomplete = len(group.unique()), len(group[waiting].unique())
-    return max(0, math.ceil(enough * groups - 1e-9) - (groups - incomplete))
+    return max(0, math.ceil(min_complete * groups - 1e-9) - (groups - incomplete))

@@ -1,7 +1,7 @@
-"""How the next token is drawn from logits: pure functions, a row never sees its neighbours.
+"""Draws the next token from logits: pure functions in which no row depends on another.
 
-Randomness is counter-based: the uniform number of a token is a hash of (seed, group, index, position), so it does not
-depend on the batch, the replica or the order of arrival.
+Randomness is counter-based: a token's uniform number is a hash of (seed, group, index, position). It does not depend on
+the batch, the replica or the order of arrival.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK = 128
-_CANDIDATES = 1024  # the top-p nucleus is looked for among so many tokens before the whole vocabulary is sorted
+_CANDIDATES = 1024  # top-p first looks for the nucleus among this many tokens, then sorts the whole vocabulary
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64, Steele et al. 2014
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The fields of coalign.config.schema.SamplingConfig, where their meaning and defaults are stated."""
+    """The fields of coalign.config.schema.SamplingConfig, which states their meaning and defaults; hashable."""
 
     max_new_tokens: int
     temperature: float
@@ -32,7 +32,7 @@ class Sampling:
 
 
 def stream_key(seed: int, group: int, index: int) -> int:
-    """The key (a signed 64-bit number) of one sample's random stream."""
+    """Return the key of one sample's random stream, a signed 64-bit number."""
     key = 0
     for part in (seed, group, index):
         key = _mix_int((key + _GOLDEN + part) & _MASK)
@@ -40,7 +40,7 @@ def stream_key(seed: int, group: int, index: int) -> int:
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in [0, 1) with 53 random bits, one for each (stream key, token position). i64[B], i64[B] -> f64[B]."""
+    """Hash (stream key, token position) to numbers in [0, 1) with 53 random bits. i64[B], i64[B] -> f64[B]."""
     state = keys + positions * _signed(_GOLDEN)
     state = (state ^ _shift(state, 30)) * _signed(_MIX1)
     state = (state ^ _shift(state, 27)) * _signed(_MIX2)
@@ -48,9 +48,9 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token for each row.
+    """Draw one token for each row.
 
-    logits [B, V]; uniform f64[B]; seen bool[B, V], the tokens of prompt and response, which the penalty hits.
+    logits [B, V]; uniform f64[B]; seen bool[B, V]: the tokens of prompt and response, which the penalty applies to.
     Returns tokens i64[B] and their log-probs f32[B] under the penalised, temperature-scaled distribution before top-k,
     top-p and min-p. Temperature 0 takes the most likely token and reports its log-prob at temperature 1.
     """
@@ -68,14 +68,14 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling, seen: Tensor | N
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Positive logits of seen tokens divided by ``penalty``, negative ones multiplied (Keskar et al. 2019, CTRL)."""
+    """Divide positive logits of seen tokens by ``penalty``, multiply negative ones (Keskar et al. 2019, CTRL)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def truncate(probs: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities ([B, V], not renormalised) with those outside top-k, then top-p, then min-p set to zero.
+    """Set probabilities [B, V] outside top-k, then top-p, then min-p to zero, without renormalising.
 
-    Every rule keeps the tokens whose probability reaches a threshold, so equal tokens are kept or dropped together.
+    Every rule keeps the tokens whose probability reaches a threshold: equally likely tokens stay or go together.
     """
     vocabulary = probs.shape[-1]
     threshold = torch.zeros(len(probs), 1, dtype=probs.dtype, device=probs.device)
@@ -92,7 +92,7 @@ def truncate(probs: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus_threshold(probs: Tensor, top_p: float, top_k: int) -> Tensor:
-    """The smallest probability in the top-p nucleus of each row's ``top_k`` most likely tokens. [B, 1]"""
+    """Find the smallest probability in the top-p nucleus of each row's ``top_k`` most likely tokens. [B, 1]"""
     for count in sorted({min(_CANDIDATES, top_k), top_k}):
         ranked = probs.topk(count).values
         mass = ranked.cumsum(-1, dtype=torch.float64)
@@ -104,9 +104,9 @@ def _nucleus_threshold(probs: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF sampling from unnormalised ``weights`` [B, V] at ``uniform`` f64[B]. Returns i64[B].
+    """Sample from unnormalised ``weights`` [B, V] by inverse CDF at ``uniform`` f64[B]. Returns i64[B].
 
-    Two levels: chunk sums choose a chunk, a running sum inside the chunk the token; so only chunk sums touch all of V.
+    Sums of chunks choose a chunk, then a running sum inside it chooses the token: only the sums read all of V.
     """
     if excess := weights.shape[-1] % _CHUNK:
         weights = F.pad(weights, (0, _CHUNK - excess))
@@ -119,9 +119,9 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first entry of each row of running sums above ``target``, and what is left of the target inside it.
+    """Find each row's first running sum above ``target``, and the rest of the target inside that entry.
 
-    Rounding may put the target at or past the end; then it is the last entry that added anything.
+    Rounding may put the target at or past the end; the last entry that added anything is then taken.
     """
     last = (bounds < bounds[:, -1:]).sum(-1)
     place = torch.minimum((bounds <= target[:, None]).sum(-1), last)
@@ -130,7 +130,7 @@ def _locate(bounds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log(values: Tensor) -> Tensor:
-    """Logarithms whose bits do not depend on how many there are: whole vectors, no scalar tail. f32[B] -> f32[B]"""
+    """Take logarithms f32[B] whose bits do not depend on B: padded to whole vectors, so no scalar tail is left."""
     return F.pad(values, (0, -len(values) % 64), value=1.0).log()[: len(values)]
 
 
@@ -145,5 +145,5 @@ def _signed(constant: int) -> int:
 
 
 def _shift(state: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right (torch's keeps the sign)."""
+    """Shift right without the sign, which torch's own shift keeps."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

@@ -72,7 +72,10 @@ class FSDPModule(HuggingFaceModule):
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
-        if self.compute_dtype is not None and kernels.computing_dtype(self.compute_dtype, self.device) == torch.float32:
+        if (
+            self.compute_dtype is not None
+            and kernels.choose_compute_dtype(self.compute_dtype, self.device) == torch.float32
+        ):
             self.compute_dtype = None
 
     def setup(self) -> None:

@@ -1,7 +1,12 @@
-"""Models of megatron-core (the only files that import it), built from coalign.weights.families, for packed rows."""
+"""Models of megatron-core over packed rows: the only package that imports it. Open module.py first.
+
+module.py: the backend. partition.py: which rank has what; no megatron-core is imported here. build.py, model.py,
+layers.py, attention.py, config.py: the model. training.py: pipeline and optimizer. weights.py, checkpoint.py: reading
+and writing. verify.py: compares a converted model with transformers'. cpu.py: runs megatron-core without a GPU.
+"""
 
 import warnings
 
-# What is not installed is said once, by Coalign, where it matters.
+# Coalign itself reports packages that are missing, where they are needed.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated")

@@ -1,16 +1,11 @@
-"""Attention of megatron-core's layers over packed rows: the kernel of coalign.backends.attention in its place.
+"""Attention of megatron-core's layers over packed rows, with coalign.backends.attention as its kernel.
 
-So prompts that several sequences continue are computed once, with every backend alike, and context parallelism is a
-change of heads (Ulysses) that needs no Transformer Engine.
+So every backend computes shared prompts once, and context parallelism exchanges heads (Ulysses) without Transformer
+Engine. The file owns ALiBi (2108.12409), rotary angles by position with every `rope_scaling` of the families, and
+multi-head latent attention (DeepSeek V2, 2405.04434).
 
-ALiBi (2108.12409): scores lose with the distance of their key, in each head at another pace.
-
-Angles of rotary embeddings by position, stretched by every kind of `rope_scaling` that families have.
-
-The formulas are those of transformers (modeling_rope_utils). megatron-core's own angles are by place in a row, know
-Llama 3's scaling with its numbers only, and no dynamic one.
-
-Multi-head latent attention (DeepSeek V2, 2405.04434) of megatron-core over packed rows.
+The rotary formulas are those of transformers (modeling_rope_utils). megatron-core counts angles by place in the row,
+knows Llama 3's scaling with its default numbers only, and has no dynamic scaling.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -36,7 +31,10 @@ from coalign.weights.families import MegatronConfig, RopeScaling
 
 @dataclass(frozen=True)
 class Alibi:
-    """``slopes`` f32[heads]. ``scale``: of what they make. ``rounded``: that is bf16's, as Falcon computes it."""
+    """The bias of ALiBi: scores fall linearly with the distance of their key, in each head with its own slope.
+
+    slopes f32[heads]. scale: factor of the bias. rounded: compute in bfloat16, as Falcon does.
+    """
 
     slopes: Tensor
     scale: float = 1.0
@@ -44,43 +42,50 @@ class Alibi:
 
     @classmethod
     def of(cls, model: MegatronConfig) -> Self | None:
-        """None for a model that has none."""
+        """Return the model's bias; None for a model without ALiBi."""
         if model.position_embedding_type != "alibi":
             return None
         scaled = model.alibi_scaled
-        return cls(slopes(model.num_attention_heads), model.kv_channels**-0.5 if scaled else 1.0, scaled)
+        return cls(compute_slopes(model.num_attention_heads), model.kv_channels**-0.5 if scaled else 1.0, scaled)
 
-    def part(self, index: int, count: int) -> Self:
-        """Of the heads that rank ``index`` of ``count`` has."""
+    def shard(self, index: int, count: int) -> Self:
+        """Return the bias for the heads of rank ``index`` of ``count``."""
         return replace(self, slopes=self.slopes.chunk(count)[index])
 
     def __call__(self, keys: Tensor) -> Tensor:
-        """f32[heads, K]: what is added to the scores of the keys at positions i64[K]."""
+        """Return f32[heads, K], which is added to the scores of the keys at positions i64[K]."""
         slope = self.slopes.to(keys.device, torch.bfloat16 if self.rounded else torch.float32)
         return (slope[:, None] * keys).float() * self.scale
 
 
-def slopes(heads: int) -> Tensor:
-    """f32[heads]. Of a power of two 2^(-8 i / heads); other numbers of heads take the odd ones of twice the power below
-    for the rest."""
+def compute_slopes(heads: int) -> Tensor:
+    """Return slopes f32[heads]: 2^(-8 i / heads) if that is a power of two.
+
+    Other numbers of heads use the largest power of two below, and odd slopes of twice that power for the rest.
+    """
     power = 2 ** int(math.log2(heads))
     first = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return torch.tensor(first + [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)])
 
 
-def angles(model: MegatronConfig, positions: Tensor, blocks: Sequence[Block]) -> Tensor | None:
-    """f32[P, 1, 1, D] of i64[P], where D of a head's numbers are turned; None for a model without rotary embeddings.
-    ``blocks``: of the whole row."""
+def compute_rotary_angles(model: MegatronConfig, positions: Tensor, blocks: Sequence[Block]) -> Tensor | None:
+    """Compute rotary angles f32[P, 1, 1, D] of positions i64[P]; D of a head's numbers are rotated.
+
+    ``blocks``: of the whole row. Returns None for a model without rotary embeddings.
+    """
     if model.position_embedding_type != "rope":
         return None
-    turns = torch.outer(positions.float(), speeds(model, _longest(blocks)).to(positions.device))
+    longest = max((block.prefix[1] - block.prefix[0] if block.prefix else 0) + max(block.lengths) for block in blocks)
+    turns = torch.outer(positions.float(), compute_rotary_frequencies(model, longest).to(positions.device))
     both = turns.repeat_interleave(2, 1) if model.rotary_interleaved else torch.cat([turns, turns], 1)
     return both[:, None, None]
 
 
-def speeds(model: MegatronConfig, longest: int) -> Tensor:
-    """f32[D / 2]: how far each pair of numbers is turned from one position to the next. ``longest``: tokens of the
-    longest sequence of the row, which dynamic scaling goes by."""
+def compute_rotary_frequencies(model: MegatronConfig, longest: int) -> Tensor:
+    """Compute f32[D / 2]: the angle by which each pair of numbers is rotated per position.
+
+    ``longest``: tokens of the longest sequence of the row, on which dynamic scaling depends.
+    """
     latent = model.multi_latent_attention
     size = model.qk_pos_emb_head_dim if latent else int(model.kv_channels * model.rotary_percent)
     base, scaling = model.rotary_base, model.rope_scaling
@@ -93,20 +98,23 @@ def speeds(model: MegatronConfig, longest: int) -> Tensor:
     slow = speed / scaling.factor
     if scaling.kind == "linear":
         return slow
-    kept = _by_turns(scaling, speed) if scaling.kind == "llama3" else _by_pair(scaling, model, size)
+    kept = _llama3_share(scaling, speed) if scaling.kind == "llama3" else _yarn_share(scaling, model, size)
     return slow * (1 - kept) + speed * kept
 
 
-def _by_turns(scaling: RopeScaling, speed: Tensor) -> Tensor:
-    """Llama 3: how much of its speed a pair keeps, by its turns within the length that the model was trained on: those
-    of few turns nothing, those of many all of it."""
+def _llama3_share(scaling: RopeScaling, speed: Tensor) -> Tensor:
+    """Llama 3: the share of its frequency that a pair keeps, by its full turns within the training length.
+
+    Pairs of few turns keep nothing, pairs of many turns all of it.
+    """
     low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    assert low is not None and high is not None and length is not None  # families require them of this kind
     turns = length * speed / (2 * math.pi)
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
-def _by_pair(scaling: RopeScaling, model: MegatronConfig, size: int) -> Tensor:
-    """YaRN (2309.00071): the same, but even from pair to pair, between two that have a number of turns each."""
+def _yarn_share(scaling: RopeScaling, model: MegatronConfig, size: int) -> Tensor:
+    """YaRN (2309.00071): the same share, linear in the pair's number between pairs of two given numbers of turns."""
     length = scaling.original_max_position_embeddings or model.max_position_embeddings
 
     def pair(turns: float) -> float:
@@ -118,37 +126,35 @@ def _by_pair(scaling: RopeScaling, model: MegatronConfig, size: int) -> Tensor:
     return 1 - slowed.clamp(0, 1)
 
 
-def attention_factor(scaling: RopeScaling | None) -> float:
-    """What the turned numbers of queries and keys are multiplied by (YaRN; 1.0 otherwise)."""
+def compute_attention_factor(scaling: RopeScaling | None) -> float:
+    """Return the factor of rotated queries and keys (YaRN; 1.0 otherwise)."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return _softened(scaling.factor, scaling.mscale) / _softened(scaling.factor, scaling.mscale_all_dim)
-    return _softened(scaling.factor, 1.0)
+        return _yarn_factor(scaling.factor, scaling.mscale) / _yarn_factor(scaling.factor, scaling.mscale_all_dim)
+    return _yarn_factor(scaling.factor, 1.0)
 
 
-def _softened(factor: float, mscale: float) -> float:
+def _yarn_factor(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _longest(blocks: Sequence[Block]) -> int:
-    return max((block.prefix[1] - block.prefix[0] if block.prefix else 0) + max(block.lengths) for block in blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """What attention has to know of a row. megatron-core hands it through, recomputation included, as it would its own
-    parameters of packed sequences. ``positions`` i64[P]: of this rank's part of the row. ``angles`` f32[P, 1, 1, D]:
-    for latent attention, which megatron-core gives none."""
+    """What attention needs to know of a row; megatron-core passes it on as its own parameters of packed sequences.
+
+    positions i64[P]: of this rank's part of the row. angles f32[P, 1, 1, D]: for latent attention only, which gets no
+    angles from megatron-core.
+    """
 
     positions: Tensor
     blocks: tuple[Block, ...]
     heads: HeadExchange | None = None
     angles: Tensor | None = None
 
-    qkv_format: ClassVar[str] = "blocks"  # none of those that megatron-core treats in some way of its own
+    qkv_format: ClassVar[str] = "blocks"  # a name that megatron-core does not treat specially
 
 
 class PackedAttention(nn.Module):
@@ -170,7 +176,7 @@ class PackedAttention(nn.Module):
         super().__init__()
         self.scaling = softmax_scale
         self.window = None if config.window_size is None else config.window_size[0] + 1
-        self.alibi = alibi and alibi.part(pg_collection.tp.rank(), pg_collection.tp.size())
+        self.alibi = alibi and alibi.shard(pg_collection.tp.rank(), pg_collection.tp.size())
 
     def forward(
         self,
@@ -186,31 +192,29 @@ class PackedAttention(nn.Module):
         states = [x[:, 0] for x in (query, key, value)]
         if packed.heads is not None:
             states = [packed.heads.split_heads(x.transpose(0, 1)[None])[0].transpose(0, 1) for x in states]
-            alibi = alibi and alibi.part(packed.heads.group.rank(), packed.heads.group.size())
+            alibi = alibi and alibi.shard(packed.heads.group.rank(), packed.heads.group.size())
         out = attend(*states, blocks=packed.blocks, scaling=self.scaling, window=self.window, bias=alibi)
         if packed.heads is not None:
             out = packed.heads.join_heads(out[None])[0]
         return out.flatten(1)[:, None]
 
 
-# 0.16.1 asks whether a layer is of a class of Transformer Engine's that is a stand-in where that is not installed.
+# 0.16.1 tests for a class of Transformer Engine that is only a placeholder where that is not installed.
 multi_latent_attention.HAVE_TE = find_spec("transformer_engine") is not None
 
-# Of the norms of compressed states, whatever a config.json says for the others.
-EPSILON = 1e-6
+EPSILON = 1e-6  # of the norms of compressed states, whatever config.json says for other norms
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """With angles by position; megatron-core's are by place in the row. And with the right gradient without Transformer
-    Engine: under tensor parallelism megatron-core takes that of the part of a key that all heads share from the rank's
-    own heads alone.
+    """Latent attention with angles by position; megatron-core counts them by place in the row.
 
-    ``scaling``: of the angles.
+    It also mends a gradient: without Transformer Engine, under tensor parallelism, megatron-core computes the gradient
+    of the key part that all heads share from the rank's own heads only. ``scaling``: of the angles.
     """
 
     def __init__(self, *arguments: Any, scaling: RopeScaling | None, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.factor = attention_factor(scaling)
+        self.factor = compute_attention_factor(scaling)
         del self.rotary_pos_emb
 
     def get_query_key_value_tensors(
@@ -221,26 +225,29 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """query and key [P, 1, heads, D], value [P, 1, heads, E], and the compressed states that they are made of."""
+        """Return query and key [P, 1, heads, D], value [P, 1, heads, E], and the compressed states of both."""
+        assert packed_seq_params is not None and packed_seq_params.angles is not None
         config, angles = self.config, packed_seq_params.angles
         position, value_size = config.qk_pos_emb_head_dim, config.v_head_dim
-        asked = self._asked(hidden_states)
-        latent, shared = self._compressed(hidden_states)
-        query = self._heads((self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj)(asked)[0])
-        key, value = self._heads(self.linear_kv_up_proj(latent)[0]).split([config.qk_head_dim, value_size], -1)
-        query, turned = query.split([config.qk_head_dim, position], -1)
-        turned, shared = (
-            apply_rotary_pos_emb(x, angles, config, mscale=self.factor, cp_group=self.pg_collection.cp)
-            for x in (turned, shared[:, :, None])
+        compressed = self._compress_query(hidden_states)
+        latent, shared = self._compress_key_value(hidden_states)
+        query = self._heads(
+            (self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj)(compressed)[0]
         )
-        query, key = torch.cat([query, turned], -1), torch.cat([key, shared.expand(*key.shape[:-1], -1)], -1)
-        return query, key, value, asked, latent
+        key, value = self._heads(self.linear_kv_up_proj(latent)[0]).split([config.qk_head_dim, value_size], -1)
+        query, rotated = query.split([config.qk_head_dim, position], -1)
+        rotated, shared = (
+            apply_rotary_pos_emb(x, angles, config, mscale=self.factor, cp_group=self.pg_collection.cp)
+            for x in (rotated, shared[:, :, None])
+        )
+        query, key = torch.cat([query, rotated], -1), torch.cat([key, shared.expand(*key.shape[:-1], -1)], -1)
+        return query, key, value, compressed, latent
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
-    def _asked(self, hidden: Tensor) -> Tensor:
-        """What queries are made of [P or its part, 1, rank], or the hidden states where they are not compressed."""
+    def _compress_query(self, hidden: Tensor) -> Tensor:
+        """Return the states that queries are computed from [P or its part, 1, rank]; uncompressed ones as they are."""
         if self.config.q_lora_rank is None:
             return hidden
         down = self.linear_q_down_proj(hidden)[0]
@@ -248,8 +255,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             down = self._own_tokens(tensor_parallel.gather_from_tensor_model_parallel_region(down))
         return self.q_layernorm(down)
 
-    def _compressed(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What keys and values are made of, and what all heads have of a key [P, 1, D], of all tokens."""
+    def _compress_key_value(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states of keys and values, and the key part [P, 1, D] that all heads share, of all tokens."""
         config = self.config
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
         down = self.linear_kv_down_proj(hidden)[0]
@@ -257,10 +264,10 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             latent, shared = down.split(sizes, -1)
             if config.sequence_parallel:
                 shared = tensor_parallel.gather_from_sequence_parallel_region(shared, group=self.tp_group)
-        else:  # megatron-core's own layer is cut over ranks, and has gathered the tokens
+        else:  # megatron-core's own layer is sharded over ranks and has gathered the tokens
             latent, shared = tensor_parallel.gather_from_tensor_model_parallel_region(down).split(sizes, -1)
             latent, shared = self._own_tokens(latent), tensor_parallel.copy_to_tensor_model_parallel_region(shared)
-        return self.kv_layernorm(latent), shared
+        return cast(nn.Module, self.kv_layernorm)(latent), shared
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         if not self.config.sequence_parallel:

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory and the configuration of a model to what this rank has of it in megatron-core."""
+"""Builds this rank's part of a megatron-core model from a model's configuration and its Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from coalign.backends import pretrained
@@ -20,11 +20,11 @@ from coalign.backends.hf import float8
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.megatron import ranks
-from coalign.backends.megatron.config import transformer_config
+from coalign.backends.megatron.config import create_transformer_config
 from coalign.backends.megatron.model import PackedGPT, ScalarGPT
-from coalign.backends.megatron.partition import OWNED, sizes_of
-from coalign.backends.megatron.training import Pipeline
-from coalign.backends.megatron.weights import SCORE, Weights
+from coalign.backends.megatron.partition import OWNED, read_sizes
+from coalign.backends.megatron.training import MegatronPipeline
+from coalign.backends.megatron.weights import SCORE, WeightPartition
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
@@ -41,62 +41,64 @@ EIGHT_BITS = {
 }
 
 
-def with_engine(config: ModelConfig, device: torch.device) -> bool:
-    """Whether the layers are Transformer Engine's. Raises ValueError where they are asked for and it is not there."""
+def uses_transformer_engine(config: ModelConfig, device: torch.device) -> bool:
+    """Whether the layers are Transformer Engine's. Raises ValueError if they are set and it is not installed."""
     there, wanted = find_spec("transformer_engine") is not None, config.megatron.transformer_engine
     if wanted and not there:
         raise ValueError("megatron.transformer_engine is true: it is not installed (transformer-engine)")
     return there and device.type != "cpu" if wanted is None else wanted
 
 
-def pipeline(config: ModelConfig, context: Context, weights: Weights, *, te: bool) -> Pipeline:
-    """The model on this rank, with its weights; ranks have met (coalign.backends.megatron.ranks).
-
-    Raises what `weights_of` raises, and ValueError for weights that are missing, or too many, or misshapen.
-    """
+def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartition, *, te: bool) -> MegatronPipeline:
+    """Build this rank's chunks of the model, without their weights; the ranks have joined."""
     device, model = torch.device(context.device), weights.layout.config
     dtype = getattr(torch, config.compute_dtype or config.dtype)
-    more = _more(config) | (EIGHT_BITS if config.fp8 else {})
-    settings = transformer_config(model, sizes_of(config), dtype=dtype, te=te, **more)
+    more = _compute_fields(config) | (EIGHT_BITS if config.fp8 else {})
+    settings = create_transformer_config(model, read_sizes(config), dtype=dtype, te=te, **more)
     chunks = []
     for chunk in range(len(weights.layout.stages[0])):
         virtual = chunk if len(weights.layout.stages[0]) > 1 else None
-        place = {
+        ends = {
             "first": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
             "last": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
         }
-        made = _head(config, model, settings, vocabulary=weights.padded, chunk=virtual, te=te, **place).to(device)
-        for parameter in made.parameters():
+        module = _build_chunk(config, model, settings, vocabulary=weights.padded, chunk=virtual, te=te, **ends)
+        module = module.to(device)
+        for parameter in module.parameters():
             parameter.data = parameter.data.to(settings.params_dtype)
-        chunks.append(made.requires_grad_(not config.frozen))
+        chunks.append(module.requires_grad_(not config.frozen))
     rows = RowSharding(
-        ranks.context(), RankAxis(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1)
+        ranks.get_context_axis(), RankAxis(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1)
     )
-    return Pipeline(
+    return MegatronPipeline(
         chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
     )
 
 
-def read(config: ModelConfig, context: Context, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """This rank's weights, one at a time, as ``config.load``, ``init``, ``head`` and ``head_init`` say."""
+def read_weights(config: ModelConfig, context: Context, weights: WeightPartition) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's weights, one at a time, from where ``config.load``, ``init`` and ``head_init`` say.
+
+    Raises ValueError for weights that are missing, or too many, or misshapen.
+    """
     if config.init == "random":
         state = pretrained.load(config, seed=context.seed, name=context.model, packed=False).state_dict()
         return weights.read(context.rank, state.__getitem__, in_memory=True)
     folder = Path(str(config.load))
-    reader = HuggingFaceReader(folder, pickled=False)
-    return weights.read(context.rank, _stored(config, weights, reader), in_memory=False)
+    return weights.read(
+        context.rank, _select_stored(config, weights, HuggingFaceReader(folder, pickled=False)), in_memory=False
+    )
 
 
-def _stored(config: ModelConfig, weights: Weights, reader: HuggingFaceReader) -> Callable[[str], Tensor]:
+def _select_stored(config: ModelConfig, weights: WeightPartition, reader: HuggingFaceReader) -> Callable[[str], Tensor]:
     model, names = weights.layout.config, set(reader.names)
     if not weights.scalar:
         stored = weights.family.stored_names(model, names)
         return lambda name: reader.tensor(stored[name])
-    # Without a head of its own the body is that of a tied model.
+    # The body is stored as that of a tied model, which has no head of its own.
     stored = weights.family.stored_names(replace(model, share_embeddings_and_output_weights=True), names - {SCORE})
     if config.head_init == "load" and SCORE not in names:
-        new = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
-        raise ValueError(f"{config.load} lacks ['{SCORE}'] for a model with head '{config.head}'; {new}")
+        advice = "it was not trained as one" if config.frozen else "head_init: zero starts a new head"
+        raise ValueError(f"{config.load} lacks ['{SCORE}'] for a model with head '{config.head}'; {advice}")
 
     def tensor(name: str) -> Tensor:
         if name != SCORE:
@@ -106,7 +108,9 @@ def _stored(config: ModelConfig, weights: Weights, reader: HuggingFaceReader) ->
     return tensor
 
 
-def _head(config: ModelConfig, model: families.MegatronConfig, settings: Any, **more: Any) -> PackedGPT:
+def _build_chunk(
+    config: ModelConfig, model: families.MegatronConfig, settings: TransformerConfig, **more: Any
+) -> PackedGPT:
     if config.head != "lm":
         return ScalarGPT(model, settings, output=HEADS[config.head][0], **more)
     # Greedy sampling (temperature 0) has no distribution of its own; its log-probs are the model's.
@@ -114,8 +118,8 @@ def _head(config: ModelConfig, model: families.MegatronConfig, settings: Any, **
     return PackedGPT(model, settings, read=read, **more)
 
 
-def _more(config: ModelConfig) -> dict[str, Any]:
-    """Fields of megatron-core's configuration that say how it computes."""
+def _compute_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of megatron-core's configuration that say how it computes."""
     own = config.megatron
     fields: dict[str, Any] = {
         "sequence_parallel": own.sequence_parallel and config.tensor_parallel > 1,
@@ -132,9 +136,8 @@ def _more(config: ModelConfig) -> dict[str, Any]:
 
 
 def check_machine(config: ModelConfig, device: torch.device) -> None:
-    """Raises ValueError for a Transformer Engine or a GPU that is needed and not there, and for fields that the
-    installed megatron-core does not have."""
-    te = with_engine(config, device)
+    """Raise ValueError for a missing Transformer Engine or GPU, and for fields that megatron-core does not have."""
+    te = uses_transformer_engine(config, device)
     if config.fp8:
         float8.check_device(device, "fp8")
         if not te:

@@ -1,7 +1,7 @@
-"""megatron-core on a machine without a GPU: what it asks of CUDA by name is answered by the CPU while `on_cpu` lasts.
+"""Runs megatron-core on a machine without a GPU: within `on_cpu` its CUDA calls are answered by the CPU.
 
-Written for 0.16.1; on a GPU nothing of this is used. What is stood in for: random-number states, the current device,
-streams, and tensors that are made or looked at as CUDA's.
+Written for 0.16.1; on a GPU nothing of this is used. It replaces random-number states, the current device, streams, and
+the creation and types of CUDA tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
-class _MadeOnCpu(TorchFunctionMode):
-    """Tensors asked for on `cuda` are made on the CPU; their type is told as CUDA's, which optimizers look for."""
+class _CudaTensorsOnCpu(TorchFunctionMode):
+    """Creates `cuda` tensors on the CPU, and reports their type as CUDA's, which optimizers test."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -36,7 +36,7 @@ class _MadeOnCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """And its events: everything is done when it is asked for, so there is nothing to wait for."""
+    """A stream and its events. On CPU every call has finished when it returns, so nothing waits."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -52,7 +52,7 @@ class _Stream:
 
 
 def _counts(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """How many tokens go to each rank, which megatron-core turns into numbers only on their way from a GPU."""
+    """Convert token counts of ranks to numpy, which megatron-core does only for tensors on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
@@ -60,7 +60,7 @@ all_gather = dist.all_gather
 
 
 def _all_gather(parts: list[Tensor], own: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """gloo's are of one size; where ranks have tokens for their experts, sizes differ."""
+    """Gather tensors of different lengths (tokens for experts); gloo needs equal ones, so they are padded."""
     longest = max(map(len, parts))
     if all(len(part) == longest for part in parts):
         return all_gather(parts, own, group, async_op)
@@ -73,14 +73,14 @@ def _all_gather(parts: list[Tensor], own: Tensor, group: Any = None, async_op: b
 
 
 def _reduce_scatter(out: Tensor, parts: list[Tensor], group: Any = None, **_: Any) -> None:
-    """The way back."""
+    """Sum and split what `_all_gather` gathered."""
     whole = torch.cat([part.reshape(len(part), -1) for part in parts])
     dist.all_reduce(whole, group=group)
     out.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)].view_as(out))
 
 
 class _Tracker(random.CudaRNGStatesTracker):
-    """Named states of the CPU's generator. There is one generator, so leaving a state restores the one before."""
+    """Keeps named states of the CPU's only generator; leaving a state restores the one before."""
 
     def add(self, name: str, seed: int) -> None:
         self._is_initialized = True
@@ -102,7 +102,7 @@ TRACKER = _Tracker()
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Build, run, step, save and load megatron-core's models here."""
+    """Let megatron-core build, run, step, save and load models on the CPU within this context."""
     stand_ins = [
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", lambda *_: None),
@@ -119,10 +119,10 @@ def on_cpu() -> Iterator[None]:
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     ]
-    with ExitStack() as until_then:
+    with ExitStack() as stack:
         for where, name, value in stand_ins:
-            until_then.enter_context(patch.object(where, name, value))
-        # 0.16.1 asks for this name of Transformer Engine's without having looked for it.
-        until_then.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
-        until_then.enter_context(_MadeOnCpu())
+            stack.enter_context(patch.object(where, name, value))
+        # 0.16.1 uses this function of Transformer Engine without testing whether it is installed.
+        stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
+        stack.enter_context(_CudaTensorsOnCpu())
         yield

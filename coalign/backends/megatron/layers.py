@@ -1,11 +1,7 @@
-"""The layers of a model, as megatron-core's specs: its own, with attention over packed rows, and ours where a family
-has what it lacks.
+"""The layer specs of a model: megatron-core's, with attention over packed rows, and own layers where it lacks one.
 
-The norm of models whose layers are not Transformer Engine's.
-
-Layers whose attention and MLP read the same residual (GPT-NeoX, Falcon).
-
-The router of DeepSeek's experts, which looks for them in some groups of experts only.
+The own ones are a norm for models without Transformer Engine, layers whose attention and MLP read the same residual
+(GPT-NeoX, Falcon), and the router of DeepSeek, which chooses among groups of experts.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +30,10 @@ from coalign.backends.megatron.partition import check_recomputed
 from coalign.weights.families import MegatronConfig
 
 
-class Norm(nn.Module):
-    """An RMSNorm or a LayerNorm, which has a bias. megatron-core's has neither weights less 1 nor sequence parallelism.
+class PackedNorm(nn.Module):
+    """An RMSNorm, or a LayerNorm with bias, with zero-centred weights and sequence parallelism.
 
-    ``affine``: with weights at all. ``epsilon``: in place of what megatron-core says for all norms of a model.
+    megatron-core's own norm has neither. affine: it has weights. epsilon: replaces the value of the configuration.
     """
 
     def __init__(
@@ -57,21 +53,21 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(initial) if affine else None
         self.bias = nn.Parameter(torch.zeros(self.shape)) if affine and self.centred else None
         for parameter in self.parameters():
-            # Ranks have other tokens of a row each: megatron-core sums the gradients of what is marked.
-            parameter.sequence_parallel = config.sequence_parallel
+            # Each rank has other tokens of a row: megatron-core sums the gradients of marked parameters.
+            setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> the same, in its dtype."""
-        weight, given = self.weight, x.dtype
-        if self.less_one and weight is not None:  # in float32: bf16 would round what little differs from 1
+        weight, dtype = self.weight, x.dtype
+        if self.less_one and weight is not None:  # in float32: bf16 would round small differences from 1
             weight, x = 1 + weight.float(), x.float()
         if self.centred:
-            return F.layer_norm(x, self.shape, weight, self.bias, self.eps).to(given)
-        return F.rms_norm(x, self.shape, weight, self.eps).to(given)
+            return F.layer_norm(x, self.shape, weight, self.bias, self.eps).to(dtype)
+        return F.rms_norm(x, self.shape, weight, self.eps).to(dtype)
 
 
 class ParallelLayer(TransformerLayer):
-    """x + attention(norm(x)) + MLP(norm(x)). ``one_norm``: the same one for both, else each has its own."""
+    """Computes x + attention(norm(x)) + MLP(norm(x)). ``one_norm``: both share one norm."""
 
     def __init__(self, *arguments: Any, one_norm: bool, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -86,28 +82,30 @@ class ParallelLayer(TransformerLayer):
         packed_seq_params: PackedRow | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """[P, 1, H] -> the same; and nothing, where megatron-core has the context of cross-attention."""
-        read = self.input_layernorm(hidden_states)
+        """[P, 1, H] -> [P, 1, H], and None in place of a cross-attention context."""
+        normed = self.input_layernorm(hidden_states)
         attended = self.self_attention(
-            read, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
+            normed, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=packed_seq_params
         )
-        made = self.mlp(read if self.one_norm else self.pre_mlp_layernorm(hidden_states))
+        added = self.mlp(normed if self.one_norm else self.pre_mlp_layernorm(hidden_states))
         fused = self.config.bias_dropout_fusion
         out = self.self_attn_bda(self.training, fused)(attended, hidden_states, self.hidden_dropout)
-        return self.mlp_bda(self.training, fused)(made, out, self.hidden_dropout), None
+        return self.mlp_bda(self.training, fused)(added, out, self.hidden_dropout), None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroupChoice:
-    """A group is judged by its ``best`` best experts. megatron-core counts topk / group_topk of them, which is right
-    for version 3 with its own numbers only. It asks this where it would ask for a recorded choice."""
+    """Chooses groups of experts by their ``best`` best experts, in place of megatron-core's recorded choice.
+
+    megatron-core counts topk / group_topk experts of a group, which is right only for DeepSeek V3's own numbers.
+    """
 
     best: int
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, groups: int, group_topk: int, _: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """Of scores [T, E] the greatest ``topk``, and which experts' they are, both [T, topk]."""
+        """Return the ``topk`` greatest of scores [T, E] in the chosen groups, and their experts, both [T, topk]."""
         grouped = scores.unflatten(1, (groups, -1))
         of_groups = grouped.topk(min(self.best, grouped.shape[2]), -1).values.sum(-1)
         chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(1, of_groups.topk(group_topk).indices, True)
@@ -115,53 +113,52 @@ class ExpertGroupChoice:
 
 
 class GroupedRouter(TopKRouter):
-    """``best``: as in ExpertGroupChoice. The biases of experts stay what they are, unless a rate of change
-    was asked for."""
+    """A router with ExpertGroupChoice; expert biases are constant unless an update rate is set."""
 
     def __init__(self, *arguments: Any, best: int, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.router_replay = ExpertGroupChoice(best)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert, where that is for something: megatron-core compiles it."""
+        """Count the tokens of each expert only if biases are updated: megatron-core compiles this function."""
         if self.config.moe_router_bias_update_rate:
             super()._apply_expert_bias(routing_map, padding_mask)
 
 
-def block(
+def build_block(
     model: MegatronConfig, config: TransformerConfig, *, te: bool, chunk: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers that this rank has, in a chunk of its pipeline stage. ``te``: Transformer Engine's.
+    """Build the spec of this rank's layers, in a chunk of its pipeline stage. ``te``: with Transformer Engine's layers.
 
-    Raises NotImplementedError for those where it is not installed, and what `check_recomputed` raises.
+    Raises NotImplementedError if that is not installed, and what `check_recomputed` raises.
     """
-    check_recomputed(model, config.recompute_modules if config.recompute_granularity == "selective" else [])
+    check_recomputed(model, (config.recompute_modules or []) if config.recompute_granularity == "selective" else [])
     if te and find_spec("transformer_engine") is None:
         raise NotImplementedError(
             "layers of Transformer Engine were asked for; transformer_engine, which needs a GPU, is not installed here"
         )
-    found = get_gpt_decoder_block_spec(
+    spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=te, normalization=model.normalization, vp_stage=chunk
     )
-    for layer in found.layer_specs:
-        _attention(layer, model, te=te)
-        _norms(layer, model, te=te)
+    for layer in spec.layer_specs or []:
+        _set_attention(layer, model, te=te)
+        _set_norms(layer, model, te=te)
         if model.parallel_residual != "none":
             layer.module, layer.params = ParallelLayer, {"one_norm": model.parallel_residual == "one_norm"}
-        mlp = layer.submodules.mlp
+        mlp = cast(Any, layer.submodules).mlp
         if mlp.module is MoELayer and model.moe_router_num_groups:
             mlp.submodules.router = partial(GroupedRouter, best=model.moe_router_group_best)
     if not te or not model.layernorm_affine:
-        found.layer_norm = _norm(model)
-    return found
+        spec.layer_norm = _norm(model)
+    return spec
 
 
 def _norm(model: MegatronConfig, **settings: float) -> ModuleSpec:
-    return ModuleSpec(module=Norm, params={"affine": model.layernorm_affine, **settings})
+    return ModuleSpec(module=PackedNorm, params={"affine": model.layernorm_affine, **settings})
 
 
-def _attention(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
-    attention = layer.submodules.self_attention
+def _set_attention(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
+    attention = cast(Any, layer.submodules).self_attention
     parts = attention.submodules
     parts.core_attention = ModuleSpec(module=PackedAttention, params={"alibi": Alibi.of(model)})
     if model.multi_latent_attention:
@@ -173,10 +170,12 @@ def _attention(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
         parts.q_layernorm = parts.k_layernorm = _norm(model)
 
 
-def _norms(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
-    """Before attention and MLP. Transformer Engine has them in the linear layers that they feed, where each feeds one
-    and has weights."""
-    parts, engine = layer.submodules, TESpecProvider()
+def _set_norms(layer: ModuleSpec, model: MegatronConfig, *, te: bool) -> None:
+    """Set the norms before attention and MLP.
+
+    Transformer Engine fuses a norm that has weights into the one linear layer that it feeds.
+    """
+    parts, engine = cast(Any, layer.submodules), TESpecProvider()
     if te and model.parallel_residual == "none" and model.layernorm_affine:
         return
     if te:

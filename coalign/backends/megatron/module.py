@@ -1,8 +1,7 @@
 """megatron-core (1909.08053, 2104.04473, 2205.05198) over packed rows: tensor, pipeline, context and expert parallel.
 
-The package itself is imported by coalign.backends.megatron alone, when a model is set up. What this file adds is
-the order of events; the model's weights, cut and named as Megatron's, come from Hugging Face tensors and go back to
-them.
+This file owns the order of events and imports megatron-core only when a model is set up. Weights are read from Hugging
+Face tensors, sharded and named as Megatron's, and exported back to them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,15 @@ from torch import Tensor
 from coalign.backends import pretrained, process_group
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import float8
-from coalign.backends.megatron.partition import OWNED
+from coalign.backends.megatron.partition import OWNED, partition_weights, read_sizes
+from coalign.backends.megatron.weights import HuggingFaceExport, WeightPartition
 from coalign.backends.process_group import all_reduce_values
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
+
+if TYPE_CHECKING:
+    from coalign.backends.megatron.training import MegatronPipeline, PipelineOptimizer
 
 SUPPORTED = "0.16.1"
 
@@ -36,22 +39,21 @@ class MegatronModule(TrainableModule):
     """A causal LM, value model or reward model, frozen or trained."""
 
     parallel = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-    pipeline: Any = None
-    optimizer: Any = None
+    pipeline: MegatronPipeline
+    weights: WeightPartition
+    optimizer: PipelineOptimizer | None = None
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        for key, reason in _problems(config, device):
+        for key, reason in _find_problems(config, device):
             raise ValueError(f"models.{name}.{key}{reason}")
         if config.fp8:
             float8.check_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        from coalign.backends.megatron.partition import weights_of
-
         try:
-            weights_of(config, config.processes)
+            partition_weights(config, config.processes)
         except ValueError as problem:
             raise ValueError(f"models.{name}: {problem}") from problem
 
@@ -72,20 +74,19 @@ class MegatronModule(TrainableModule):
             process_group.enforce_determinism(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
 
     def setup(self) -> None:
-        """Meet the other ranks and read this rank's part of the weights.
+        """Join the other ranks and read this rank's part of the weights.
 
-        Raises what the checks of Module raise, and ValueError, naming the key of the model, for weights that do not
-        fit.
+        Raises what the checks of Module raise, and ValueError, naming the model, for weights that do not fit.
         """
         self.check_before_setup()
-        from coalign.backends.megatron import build, partition, ranks
+        from coalign.backends.megatron import build, ranks
 
         config, context = self.config, self.context
         with self._here():
             try:
-                te = build.with_engine(config, self.device)
-                self.weights = partition.weights_of(config, context.world_size, te=te)
-                ranks.join(partition.sizes_of(config), context)
+                te = build.uses_transformer_engine(config, self.device)
+                self.weights = partition_weights(config, context.world_size, te=te)
+                ranks.join(read_sizes(config), context)
                 try:
                     self._build(te=te)
                 except BaseException:
@@ -96,11 +97,11 @@ class MegatronModule(TrainableModule):
 
     def _build(self, *, te: bool) -> None:
         from coalign.backends.megatron import build
-        from coalign.backends.megatron.training import Optimizer
+        from coalign.backends.megatron.training import PipelineOptimizer
 
         config, own = self.config, self.config.optimizer
-        pipeline = build.pipeline(config, self.context, self.weights, te=te)
-        exact = self._fill(pipeline)
+        pipeline = build.build_pipeline(config, self.context, self.weights, te=te)
+        exact = self._read_weights(pipeline)
         if not config.frozen:
             settings = {
                 "lr": own.lr,
@@ -110,30 +111,35 @@ class MegatronModule(TrainableModule):
                 "adam_eps": own.eps,
             }
             distributed = config.megatron.distributed_optimizer
-            self.optimizer = Optimizer(pipeline, settings, clip=own.clip_grad_norm, distributed=distributed)
+            self.optimizer = PipelineOptimizer(pipeline, settings, clip=own.clip_grad_norm, distributed=distributed)
             if exact:
                 self.optimizer.start_from(exact)
         self.pipeline = pipeline
 
-    def _fill(self, pipeline: Any) -> dict[str, Tensor]:
-        """Read the weights. What rounding changes is given back, exact."""
+    def _read_weights(self, pipeline: MegatronPipeline) -> dict[str, Tensor]:
+        """Read the weights; return them unrounded if the model trains with a rounded copy."""
         from coalign.backends.megatron import build
 
-        held, exact = pipeline.held(), {}
+        own, exact = pipeline.collect_tensors(), {}
         rounded = not self.config.frozen and self.config.compute_dtype not in (None, self.config.dtype)
         with torch.no_grad():
-            for name, tensor in build.read(self.config, self.context, self.weights):
-                held.pop(name).copy_(tensor)
+            for name, tensor in build.read_weights(self.config, self.context, self.weights):
+                own.pop(name).copy_(tensor)
                 if rounded:
                     exact[name] = tensor.float()
-        if left := [name for name, _ in pipeline.named() if name in held]:
-            raise RuntimeError(f"model '{self.context.model}': no tensor of the checkpoint is made into {left}")
+        if left := [name for name, _ in pipeline.named() if name in own]:
+            raise RuntimeError(f"model '{self.context.model}': the checkpoint has no tensor for {left}")
         return exact
+
+    @property
+    def _trained(self) -> PipelineOptimizer:
+        assert self.optimizer is not None, "a frozen model has no optimizer"
+        return self.optimizer
 
     def close(self) -> None:
         from coalign.backends.megatron import ranks
 
-        if self.pipeline is not None:
+        if hasattr(self, "pipeline"):
             ranks.leave()
 
     # ---- verbs of TrainableModule
@@ -144,53 +150,49 @@ class MegatronModule(TrainableModule):
 
     def optimizer_step(self) -> float:
         with self._here():
-            return self.optimizer.step(self.learning_rate)
+            return self._trained.step(self.learning_rate)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
         from coalign.backends.megatron import ranks
 
-        return all_reduce_values(values, op, self.device, ranks.data())
+        return all_reduce_values(values, op, self.device, ranks.get_data_group())
 
     @property
     def exports(self) -> bool:
-        return True  # each rank a share
+        return True  # each rank exports some of the weights
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """As the model computes with them: of ``compute_dtype``. `save_hf` writes the exact ones."""
-        for name, tensor in self._export.tensors(self.pipeline.held()):
+        """Yield weights in ``compute_dtype``, as the model computes with them; `save_hf` writes the exact ones."""
+        for name, tensor in self._export.tensors(self.pipeline.collect_tensors()):
             yield name, tensor.detach()
 
     @cached_property
-    def _export(self) -> Any:
-        from coalign.backends.megatron.weights import Export
-
-        return Export(self.weights, self.context.rank, in_memory=True)
+    def _export(self) -> HuggingFaceExport:
+        return HuggingFaceExport(self.weights, self.context.rank, in_memory=True)
 
     def save(self, dir: str | Path) -> None:
-        """As Megatron does, in the format `torch_dist`, which any layout of ranks reads."""
+        """Save in Megatron's format `torch_dist`, which any layout of ranks can read."""
         from coalign.backends.megatron import checkpoint
 
         with self._here():
-            checkpoint.save(dir, self.pipeline, self.optimizer, self.progress)
+            checkpoint.save(dir, self.pipeline, self._trained, self.progress)
 
     def load(self, dir: str | Path) -> None:
         from coalign.backends.megatron import checkpoint
 
         with self._here():
-            self.restore_progress(checkpoint.load(dir, self.pipeline, self.optimizer))
+            self.restore_progress(checkpoint.load(dir, self.pipeline, self._trained))
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
-        """Each rank writes a file of its share."""
-        from coalign.backends.megatron.weights import Export
-
+        """Write the weights: each rank writes a file of those that it exports."""
         if average:
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         dtype = getattr(torch, self.config.dtype)
-        export = Export(self.weights, self.context.rank, in_memory=False)
-        held = self.pipeline.held()
+        export = HuggingFaceExport(self.weights, self.context.rank, in_memory=False)
+        held = self.pipeline.collect_tensors()
         if self.optimizer:
             with self._here():
-                held |= self.optimizer.exact()
+                held |= self.optimizer.collect_exact()
         own = {name: t.detach().to(dtype).contiguous() for name, t in export.tensors(held)}
         shares: list[dict[str, int]] = [{}] * self.context.world_size
         dist.all_gather_object(shares, {name: tensor.nbytes for name, tensor in own.items()})
@@ -218,15 +220,13 @@ class MegatronModule(TrainableModule):
         if part == "weights":
             return [parameter for _, parameter in self.pipeline.named()]
         if part == "gradients" and self.optimizer:
-            return [parameter.main_grad for _, parameter in self.pipeline.named()]
+            return [cast(Any, parameter).main_grad for _, parameter in self.pipeline.named()]
         if part == "optimizer" and self.optimizer:
             return list(self.optimizer.state())
         return ()
 
-    # ---- building
-
     def _here(self) -> AbstractContextManager[None]:
-        """megatron-core computes where this model does."""
+        """Let megatron-core compute on this model's device."""
         if self.device.type != "cpu":
             return nullcontext()
         from coalign.backends.megatron.cpu import on_cpu
@@ -234,8 +234,8 @@ class MegatronModule(TrainableModule):
         return on_cpu()
 
 
-def _problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it) of the settings that megatron-core cannot follow."""
+def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield (key, what is wrong with it) for settings that megatron-core cannot follow."""
     own = config.megatron
     if not config.frozen and config.optimizer.name != "adamw":
         yield (
@@ -261,7 +261,7 @@ def _problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, 
 
 
 def require_megatron() -> None:
-    """Raises ImportError without a megatron-core that Coalign knows."""
+    """Raise ImportError unless the supported megatron-core is installed."""
     install = f"pip install 'coalign[megatron]' (megatron-core {SUPPORTED})"
     try:
         found = version("megatron-core")

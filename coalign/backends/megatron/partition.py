@@ -1,6 +1,6 @@
-"""Fields of megatron-core's configuration, by its names: those that Coalign sets. No megatron is imported here.
+"""Plans which rank has what of a model, and lists the fields of megatron-core's configuration that Coalign sets.
 
-How the configuration cuts a model, and what each rank then has of it. No megatron is imported here.
+megatron-core is not imported here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coalign.backends.megatron.weights import Weights, divisor
+from coalign.backends.megatron.weights import WeightPartition, choose_vocabulary_multiple
 from coalign.config.schema import ModelConfig
 from coalign.weights import families
 from coalign.weights.convert.huggingface import read_config
@@ -17,7 +17,7 @@ from coalign.weights.layouts.megatron import MegatronLayout, split_layers
 from coalign.weights.layouts.megatron_config import MegatronConfig
 from coalign.weights.layouts.mesh import Mesh
 
-# Fields of both, by the same name and with the same meaning.
+# Fields that MegatronConfig and megatron-core's configuration both have, with the same name and meaning.
 ALWAYS = (
     "num_layers",
     "hidden_size",
@@ -57,8 +57,8 @@ LATENT = (
     "v_head_dim",
     "rotary_base",
 )
-# Fields that are said in another place, and where.
-MODEL, WAY = "config.json of the model says it", "Coalign's way to compute needs its own value"
+# Fields that users must not set, and why.
+MODEL, FIXED = "config.json of the model says it", "Coalign computes with a value of its own"
 OWNED = {
     **dict.fromkeys((*ALWAYS, *EXPERTS, *LATENT, "moe_layer_freq", "activation_func", "rope_type"), MODEL),
     "tensor_model_parallel_size": "it is `tensor_parallel`",
@@ -77,14 +77,14 @@ OWNED = {
     "recompute_num_layers": "it is `megatron.recompute_num_layers`",
     "recompute_modules": "it is `megatron.recompute_modules`",
     **dict.fromkeys(
-        ("variable_seq_lengths", "calculate_per_token_loss", "perform_initialization", "use_cpu_initialization"), WAY
+        ("variable_seq_lengths", "calculate_per_token_loss", "perform_initialization", "use_cpu_initialization"), FIXED
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """In how many parts each thing is cut. ``virtual``: chunks of layers of a pipeline stage."""
+class ParallelSizes:
+    """Degrees of parallelism. ``virtual``: chunks of layers in a pipeline stage."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -94,7 +94,7 @@ class Sizes:
     virtual: int = 1
 
     def mesh(self, ranks: int) -> Mesh:
-        """Of the weights: ranks that have parts of a row have the same ones, as data-parallel ranks do.
+        """Return the mesh of the weights, in which context-parallel ranks count as data-parallel: they have the same.
 
         Raises ValueError where the sizes do not divide the ranks.
         """
@@ -107,10 +107,9 @@ class Sizes:
         return Mesh(self.tensor, self.pipeline, data, self.expert, self.expert_tensor)
 
 
-def sizes_of(config: ModelConfig) -> Sizes:
-    """In how many parts the model is cut."""
+def read_sizes(config: ModelConfig) -> ParallelSizes:
     own = config.megatron
-    return Sizes(
+    return ParallelSizes(
         config.tensor_parallel,
         config.pipeline_parallel,
         config.context_parallel,
@@ -121,34 +120,34 @@ def sizes_of(config: ModelConfig) -> Sizes:
 
 
 def check_recomputed(model: MegatronConfig, modules: Sequence[str]) -> None:
-    """Raises ValueError for ``modules`` that backward is to compute again and that layers of Coalign's do not have."""
+    """Raise ValueError for ``modules`` to recompute in backward that Coalign's layers do not have."""
     key = "megatron.recompute_modules has"
     if model.multi_latent_attention and "mla_up_proj" in modules:
-        raise ValueError(f"{key} 'mla_up_proj', which attention over packed rows has not")
+        raise ValueError(f"{key} 'mla_up_proj', which attention over packed rows does not have")
     if model.parallel_residual != "none" and (lacking := {"layernorm", "mlp"}.intersection(modules)):
         raise ValueError(
-            f"{key} {sorted(lacking)}, which layers whose attention and MLP read the same residual have not"
+            f"{key} {sorted(lacking)}, which layers whose attention and MLP read the same residual do not have"
         )
 
 
-def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
-    """Which rank of ``count`` has what of the model in ``config.load``.
+def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> WeightPartition:
+    """Plan which rank of ``count`` has what of the model in ``config.load``. ``te``: with Transformer Engine's layers.
 
-    Raises ValueError for an architecture that is not known, for one that is not what the configuration says it is, and
-    for sizes that do not divide.
+    Raises ValueError for an unknown architecture, for one that contradicts the configuration, and for sizes that do not
+    divide.
     """
     hf = read_config(Path(str(config.load)))
-    # The name of an architecture says which head the file has; which head this model has is the configuration's to say.
+    # The architecture names the head of the file; the configuration decides the head of this model.
     family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
-    model, sizes, own = family.config(hf), sizes_of(config), config.megatron
-    said = {
+    model, sizes, own = family.config(hf), read_sizes(config), config.megatron
+    found = {
         "swiglu": model.gated_linear_unit and model.activation_func == "silu",
         "position_embedding_type": model.position_embedding_type,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
         "add_bias_linear": model.add_bias_linear,
         "normalization": model.normalization,
     }
-    for key, value in said.items():
+    for key, value in found.items():
         if (wanted := getattr(own, key)) not in (None, value):
             raise ValueError(f"megatron.{key} is {wanted}; the model in {config.load} has {value}")
     if config.activation_checkpointing == "selective" and not config.frozen:
@@ -159,4 +158,4 @@ def weights_of(config: ModelConfig, count: int, *, te: bool = False) -> Weights:
         model.num_layers, sizes.pipeline, sizes.virtual, first=own.first_stage_layers, last=own.last_stage_layers
     )
     layout = MegatronLayout(model, sizes.mesh(count), split, "te" if te else "local")
-    return Weights(family, layout, divisor(model, sizes.tensor), scalar=config.head != "lm")
+    return WeightPartition(family, layout, choose_vocabulary_multiple(model, sizes.tensor), scalar=config.head != "lm")

@@ -1,26 +1,28 @@
-"""The ranks of a Megatron model: megatron-core's process groups, made once for all models of a process."""
+"""Creates megatron-core's process groups, once for all models of a process."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from coalign.backends import process_group
 from coalign.backends.hf.rows import RankAxis
-from coalign.backends.megatron.partition import Sizes
+from coalign.backends.megatron.partition import ParallelSizes
 from coalign.roles import Context
 
-_joined: Sizes | None = None  # of this process
+_joined: ParallelSizes | None = None  # the partition of all models of this process
 _models = 0  # that use the groups
-_met = False  # whether the process group beneath is ours to end
+_owns_process_group = False  # whether `leave` ends torch's process group
 
 
-def join(sizes: Sizes, context: Context) -> None:
-    """Meet the other ranks. Models of one process share megatron-core's groups, which are global to it.
+def join(sizes: ParallelSizes, context: Context) -> None:
+    """Join the other ranks. All models of a process share megatron-core's groups, which are global to it.
 
-    Raises ValueError for a second model of a process that is cut in another way.
+    Raises ValueError for a second model of the process with another partition.
     """
-    global _joined, _models, _met
+    global _joined, _models, _owns_process_group
     if _joined not in (None, sizes):
         raise ValueError(
             f"megatron-core cuts all models of a process alike: {_joined} before, {sizes} now; give the models "
@@ -29,7 +31,7 @@ def join(sizes: Sizes, context: Context) -> None:
     if _joined is None:
         if not dist.is_initialized():
             process_group.join_process_group(context, host=True)
-            _met = True
+            _owns_process_group = True
         parallel_state.initialize_model_parallel(
             sizes.tensor,
             sizes.pipeline,
@@ -45,27 +47,27 @@ def join(sizes: Sizes, context: Context) -> None:
 
 
 def leave() -> None:
-    """The last model of the process ends the groups."""
-    global _joined, _models, _met
+    """Leave; the last model of the process destroys the groups."""
+    global _joined, _models, _owns_process_group
     _models -= 1
     if _models == 0:
         parallel_state.destroy_model_parallel()
-        if _met:
+        if _owns_process_group:
             dist.destroy_process_group()
-        _joined, _met = None, False
+        _joined, _owns_process_group = None, False
 
 
 def seed_all(seed: int) -> None:
-    """Dropout differs between ranks that have other rows, or other parts of a layer; elsewhere it is the same."""
+    """Seed dropout: it differs between ranks with other rows or other parts of a layer, and is equal elsewhere."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def context() -> RankAxis:
-    """This rank's place among those that have parts of its rows."""
-    found = parallel_state.get_context_parallel_group()
-    return RankAxis(found.rank(), found.size(), found)
+def get_context_axis() -> RankAxis:
+    """Return this rank's place among those that have parts of its rows."""
+    group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+    return RankAxis(group.rank(), group.size(), group)
 
 
-def data() -> dist.ProcessGroup:
-    """The ranks that have other rows than this one and each other, and are alike in all else."""
-    return parallel_state.get_data_parallel_group()
+def get_data_group() -> dist.ProcessGroup:
+    """Return the group of ranks that differ from this one only in their rows."""
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())

@@ -1,11 +1,11 @@
-"""A Megatron model over its ranks: chunks of layers, micro-batches through the stages of a pipeline, steps."""
+"""Trains a Megatron model over its ranks: micro-batches through pipeline stages, gradients, optimizer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -25,20 +25,20 @@ from torch import Tensor
 from coalign.backends.hf.rows import RowSharding
 from coalign.backends.layout import pack
 from coalign.backends.megatron.model import PackedGPT
-from coalign.backends.megatron.weights import held
+from coalign.backends.megatron.weights import collect_tensors
 from coalign.data.batch import Batch
 
-# How a checkpoint has the optimizer's state, so that it can be dealt out to other ranks.
+# The format of the optimizer's state in a checkpoint that other layouts of ranks can read.
 BY_PARAMETER = "fully_reshardable"
 
 Outputs = dict[str, Tensor]
 Loss = Callable[[Batch, Outputs], Tensor]
 
 
-class Pipeline:
-    """The chunks that this rank has of a model, and the way of micro-batches through those of all ranks.
+class MegatronPipeline:
+    """Holds this rank's chunks of a model and runs micro-batches through the chunks of all ranks.
 
-    ``rows``: how each row is cut over ranks. ``trained``: gradients are kept, and shared among data-parallel ranks.
+    rows: how each row is sharded over ranks. trained: gradients are kept, and summed over data-parallel ranks.
     """
 
     def __init__(
@@ -51,32 +51,33 @@ class Pipeline:
                 grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
             )
             self.chunks = [DistributedDataParallel(self.config, settings, model) for model in self.models]
-        self.pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self.group = cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
         self.last = parallel_state.get_pipeline_model_parallel_last_rank()
 
     def run(
         self, micros: Sequence[Batch], loss: Loss | None, *, needs: Sequence[str], share_prefix: bool, idle: Batch
     ) -> list[Outputs]:
-        """The outputs of each micro-batch, on every rank; with ``loss``, its gradient is added. The loss is computed
-        where the outputs are, and once more, without gradient, where they are told.
+        """Return the outputs of each micro-batch, on every rank; with ``loss``, add its gradient.
 
-        Chunks that take turns need as many micro-batches as a multiple of the stages: ``idle`` fills up.
+        The last stage computes the loss with its gradient. The other stages receive the outputs and compute the loss
+        once more, without gradient. Virtual stages need a multiple of the stages as number of micro-batches: ``idle``
+        ones fill up.
         """
         for model in self.chunks:
             model.train(loss is not None)
-        stages = self.pipeline.size()
+        stages = self.group.size()
         rest = -len(micros) % stages if len(self.models) > 1 else 0
-        parts = [self.rows.cut(pack(micro, share_prefix=share_prefix)) for micro in (*micros, *[idle] * rest)]
-        told: list[Outputs] = []
+        shards = [self.rows.cut(pack(micro, share_prefix=share_prefix)) for micro in (*micros, *[idle] * rest)]
+        results: list[Outputs] = []
 
         def step(numbers: Iterator[int], model: Any) -> tuple[Any, Callable[[Outputs], tuple[Tensor, Tensor, Any]]]:
             number = next(numbers)
-            part = parts[number]
-            layout = part.layout.to(next(model.parameters()).device)
+            shard = shards[number]
+            layout = shard.layout.to(next(model.parameters()).device)
 
             def finish(own: Outputs) -> tuple[Tensor, Tensor, Any]:
-                outputs = self.rows.gather(own, part)
-                told.append({name: out.detach() for name, out in outputs.items()})
+                outputs = self.rows.gather(own, shard)
+                results.append({name: out.detach() for name, out in outputs.items()})
                 value = next(iter(outputs.values())).sum() * 0.0
                 if loss is not None and number < len(micros):
                     value = loss(micros[number], outputs)
@@ -87,60 +88,59 @@ class Pipeline:
         with torch.set_grad_enabled(loss is not None):
             get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=[iter(range(len(parts))) for _ in self.chunks],
+                data_iterator=[iter(range(len(shards))) for _ in self.chunks],
                 model=self.chunks,
-                num_microbatches=len(parts),
-                seq_length=1,  # of no matter: stages tell each other the shapes
+                num_microbatches=len(shards),
+                seq_length=1,  # ignored: stages send each other the shapes
                 micro_batch_size=1,
                 forward_only=loss is None,
             )
         if stages == 1:
-            return told
-        return self._tell(micros, told[: len(micros)], loss)
+            return results
+        return self._broadcast(micros, results[: len(micros)], loss)
 
-    def _tell(self, micros: Sequence[Batch], told: list[Outputs], loss: Loss | None) -> list[Outputs]:
-        """From the last stage to the others."""
-        here = dist.get_rank() == self.last
-        box = [[{name: out.cpu() for name, out in outputs.items()} for outputs in told] if here else None]
-        dist.broadcast_object_list(box, src=self.last, group=self.pipeline)
-        if here:
-            return told
+    def _broadcast(self, micros: Sequence[Batch], results: list[Outputs], loss: Loss | None) -> list[Outputs]:
+        """Send outputs from the last stage to the others."""
+        is_last = dist.get_rank() == self.last
+        message: list[Any] = [None]
+        if is_last:
+            message = [[{name: out.cpu() for name, out in outputs.items()} for outputs in results]]
+        dist.broadcast_object_list(message, src=self.last, group=self.group)
+        if is_last:
+            return results
+        [received] = message
         if loss is not None:
             with torch.no_grad():
-                for micro, outputs in zip(micros, box[0], strict=True):
+                for micro, outputs in zip(micros, received, strict=True):
                     loss(micro, outputs)
-        return box[0]
+        return received
 
     def finish_gradients(self) -> None:
-        """Sum them over all ranks that have other rows, or the same weights."""
+        """Sum gradients over ranks with other rows or the same weights."""
         finalize_model_grads(self.chunks)
-
-    def clear_gradients(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
 
     @property
     def titles(self) -> list[str]:
-        """What Megatron calls each chunk in a state dict."""
+        """Megatron's name of each chunk in a state dict."""
         count = len(self.models)
         return [f"model{number}" for number in range(count)] if count > 1 else ["model"]
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters as coalign.backends.megatron.weights names them."""
+        """Yield parameters by `<chunk>/<name in the chunk>`."""
         for number, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 yield f"{number}/{name}", parameter
 
-    def held(self) -> dict[str, Tensor]:
-        """The same, and buffers that belong to the weights (an expert's bias)."""
-        return held(self.models)
+    def collect_tensors(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers (an expert's bias) by the same names."""
+        return collect_tensors(self.models)
 
 
-class Optimizer:
-    """AdamW on a pipeline's parameters, in float32, whatever these are."""
+class PipelineOptimizer:
+    """AdamW on float32 copies of a pipeline's parameters."""
 
     def __init__(
-        self, pipeline: Pipeline, settings: Mapping[str, Any], *, clip: float | None, distributed: bool
+        self, pipeline: MegatronPipeline, settings: Mapping[str, Any], *, clip: float | None, distributed: bool
     ) -> None:
         low = pipeline.config.params_dtype == torch.bfloat16
         config = OptimizerConfig(
@@ -153,16 +153,16 @@ class Optimizer:
         )
         self.pipeline, self.limit, self.distributed = pipeline, clip, distributed
         self.inner = get_megatron_optimizer(config, pipeline.chunks)
-        self.parts = self.inner.chained_optimizers
-        for group in self.groups():  # which Megatron leaves to its scheduler
+        self.parts: list[Any] = cast(Any, self.inner).chained_optimizers
+        for group in self.groups():  # Megatron leaves this to its scheduler
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        for part in self.parts:  # all of it from the start, so that a checkpoint of any age has the same entries
+        for part in self.parts:  # at once, so that every checkpoint has the same entries
             part.init_state_fn(part.optimizer, config)
             for state in () if HAVE_APEX_OR_TE else part.optimizer.state.values():
                 state["step"] = torch.zeros((), dtype=torch.float32)
 
     def start_from(self, exact: Mapping[str, Tensor]) -> None:
-        """The weights to go on from, before they were rounded, by the names of `Pipeline.named`."""
+        """Start from these unrounded weights, by the names of `MegatronPipeline.named`."""
         chunks: dict[str, dict[str, Tensor]] = {title: {} for title in self.pipeline.titles}
         for name, tensor in exact.items():
             number, own = name.split("/")
@@ -171,7 +171,7 @@ class Optimizer:
             part.reload_model_params(chunks)
 
     def step(self, lr: float) -> float:
-        """One update, of summed gradients; their norm before clipping. One that is not finite changes nothing."""
+        """Update with summed gradients; return their norm before clipping. If it is not finite, nothing changes."""
         self.pipeline.finish_gradients()
         self.inner.prepare_grads()
         norm = float(self.inner.get_grad_norm())
@@ -183,12 +183,13 @@ class Optimizer:
                     clip_grad_by_total_norm_fp32(parameters, self.limit, norm)
             self.inner.step_with_ready_grads()
         self.inner.zero_grad()
-        self.pipeline.clear_gradients()
+        for chunk in self.pipeline.chunks:
+            chunk.zero_grad_buffer()
         return norm
 
     @torch.no_grad()
-    def exact(self) -> dict[str, Tensor]:
-        """The weights in float32, as it steps on them, by the names of `Pipeline.named`. A collective."""
+    def collect_exact(self) -> dict[str, Tensor]:
+        """Return the float32 weights, by the names of `MegatronPipeline.named` (a collective)."""
         return {name: self._exact(parameter) for name, parameter in self.pipeline.named()}
 
     def _exact(self, parameter: torch.nn.Parameter) -> Tensor:
@@ -202,32 +203,32 @@ class Optimizer:
                 for own, exact in zip(*low_and_exact, strict=True)
                 if own is parameter
             )
-        whole = torch.zeros(parameter.numel(), device=parameter.device)
+        exact = torch.zeros(parameter.numel(), device=parameter.device)
         for part in self.parts:
             if parameter in part.model_param_gbuf_map:  # this rank has some of it
                 own = part._get_model_param_range_map(parameter)["param"]
-                whole[own.start : own.end] = parameter.main_param
+                exact[own.start : own.end] = cast(Any, parameter).main_param
         expert = not getattr(parameter, "allreduce", True)
         group = (
             parallel_state.get_expert_data_parallel_group()
             if expert
             else parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
-        dist.all_reduce(whole, group=group)
-        return whole.view_as(parameter)
+        dist.all_reduce(exact, group=group)
+        return exact.view_as(parameter)
 
     @property
     def steps(self) -> int:
-        """Updates that it made."""
+        """Updates so far, for a checkpoint."""
         if not self.distributed:
-            return 0  # what it saves has them
+            return 0  # the saved state has them
         return int(self.parts[0].state_dict()["optimizer"]["param_groups"][0]["step"])
 
     def load(self, state: Any, steps: int) -> None:
-        """What it did so far; how it goes on is said by the configuration.
+        """Load moments and steps; learning rate and the like stay those of the configuration.
 
-        Where a checkpoint's layout has experts apart and this one has not, or the other way round, megatron-core has
-        another number of parts than it saved: moments are known by the names of parameters, so only those are taken.
+        megatron-core keeps experts in a separate part for some layouts only, so it may have another number of parts
+        than it saved. Moments are stored by the names of parameters, so only they are loaded.
         """
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self.groups()]
         if self.distributed:
@@ -237,13 +238,13 @@ class Optimizer:
                 for group in own["optimizer"]["param_groups"]:
                     group["step"] = steps
                 moments = {"param_state": found["param_state"], "param_state_sharding_type": BY_PARAMETER}
-                with nullcontext() if HAVE_APEX_OR_TE else patch.object(part, *_with_steps(part)):
+                with nullcontext() if HAVE_APEX_OR_TE else patch.object(part, *_add_steps(part)):
                     part.load_state_dict(own | moments)
         else:
             self.inner.load_state_dict(state)
         for group, own in zip(self.groups(), settings, strict=True):
             group.update(own)
-        for part in self.parts:  # megatron-core gives all parameters one count of steps, which each would count up
+        for part in self.parts:  # megatron-core shares one step counter, which every parameter would count up
             for entries in () if HAVE_APEX_OR_TE else part.optimizer.state.values():
                 entries["step"] = entries["step"].clone()
 
@@ -252,7 +253,7 @@ class Optimizer:
             yield from part.param_groups
 
     def state(self) -> Iterator[Tensor]:
-        """Of this rank's share: weights in float32 and moments."""
+        """Yield this rank's float32 weights and moments."""
         for part in self.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
@@ -260,14 +261,14 @@ class Optimizer:
                     yield from (v for v in part.optimizer.state[parameter].values() if isinstance(v, Tensor))
 
 
-def _with_steps(part: Any) -> tuple[str, Callable[[Any, dict[str, Tensor]], None]]:
-    """megatron-core 0.16.1 forgets that torch's Adam counts the steps of each parameter, and asks for them."""
+def _add_steps(part: Any) -> tuple[str, Callable[[Any, dict[str, Tensor]], None]]:
+    """Patch megatron-core 0.16.1, which does not store the step count that torch's Adam keeps for each parameter."""
     name = "_set_main_param_and_optimizer_states"
-    given = getattr(part, name)
+    original = getattr(part, name)
 
     def complete(parameter: Any, tensors: dict[str, Tensor]) -> None:
         group, place = part.model_param_group_index_map[parameter]
         own = part.optimizer.param_groups[group]["params"][place]
-        given(parameter, {**tensors, "step": part.optimizer.state[own]["step"].clone()})
+        original(parameter, {**tensors, "step": part.optimizer.state[own]["step"].clone()})
 
     return name, complete

@@ -1,4 +1,4 @@
-"""A conversion's two models on the same tokens, in float32 on the CPU: transformers' and megatron-core's."""
+"""Compares transformers and megatron-core on the two sides of a conversion, in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.layout import pack
 from coalign.backends.megatron import ranks
-from coalign.backends.megatron.config import transformer_config
+from coalign.backends.megatron.config import create_transformer_config
 from coalign.backends.megatron.cpu import on_cpu
 from coalign.backends.megatron.model import PackedGPT
-from coalign.backends.megatron.partition import Sizes
-from coalign.backends.megatron.weights import Weights, divisor, held
+from coalign.backends.megatron.partition import ParallelSizes
+from coalign.backends.megatron.weights import WeightPartition, choose_vocabulary_multiple, collect_tensors
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.weights.convert.huggingface import whole_shard
@@ -31,13 +31,14 @@ from coalign.weights.layouts.shards import TensorSpec, cut, plan, reshard
 from coalign.weights.sync.transport import WeightError
 
 TOKENS = 64
-TOLERANCE = 1e-4  # of log-probs and entropies; order of sums alone gives 1e-6 in small models
+TOLERANCE = 1e-4  # of log-probs and entropies; the order of sums alone gives 1e-6 in small models
 
 
-def models(request: ConversionRequest, source: OpenedCheckpoint, folder: Path) -> str:
-    """What was compared, in words, or why not. ``folder``: what was written from ``source``.
+def compare_models(request: ConversionRequest, source: OpenedCheckpoint, folder: Path) -> str:
+    """Run both models on random tokens; describe the result, or why they were not run.
 
-    Raises WeightError where log-probs or entropies differ by more than TOLERANCE.
+    ``folder`` was converted from ``source``. Raises WeightError where log-probs or entropies differ by more than
+    TOLERANCE.
     """
     if source.format == request.to or "hf" not in (source.format, request.to):
         return "no model was run: only one side is Hugging Face's"
@@ -71,9 +72,9 @@ def models(request: ConversionRequest, source: OpenedCheckpoint, folder: Path) -
 
 
 def _transformers(kind: type, folder: Path, dtype: str | None, tokens: Tensor) -> Tensor:
-    """Log-probs of all tokens but the first, and entropies there [2, n]."""
+    """Return log-probs of all tokens but the first, and entropies there [2, n], by transformers."""
     model = kind.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
-    if dtype is not None:  # buffers are what is never converted
+    if dtype is not None:  # buffers are never converted
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
     model.float()
@@ -82,17 +83,15 @@ def _transformers(kind: type, folder: Path, dtype: str | None, tokens: Tensor) -
 
 
 def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], tokens: Tensor) -> Tensor:
-    """The same of megatron-core."""
+    """Return the same by megatron-core."""
     config, side = opened.config, opened.weights
-    with alone():
-        multiple = divisor(config, 1)
-        weights = Weights(
-            opened.family, MegatronLayout(config, Sizes().mesh(1), split_layers(config.num_layers)), multiple
-        )
-        model = PackedGPT(
-            config, transformer_config(config, Sizes()), vocabulary=weights.padded, read=LanguageModelHead()
-        )
-        own = held([model])
+    with join_as_single_rank():
+        multiple = choose_vocabulary_multiple(config, 1)
+        layout = MegatronLayout(config, ParallelSizes().mesh(1), split_layers(config.num_layers))
+        weights = WeightPartition(opened.family, layout, multiple)
+        settings = create_transformer_config(config, ParallelSizes())
+        model = PackedGPT(config, settings, vocabulary=weights.padded, read=LanguageModelHead())
+        own = collect_tensors([model])
         sources = opened.family.sources(config)
         views = {name: whole_shard(source) for name, source in sources.items()}
         specs = {name: TensorSpec(source.shape, dtypes[name]) for name, source in sources.items()}
@@ -110,10 +109,10 @@ def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], token
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """This process as the only rank."""
+def join_as_single_rank() -> Iterator[None]:
+    """Make this process the only rank."""
     with on_cpu():
-        ranks.join(Sizes(), Context())
+        ranks.join(ParallelSizes(), Context())
         try:
             yield
         finally:

@@ -1,7 +1,8 @@
-"""Hugging Face tensors in and out of a Megatron model over ranks: each reads, and gives, parts of what it has."""
+"""Reads Hugging Face tensors into a Megatron model's ranks, and exports them from there."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,11 @@ SCORE = "score.weight"  # of a value or reward model, in every Hugging Face dire
 
 
 @dataclass(frozen=True)
-class Weights:
-    """What each rank of ``layout`` has. ``vocabulary``: what its padded size is a multiple of. ``scalar``: the head is
-    one row."""
+class WeightPartition:
+    """Knows which tensors each rank of ``layout`` has.
+
+    vocabulary: the padded vocabulary is a multiple of it. scalar: the head is one row.
+    """
 
     family: Family
     layout: MegatronLayout
@@ -36,7 +39,7 @@ class Weights:
         return -(-self.layout.config.vocab_size // self.vocabulary) * self.vocabulary
 
     def parameters(self, *, in_memory: bool) -> dict[str, Parameter]:
-        """Of the whole model; ``in_memory``: made of the tensors of a transformers model, not of a file."""
+        """Return the parameters of the whole model; ``in_memory``: from tensors of a transformers model, not a file."""
         if in_memory not in self._known:  # thousands of experts take seconds
             self._known[in_memory] = self._parameters(in_memory)
         return self._known[in_memory]
@@ -48,15 +51,14 @@ class Weights:
             name, shape = "output_layer.weight", (1, config.hidden_size)
             box: Box = tuple((0, size) for size in shape)
             sources, pieces = {SCORE: HuggingFaceTensor(SCORE, shape)}, (ShardBox(SCORE, box, box),)
-            found[name] = Parameter(name, shape, "replicated", None, None, False, None, sources, pieces)
+            found[name] = Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
         return found
 
     def sources(self, *, in_memory: bool) -> dict[str, HuggingFaceTensor]:
-        """The Hugging Face tensors."""
         return {name: s for p in self.parameters(in_memory=in_memory).values() for name, s in p.sources.items()}
 
     def shards(self, rank: int, *, in_memory: bool) -> list[Shard]:
-        """What a rank holds, in all of its chunks, by `<chunk>/<name in the chunk>`."""
+        """List a rank's tensors, in all of its chunks, by `<chunk>/<name in the chunk>`."""
         parameters, at = self.parameters(in_memory=in_memory), self.layout.mesh.at(rank)
         return [
             replace(shard, name=f"{chunk}/{shard.name}")
@@ -65,31 +67,31 @@ class Weights:
         ]
 
     def read(self, rank: int, tensor: Callable[[str], Tensor], *, in_memory: bool) -> Iterator[tuple[str, Tensor]]:
-        """A rank's own tensors from Hugging Face ones by name, one at a time. ValueError for a shape that is wrong."""
+        """Yield a rank's tensors, made from Hugging Face ones. Raises ValueError for a wrong shape."""
         sources = self.sources(in_memory=in_memory)
         return cut(lambda name: sources[name].read(tensor(name)), self.shards(rank, in_memory=in_memory))
 
 
-class Export:
-    """The way back: Hugging Face tensors from those of the ranks, each on one rank only, dealt out evenly.
+class HuggingFaceExport:
+    """Makes Hugging Face tensors from those of the ranks; each on one rank only, spread evenly.
 
-    The ranks of a pipeline stage make the tensors of its layers among themselves. They send each other no more than
-    what is missing, a tensor for each rank at a time.
+    The ranks of a pipeline stage make the tensors of its layers among themselves, one for each rank at a time, and send
+    each other only the missing parts.
     """
 
-    def __init__(self, weights: Weights, rank: int, *, in_memory: bool) -> None:
+    def __init__(self, weights: WeightPartition, rank: int, *, in_memory: bool) -> None:
         mesh = weights.layout.mesh
         self.rank, self.sources = rank, weights.sources(in_memory=in_memory)
         self.stage = [r for r in range(mesh.size) if mesh.at(r).pipeline == mesh.at(rank).pipeline]
         self.held = [weights.shards(r, in_memory=in_memory) for r in self.stage]
-        # A tied embedding is on the last stage, too, where it is not made once more.
+        # A tied embedding is also on the last stage, which does not export it again.
         parameters, own = weights.parameters(in_memory=in_memory), mesh.at(rank).pipeline[0]
         here = {name for p in parameters.values() if weights.layout.stage_of(p)[0] == own for name in p.sources}
         self.names = [name for name in self.sources if name in here]
 
     @cached_property
     def moves(self) -> dict[str, list[BoxCopy]]:
-        """Of each tensor, what its owner takes from whom (places in the stage)."""
+        """For each tensor, which parts its owner takes from which rank of the stage."""
         found: dict[str, list[BoxCopy]] = {}
         for number, name in enumerate(self.names):
             owner = number % len(self.stage)
@@ -99,15 +101,17 @@ class Export:
         return found
 
     def tensors(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor as it is stored) of this rank's share, from its own tensors by `<chunk>/<name>`. A collective
-        of the stage's ranks."""
+        """Yield (name, tensor) that this rank exports, from its own tensors by `<chunk>/<name>`.
+
+        A collective of the stage's ranks.
+        """
         me, ranks = self.stage.index(self.rank), len(self.stage)
         for start in range(0, len(self.names), ranks):
             together = self.names[start : start + ranks]
-            given = _exchange(together, self.moves, own, self.stage, me)
+            received = _exchange(together, self.moves, own, self.stage, me)
             if me < len(together):
                 name = together[me]
-                yield name, self.sources[name].write(_assembled(self.sources[name], given))
+                yield name, self.sources[name].write(_assemble(self.sources[name], received))
 
 
 def _exchange(
@@ -117,8 +121,10 @@ def _exchange(
     stage: Sequence[int],
     me: int,
 ) -> list[tuple[BoxCopy, Tensor]]:
-    """What this rank takes for its tensor among ``names``, the i-th of which rank i of the stage makes. One message
-    from each rank to each other one, if any."""
+    """Return the parts of this rank's tensor; rank i of the stage makes the i-th of ``names``.
+
+    Each rank sends each other one at most one message.
+    """
     mine = moves[names[me]] if me < len(names) else []
     out: dict[int, list[Tensor]] = defaultdict(list)
     for owner, name in enumerate(names):
@@ -139,13 +145,13 @@ def _exchange(
     return [(m, _box(own[m.source], m.taken) if m.rank == me else next(pieces[m.rank])) for m in mine]
 
 
-def _assembled(source: HuggingFaceTensor, given: Sequence[tuple[BoxCopy, Tensor]]) -> Tensor:
-    """The view of a Hugging Face tensor."""
-    first = given[0][1]
-    if len(given) == 1 and tuple(first.shape) == source.shape:
-        return first  # a rank alone gives its live tensors
+def _assemble(source: HuggingFaceTensor, parts: Sequence[tuple[BoxCopy, Tensor]]) -> Tensor:
+    """Join the parts of a Hugging Face tensor."""
+    first = parts[0][1]
+    if len(parts) == 1 and tuple(first.shape) == source.shape:
+        return first  # a single rank exports its live tensors
     view = first.new_empty(source.shape)
-    for move, part in given:
+    for move, part in parts:
         place = _box(view, move.given)
         place.copy_(part.reshape(place.shape))
     return view
@@ -156,18 +162,15 @@ def _box(tensor: Tensor, box: Box) -> Tensor:
 
 
 def _size(box: Box) -> int:
-    size = 1
-    for start, stop in box:
-        size *= stop - start
-    return size
+    return math.prod(stop - start for start, stop in box)
 
 
-def divisor(config: MegatronConfig, ranks: int) -> int:
-    """What the padded vocabulary is a multiple of: Megatron's 128 for each rank, if that leaves every rank tokens."""
+def choose_vocabulary_multiple(config: MegatronConfig, ranks: int) -> int:
+    """Return Megatron's 128 for each rank if that leaves every rank real tokens, else the number of ranks."""
     return 128 * ranks if config.vocab_size > 128 * ranks * (ranks - 1) else ranks
 
 
-def held(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The live tensors of a rank's chunks by `<chunk>/<name in the chunk>`."""
+def collect_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the live tensors of a rank's chunks by `<chunk>/<name in the chunk>`."""
     states = enumerate(chunk.state_dict(keep_vars=True) for chunk in chunks)
     return {f"{i}/{name}": t for i, state in states for name, t in state.items() if isinstance(t, Tensor)}

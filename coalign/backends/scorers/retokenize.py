@@ -17,7 +17,7 @@ from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.messages import Message
 from coalign.data.sources import BadRow
-from coalign.data.templates import Tools, load_template, read_samples
+from coalign.data.templates import Tools, is_finished, load_template, read_samples
 from coalign.roles import Context
 from coalign.types import Sample, Total
 

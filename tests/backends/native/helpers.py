@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from coalign.backends.engines.native.engine import NativeEngine
-from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import Request, Response
 from coalign.backends.engines.sampling import Sampling
 
@@ -46,7 +46,7 @@ def engine(model: PreTrainedModel, **changes) -> NativeEngine:
     settings = dict(
         seed=7, max_sequences=64, kv_tokens=None, prefill_tokens=256, end_tokens=[], decoder=lambda stops: str
     )
-    made = NativeEngine(Model(model.config, dtype=model.dtype, device="cpu"), **{**settings, **changes})
+    made = NativeEngine(NativeModel(model.config, dtype=model.dtype, device="cpu"), **{**settings, **changes})
     made.load_weights(model.state_dict().items(), version=0, adopt=True)
     return made
 

@@ -70,7 +70,7 @@ def test_limits_of_a_request_and_what_they_mean():
     [
         (Request([1, 2], 3, begun=2), "2 of 2 tokens are begun"),
         (Request([1, 2, 3], 3, samples=2, begun=1), "of 2 samples"),
-        (Request([1] * 15, 3, begun=12), "no room for a token: 12 are begun"),
+        (Request([1] * 15, 3, begun=12), "no token to generate: 12 are begun"),
     ],
 )
 def test_impossible_continuations_are_refused(request_, message):
@@ -87,7 +87,7 @@ def test_enough_groups_end_the_call():
     asked = helpers.requests(8, samples=3)
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=80)
     whole = ended_early().generate(asked, sampling)
-    met = ended_early().generate(asked, sampling, enough=3)
+    met = ended_early().generate(asked, sampling, min_groups=3)
     complete = [all(r.status != Status.PARTIAL for r in responses) for responses in met]
     assert 3 <= sum(complete) < 8
     cut = 0
@@ -99,15 +99,15 @@ def test_enough_groups_end_the_call():
             assert (response.status == Status.PARTIAL) == (length < len(full.tokens))
             cut += response.status == Status.PARTIAL
     assert cut
-    again = ended_early().generate(asked, sampling, enough=3)
+    again = ended_early().generate(asked, sampling, min_groups=3)
     assert [r.tokens.tolist() for r in helpers.flat(again)] == [r.tokens.tolist() for r in helpers.flat(met)]
 
 
 def test_enough_of_what_has_not_started_is_nothing():
     asked = helpers.requests(3, samples=2)
-    met = helpers.flat(helpers.engine(MODEL, max_sequences=1).generate(asked, helpers.SAMPLING, enough=1))
+    met = helpers.flat(helpers.engine(MODEL, max_sequences=1).generate(asked, helpers.SAMPLING, min_groups=1))
     assert [len(r.tokens) for r in met] == [12, 12, 0, 0, 0, 0]
-    none = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING, enough=0))
+    none = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING, min_groups=0))
     assert all(len(r.tokens) == 0 and r.status == Status.PARTIAL for r in none)
 
 

@@ -25,7 +25,7 @@ class Talk:
         self.run, self.request, self.turns = run, opening, turns
         self.logprobs: list[int] = []
         self.tokens = list(opening.prompt)
-        self.next = Request(opening.prompt, opening.group, limit=ANSWER, opening=len(opening.prompt))
+        self.next = Request(opening.prompt, opening.group, limit=ANSWER, first_turn=len(opening.prompt))
         self.ask()
 
     def ask(self) -> None:
@@ -130,17 +130,23 @@ def test_another_history_is_another_conversation():
     with engine.open(helpers.SAMPLING) as run:
         prompt = openings[0].prompt
         for asked in (prompt, [*prompt, 1, 2, 3]):
-            run.submit(Request(asked, 0, limit=3, opening=len(prompt)), lambda place, response: heard.append(response))
+            run.submit(
+                Request(asked, 0, limit=3, first_turn=len(prompt)), lambda place, response: heard.append(response)
+            )
             while run.unfinished:
                 engine.advance(run)
     assert run.tokens_kept == 0
     alone = helpers.engine(MODEL).generate(
-        [Request([*prompt, 1, 2, 3], 0, limit=3, opening=len(prompt))], helpers.SAMPLING
+        [Request([*prompt, 1, 2, 3], 0, limit=3, first_turn=len(prompt))], helpers.SAMPLING
     )
     assert torch.equal(heard[1].logprobs, alone[0][0].logprobs)
 
 
 def test_impossible_conversations_are_refused():
-    for request in (Request([1, 2], 3, opening=0), Request([1, 2], 3, opening=3), Request([1, 2], 3, 2, opening=2)):
+    for request in (
+        Request([1, 2], 3, first_turn=0),
+        Request([1, 2], 3, first_turn=3),
+        Request([1, 2], 3, 2, first_turn=2),
+    ):
         with pytest.raises(ValueError, match="group 3"):
             helpers.engine(MODEL).generate([request], helpers.SAMPLING)

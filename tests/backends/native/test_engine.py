@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import Request
 from coalign.types import Status
 from tests.backends.native import helpers
@@ -48,7 +48,7 @@ def test_a_stop_string_is_found_across_tokens_and_stays():
 
 def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
     computed = []
-    forward = Model.forward
+    forward = NativeModel.forward
 
     def counted(self, tokens, positions, kv, rows):
         if rows is not None:
@@ -56,7 +56,7 @@ def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
         return forward(self, tokens, positions, kv, rows)
 
     engine = helpers.engine(MODEL, max_sequences=3)
-    monkeypatch.setattr(Model, "forward", counted)
+    monkeypatch.setattr(NativeModel, "forward", counted)
     engine.generate(helpers.requests(2, samples=7), helpers.SAMPLING)
     assert sum(computed) == 2
 
@@ -134,10 +134,10 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
     worker.start()
     assert reached.wait(20)
     engine.pause()
-    held = engine._running.tokens_chosen
+    held = engine._session.tokens_chosen
     engine.load_weights(MODEL.state_dict().items(), version=4, adopt=True)
     worker.join(0.2)
-    assert worker.is_alive() and engine._running.tokens_chosen == held
+    assert worker.is_alive() and engine._session.tokens_chosen == held
     engine.resume()
     worker.join(60)
     undisturbed = helpers.flat(helpers.engine(MODEL).generate(asked, sampling))

@@ -27,7 +27,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 def available():
     for dtype in kernels.KERNELS:
-        chosen = kernels.measure({(48, 48): 1}, dtype)
+        chosen = kernels.measure_kernels({(48, 48): 1}, dtype)
         yield from ((dtype, name) for name in chosen.gflops)
 
 
@@ -70,7 +70,7 @@ def clock(monkeypatch):
 def test_the_fastest_is_chosen_but_none_whose_rows_depend_on_their_batch(clock, monkeypatch):
     made = by_hand(first=clock(1.0), nearly=clock(0.95), faster=clock(0.5), fastest=clock(0.1, depends=True))
     monkeypatch.setitem(kernels.KERNELS, torch.float32, made)
-    chosen = kernels.measure({(4, 4): 2, (4, 8): 1}, torch.float32)
+    chosen = kernels.measure_kernels({(4, 4): 2, (4, 8): 1}, torch.float32)
     assert (chosen.name, chosen.variant, chosen.is_invariant) == ("faster", ("fastest",), True)
     assert chosen.gflops["first"] * 2 == pytest.approx(chosen.gflops["faster"], abs=0.2)
     assert "fastest" in str(chosen) and "rows depend on their batch" in str(chosen)
@@ -79,7 +79,7 @@ def test_the_fastest_is_chosen_but_none_whose_rows_depend_on_their_batch(clock, 
 def test_a_little_faster_is_not_enough(clock, monkeypatch):
     """Otherwise the load of the moment would decide, and with it the last bits."""
     monkeypatch.setitem(kernels.KERNELS, torch.float32, by_hand(first=clock(1.0), nearly=clock(0.95)))
-    assert kernels.measure({(4, 4): 1}, torch.float32).name == "first"
+    assert kernels.measure_kernels({(4, 4): 1}, torch.float32).name == "first"
 
 
 def test_where_all_kernels_depend_on_the_batch_the_engine_says_so(clock, monkeypatch, caplog):
@@ -96,16 +96,16 @@ def test_where_all_kernels_depend_on_the_batch_the_engine_says_so(clock, monkeyp
 
 def test_the_choice_is_kept_for_later_processes(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
-        first = kernels.choose(SHAPES, torch.float32)
+        first = kernels.choose_kernel(SHAPES, torch.float32)
     assert f"float32 linear layers by {first.name}" in caplog.text
     [file] = (tmp_path / "cache" / "kernels").iterdir()
-    monkeypatch.setattr(kernels, "measure", None)
+    monkeypatch.setattr(kernels, "measure_kernels", None)
     kernels._choose.cache_clear()
-    assert kernels.choose(SHAPES, torch.float32) == first
+    assert kernels.choose_kernel(SHAPES, torch.float32) == first
     other = "plain" if first.name != "plain" else "mkl"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"name": other}))
     kernels._choose.cache_clear()
-    assert kernels.choose(SHAPES, torch.float32).name == other
+    assert kernels.choose_kernel(SHAPES, torch.float32).name == other
 
 
 def test_of_two_processes_the_first_one_decides(tmp_path):
@@ -123,7 +123,7 @@ def test_of_two_processes_the_first_one_decides(tmp_path):
 def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "file"))
-    assert kernels.choose(SHAPES, torch.float32).name in kernels.KERNELS[torch.float32]
+    assert kernels.choose_kernel(SHAPES, torch.float32).name in kernels.KERNELS[torch.float32]
     assert "COALIGN_CACHE" in caplog.text
 
 
@@ -132,7 +132,7 @@ def test_bfloat16_is_computed_in_float32_where_it_is_slow(rate, found, tmp_path,
     kept = kernels.KernelChoice("bfloat16" if found else "float32", "bfloat16", {"float32": 1.0, "bfloat16": rate})
     monkeypatch.setattr(kernels, "_read", lambda file: kept)
     expected = torch.bfloat16 if found else torch.float32
-    assert kernels.computing_dtype(torch.bfloat16, torch.device("cpu")) == expected
-    assert kernels.computing_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
-    assert kernels.computing_dtype(torch.float32, torch.device("cpu")) == torch.float32
+    assert kernels.choose_compute_dtype(torch.bfloat16, torch.device("cpu")) == expected
+    assert kernels.choose_compute_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    assert kernels.choose_compute_dtype(torch.float32, torch.device("cpu")) == torch.float32
     assert ("no fast bfloat16" in caplog.text) is not found

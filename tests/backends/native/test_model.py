@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.native.model import NativeModel
 from tests.backends.native import helpers
 
 
 def empty(**changes):
     config = helpers.qwen2(**changes)
-    return Model(config, dtype=torch.float32, device="cpu")
+    return NativeModel(config, dtype=torch.float32, device="cpu")
 
 
 def test_a_new_model_owns_no_weights():
@@ -52,7 +52,7 @@ def test_a_copy_after_an_adoption_leaves_the_lender_alone():
 
 def test_adoption_converts_where_the_dtype_differs():
     source = helpers.reference(helpers.qwen2())
-    model = Model(helpers.qwen2(), dtype=torch.bfloat16, device="cpu")
+    model = NativeModel(helpers.qwen2(), dtype=torch.bfloat16, device="cpu")
     for step in range(2):
         with torch.no_grad():
             source.model.norm.weight.fill_(step + 0.5)

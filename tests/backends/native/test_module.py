@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from coalign.backends.engines.native.module import NativeModule
 from coalign.backends.engines.request import StopFinder
-from coalign.backends.engines.samples import begin
+from coalign.backends.engines.samples import begin_samples
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -195,7 +195,7 @@ def test_what_has_ended_stays_and_what_has_not_goes_on_with_new_weights(director
 def test_prompts_and_samples_may_go_together(directory):
     rollout = module(directory, samples=2)
     cut = rollout.generate(prompts().slice(0, 1), round_tokens=3)
-    joined = Batch.concat([cut, begin(prompts().slice(1, 3), 2)])
+    joined = Batch.concat([cut, begin_samples(prompts().slice(1, 3), 2)])
     out, whole = rollout.generate(joined), rollout.generate(prompts())
     for name in COLUMNS:
         assert torch.equal(out[name], whole[name]), name
@@ -206,11 +206,11 @@ def test_a_row_has_a_limit_of_its_own(directory):
     assert (out.lengths - out["prompt_length"]).tolist() == [2, 5, 8]
 
 
-def test_enough_is_a_share_of_the_groups(directory):
+def test_min_complete_is_a_share_of_the_groups(directory):
     rollout = module(directory, samples=2, native={"max_sequences": 2})
-    out = rollout.generate(prompts(), enough=1 / 3)
+    out = rollout.generate(prompts(), min_complete=1 / 3)
     assert out["status"].tolist() == [1, 1, 3, 3, 3, 3]
-    again = rollout.generate(out, enough=1 / 3)  # one is complete already
+    again = rollout.generate(out, min_complete=1 / 3)  # one is complete already
     assert torch.equal(again["tokens"], out["tokens"])
-    more = rollout.generate(out, enough=2 / 3)
+    more = rollout.generate(out, min_complete=2 / 3)
     assert more["status"].tolist() == [1, 1, 1, 1, 3, 3]

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from coalign.backends.engines.native.model import Model
+from coalign.backends.engines.native.model import NativeModel
 from tests.backends.native import helpers
 
 _SHAPE = dict(
@@ -137,7 +137,7 @@ def test_bfloat16_is_near_the_float32_model():
 )
 def test_a_foreign_architecture_is_refused(config, reason):
     with pytest.raises(ValueError, match=reason):
-        Model(config, dtype=torch.float32, device="cpu")
+        NativeModel(config, dtype=torch.float32, device="cpu")
 
 
 def test_an_architecture_that_would_come_out_wrong_is_refused():

@@ -43,7 +43,7 @@ class TestWithMegatron:
 
     def test_tensors_that_come_back_to_the_bit_but_mean_something_else(self, tmp_path, monkeypatch):
         """Gate and up swapped both ways: every tensor is the same, and the model is another."""
-        from coalign.backends.megatron.verify import models
+        from coalign.backends.megatron.verify import compare_models
 
         monkeypatch.setitem(LLAMA.layer, "mlp.linear_fc1", ConcatenatedTensors(("mlp.up_proj", "mlp.gate_proj")))
         request = ConversionRequest(
@@ -52,7 +52,7 @@ class TestWithMegatron:
         with pytest.raises(
             WeightError, match=r"differ by .* in log-probs or entropies of 64 tokens; 1e-04 is tolerated"
         ):
-            convert(request, models=models)
+            convert(request, models=compare_models)
         assert not (tmp_path / "dist").exists()
 
     def test_a_family_that_transformers_does_not_have(self, tmp_path):

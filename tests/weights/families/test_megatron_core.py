@@ -107,18 +107,18 @@ MESHES += [
 def ours(config, mesh, rank, vocabulary):
     """Our model on this rank."""
     from coalign.backends.hf.heads import LanguageModelHead
-    from coalign.backends.megatron.config import transformer_config
+    from coalign.backends.megatron.config import create_transformer_config
     from coalign.backends.megatron.cpu import on_cpu
     from coalign.backends.megatron.model import PackedGPT
-    from coalign.backends.megatron.partition import Sizes
+    from coalign.backends.megatron.partition import ParallelSizes
     from coalign.backends.megatron.ranks import seed_all
 
-    sizes = Sizes(mesh.tensor, mesh.pipeline, expert=mesh.expert, expert_tensor=mesh.expert_tensor)
+    sizes = ParallelSizes(mesh.tensor, mesh.pipeline, expert=mesh.expert, expert_tensor=mesh.expert_tensor)
     stage = mesh.at(rank).pipeline[0]
     ends = {"first": stage == 0, "last": stage == mesh.pipeline - 1}
     with on_cpu():
         seed_all(0)
-        made = transformer_config(config, sizes)
+        made = create_transformer_config(config, sizes)
         return PackedGPT(config, made, vocabulary=vocabulary, read=LanguageModelHead(), **ends)
 
 

@@ -1,8 +1,8 @@
-"""The KV cache, and the attention function through which transformers models read and write it.
+"""The native engine's KV cache, and the attention function through which transformers models use it.
 
-A model runs on packed rows: tokens [1, T] of many sequences with their own positions. The attention function gets
-``kv`` (a Prefill or a Decode) through the model's keyword arguments. That stores keys and values and knows which rows
-belong together, so the model needs no Cache object and builds no mask.
+A model runs on packed rows: tokens [1, T] of many sequences with their own positions. The attention function receives
+``kv`` (PrefillAttention or DecodeAttention) through the model's keyword arguments. That object stores keys and values
+and knows which rows belong together, so the model needs no Cache object and builds no mask.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
-ROWS = 8  # the engine computes multiples of this many rows: never one, and no vector loop ends inside a row
+ROWS = 8  # the engine computes multiples of this many rows: vector loops then never end inside a row
 STRIDE = 16  # decode attends over a whole number of such column blocks
 _ROWS_AT_ONCE = 64
 
@@ -27,14 +27,14 @@ REFUSAL = "the native engine cannot run {}: {}; use `module: vllm`"
 
 
 class UnsupportedAttention(NotImplementedError):
-    """A layer asks for attention that this backend does not compute."""
+    """A layer needs attention that this backend does not compute."""
 
 
 class KVCache:
-    """Keys and values of ``slots`` sequences of up to ``length`` tokens; each layer [slots, length, heads, head_dim].
+    """Stores keys and values of ``slots`` sequences of up to ``length`` tokens, per layer [slots, length, heads, d].
 
-    A layer is allocated when it first writes, with its own number of heads and head sizes. Memory is committed by the
-    operating system as it is touched. ``reserve`` is told the bytes of all layers before they are taken.
+    A layer is allocated at its first write, with its own number of heads and head sizes. The operating system commits
+    memory as it is touched. ``reserve`` is called with the bytes of all layers before they are allocated.
     """
 
     def __init__(self, slots: int, length: int, reserve: Callable[[int], None]) -> None:
@@ -45,41 +45,42 @@ class KVCache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Storage of layer ``index``; key and value [1, heads, T, head_dim] show its form."""
+        """Return the storage of layer ``index``, allocated by the shapes of key and value [1, heads, T, head_dim]."""
         if index not in self.layers:
             self.width += sum(x.shape[1] * x.shape[3] * x.element_size() for x in (key, value))
             self.reserve(self.slots * self.length * self.width)
-            self.layers[index] = tuple(
-                _zeros((self.slots, self.length, x.shape[1], x.shape[3]), x.dtype, x.device) for x in (key, value)
+            keys, values = (
+                _allocate((self.slots, self.length, x.shape[1], x.shape[3]), x.dtype, x.device) for x in (key, value)
             )
+            self.layers[index] = keys, values
         return self.layers[index]
 
     def resize(self, slots: int, length: int, used: tuple[int, int]) -> None:
-        """Room for other numbers of sequences and tokens; the first ``used`` (slots, tokens) stay."""
+        """Reallocate for other numbers of sequences and tokens; the first ``used`` (slots, tokens) are copied."""
         self.reserve(slots * length * self.width)
-        kept = tuple(slice(count) for count in used)
+        used_slots, used_tokens = used
         self.slots, self.length = slots, length
         for index, pair in self.layers.items():
-            moved = tuple(_zeros((slots, length, *x.shape[2:]), x.dtype, x.device) for x in pair)
-            for new, old in zip(moved, pair, strict=True):
-                new[kept] = old[kept]
-            self.layers[index] = moved
+            keys, values = (_allocate((slots, length, *x.shape[2:]), x.dtype, x.device) for x in pair)
+            for new, old in zip((keys, values), pair, strict=True):
+                new[:used_slots, :used_tokens] = old[:used_slots, :used_tokens]
+            self.layers[index] = keys, values
 
     def read(self, slot: int, length: int) -> list[Tensor]:
-        """A copy of a slot's first ``length`` tokens: keys and values of every layer."""
+        """Copy the keys and values of a slot's first ``length`` tokens, of every layer."""
         return [storage[slot, :length].clone() for pair in self.layers.values() for storage in pair]
 
     def write(self, slots: slice, tokens: list[Tensor]) -> None:
-        """Put what ``read`` gave at the beginning of each of ``slots``."""
+        """Write what ``read`` returned to the beginning of each of ``slots``."""
         for storage, part in zip((x for pair in self.layers.values() for x in pair), tokens, strict=True):
             storage[slots, : len(part)] = part
 
 
-class Segment(NamedTuple):
-    """One sequence among the packed rows start..stop-1; its keys and values go to each of ``slots``.
+class PrefillSequence(NamedTuple):
+    """One sequence in the packed rows start..stop-1; its keys and values go to each of ``slots``.
 
-    The last ``decoded`` rows are tokens of a response, which are computed as Decode would have. With ``past`` tokens in
-    the slots already, all rows are such.
+    The last ``decoded`` rows are response tokens, computed as DecodeAttention would. If the slots already hold ``past``
+    tokens, all rows are response tokens.
     """
 
     start: int
@@ -89,58 +90,57 @@ class Segment(NamedTuple):
     past: int = 0
 
 
-class Prefill:
-    """Sequences, packed end to end. Rows of no segment are padding: their output is zero."""
+class PrefillAttention:
+    """Attention of prompts that are packed end to end. Rows outside every sequence are padding; their output is 0."""
 
-    def __init__(self, cache: KVCache, segments: Sequence[Segment]) -> None:
+    def __init__(self, cache: KVCache, sequences: Sequence[PrefillSequence]) -> None:
         self.cache = cache
-        self.segments = segments
+        self.sequences = sequences
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
         keys, values = self.cache.layer(layer, key, value)
         out = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-        for start, stop, slots, decoded, past in self.segments:
+        for start, stop, slots, decoded, past in self.sequences:
             keys[slots, past : past + stop - start] = key[0, :, start:stop].transpose(0, 1)
             values[slots, past : past + stop - start] = value[0, :, start:stop].transpose(0, 1)
-            if whole := stop - decoded - start:
-                filled = (0, 0, 0, -whole % ROWS)  # causal: no row sees what follows it
-                q, k, v = (F.pad(x[:, :, start : start + whole], filled) for x in (query, key, value))
-                seen = rules.attend(q, k, v, rules.causal_mask(q.shape[2], q))
-                out[:, start : start + whole] = seen[:, :, :whole].transpose(1, 2)
-            # A few at a time: some kernels copy the keys for every row. Never fewer than decoding has, as one row may
-            # be rounded in another way: the last one fills up.
+            if count := stop - decoded - start:
+                padding = (0, 0, 0, -count % ROWS)  # causal: no row sees what follows it
+                q, k, v = (F.pad(x[:, :, start : start + count], padding) for x in (query, key, value))
+                seen = settings.attend(q, k, v, settings.causal_mask(q.shape[2], q))
+                out[:, start : start + count] = seen[:, :, :count].transpose(1, 2)
+            # A few rows at a time, as some kernels copy the keys for every row. Never fewer than ROWS, as decoding has:
+            # a single row may round differently. The last row is repeated to fill up.
             for row in range(stop - decoded, stop, _ROWS_AT_ONCE):
                 end = min(row + _ROWS_AT_ONCE, stop)
                 rows = torch.arange(row, row + -(-(end - row) // ROWS) * ROWS, device=query.device).clamp(max=end - 1)
-                same = (x[slots.start].expand(len(rows), *x.shape[1:]) for x in (keys, values))
-                past_rows = Past(rows - start + past, self.cache.length)
-                out[0, row:end] = past_rows.attend(query[:, :, rows], *same, rules)[0, : end - row]
+                same = [x[slots.start].expand(len(rows), *x.shape[1:]) for x in (keys, values)]
+                single = SingleTokenAttention(rows - start + past, self.cache.length)
+                out[0, row:end] = single.attend(query[:, :, rows], same[0], same[1], settings)[0, : end - row]
         return out
 
 
-class Decode:
-    """One token of each of the slots 0..B-1, at ``positions`` i64[B]; ``columns`` bounds the positions from above."""
+class DecodeAttention:
+    """Attention of one new token in each of the slots 0..B-1.
+
+    ``positions`` i64[B]: of the tokens; ``columns`` is greater than all of them.
+    """
 
     def __init__(self, cache: KVCache, positions: Tensor, columns: int) -> None:
         self.cache = cache
-        self.past = Past(positions, cache.length, columns)
+        self.single = SingleTokenAttention(positions, cache.length, columns)
         self.rows = torch.arange(len(positions), device=positions.device) * cache.length + positions
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
-        keys, values = (
-            self._store(storage, new)[: len(self.rows)]
-            for storage, new in zip(self.cache.layer(layer, key, value), (key, value), strict=True)
-        )
-        return self.past.attend(query, keys, values, rules)
-
-    def _store(self, storage: Tensor, new: Tensor) -> Tensor:
-        flat = storage.view(self.cache.slots * self.cache.length, -1)
-        flat.index_copy_(0, self.rows, new[0].transpose(0, 1).reshape(len(self.rows), -1))
-        return storage
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
+        count = len(self.rows)
+        keys, values = self.cache.layer(layer, key, value)
+        for storage, new in ((keys, key), (values, value)):
+            flat = storage.view(self.cache.slots * self.cache.length, -1)
+            flat.index_copy_(0, self.rows, new[0].transpose(0, 1).reshape(count, -1))
+        return self.single.attend(query, keys[:count], values[:count], settings)
 
 
-class Past:
-    """Single tokens at ``positions`` i64[B], each before stored keys and values of its own sequence."""
+class SingleTokenAttention:
+    """Attention of single tokens at ``positions`` i64[B], each to the stored keys and values of its own sequence."""
 
     def __init__(self, positions: Tensor, length: int, columns: int | None = None) -> None:
         columns = int(positions.max()) + 1 if columns is None else columns
@@ -148,20 +148,20 @@ class Past:
         self.columns = min(-(-columns // STRIDE) * STRIDE, length)
         self.masks: dict[int | None, Tensor] = {}
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, rules: Rules) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, settings: AttentionSettings) -> Tensor:
         """query [1, heads, B, d]; keys, values [B, length, kv heads, d] -> [1, B, heads, d]."""
         batch, heads, groups = query.shape[2], query.shape[1], keys.shape[2]
         keys, values = (x[:, : self.columns].transpose(1, 2) for x in (keys, values))
-        # The query heads that share a key head stand as the rows of one product (no repetition of keys). MKL rounds by
-        # the alignment of its operands, and with another number of rows than a multiple of four the buffers of torch's
-        # attention lie otherwise in each thread.
+        # The query heads that share a key head are the rows of one product, so keys are not repeated. The rows are
+        # padded to a multiple of four: with any other number, the buffers of torch's attention are aligned differently
+        # in each thread, and MKL rounds by the alignment of its operands.
         shared = heads // groups
         q = F.pad(query[0].transpose(0, 1).reshape(batch, groups, shared, -1), (0, 0, 0, -shared % 4))
-        out = rules.attend(q, keys, values, self._mask(rules.window, query.dtype))
+        out = settings.attend(q, keys, values, self._mask(settings.window, query.dtype))
         return out[:, :, :shared].reshape(1, batch, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, 1, columns]: each row sees its own past, at most ``window`` tokens of it."""
+        """Return the additive mask [B, 1, 1, columns]: a token sees its past, at most ``window`` tokens of it."""
         if window not in self.masks:
             column = torch.arange(self.columns, device=self.positions.device)
             distance = self.positions[:, None] - column
@@ -171,8 +171,8 @@ class Past:
         return self.masks[window]
 
 
-class Rules:
-    """What a layer asks of its attention: scale, sliding window (tokens), soft cap of the scores."""
+class AttentionSettings:
+    """One layer's attention: scale, sliding window (tokens) and soft cap of the scores, as transformers passes them."""
 
     def __init__(self, scale: float | None, window: int | None, softcap: float | None) -> None:
         self.scale = scale
@@ -180,7 +180,7 @@ class Rules:
         self.softcap = softcap
 
     def causal_mask(self, length: int, query: Tensor) -> Tensor | None:
-        """Additive mask [length, length], or None where SDPA's own causal rule says it all."""
+        """Return the additive mask [length, length], or None where SDPA's own causal mask is enough."""
         if self.softcap is None and (self.window is None or self.window >= length):
             return None
         row = torch.arange(length, device=query.device)
@@ -199,6 +199,7 @@ class Rules:
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        assert mask is not None  # causal_mask returns one for a soft cap
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         # The products get contiguous matrices: strides choose the kernel, and they depend on the batch.
         keys = key.transpose(2, 3).contiguous()
@@ -206,16 +207,18 @@ class Rules:
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value.contiguous()
 
 
-class Shapes:
-    """Attention of a model without weights: the shape of what it gives."""
+class ShapeOnlyAttention:
+    """Attention of a model on the meta device, where only the shape of the output matters."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings) -> Tensor:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros (a masked column still takes part in products, so it must not hold a NaN), on CPU as untouched pages:
-    torch.zeros would write, and so commit, memory that short responses never use."""
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros: a masked column still takes part in products, so it must not hold a NaN.
+
+    On CPU these are untouched pages. torch.zeros would write, and so commit, memory that short responses never use.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
@@ -229,7 +232,7 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    kv: Prefill | Decode | Shapes | None = None,
+    kv: PrefillAttention | DecodeAttention | ShapeOnlyAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -243,7 +246,9 @@ def attention(
         raise UnsupportedAttention(REFUSAL.format(kind, "it is not causal"))
     if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
         raise UnsupportedAttention(REFUSAL.format(kind, f"its attention asks for {unknown}"))
-    return kv.attend(module.layer_idx, query, key, value, Rules(scaling, sliding_window, softcap)), None
+    return kv.attend(
+        cast(int, module.layer_idx), query, key, value, AttentionSettings(scaling, sliding_window, softcap)
+    ), None
 
 
 AttentionInterface.register(NAME, attention)

