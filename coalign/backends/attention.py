@@ -84,11 +84,11 @@ def attend(
     dtype = value.dtype
     kernel = torch.promote_types(dtype, torch.float32) if value.device.type == "cpu" else dtype
     query, key, value = (x.to(kernel) for x in (query, key, value))
-    function = partial(_softcapped, softcap=softcap) if softcap else F.scaled_dot_product_attention
+    function = partial(_apply_softcap, softcap=softcap) if softcap else F.scaled_dot_product_attention
     function = partial(function, scale=scaling, dropout_p=dropout, enable_gqa=query.shape[1] != key.shape[1])
     mask = partial(_mask, window=window, device=query.device)
     if bias is not None:
-        mask = partial(_biased, window=window, device=query.device, bias=bias, dtype=kernel)
+        mask = partial(_add_bias, window=window, device=query.device, bias=bias, dtype=kernel)
     with torch.autocast(value.device.type, enabled=False):
         return _attend(function, query, key, value, blocks, mask).to(dtype)
 
@@ -151,7 +151,7 @@ def _mask(block: Block, window: int | None, device: torch.device) -> Tensor | No
     return mask if window is None or window >= before + longest else mask & (key > query - window)
 
 
-def _biased(
+def _add_bias(
     block: Block, window: int | None, device: torch.device, bias: Callable[[Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
     """[heads, longest, prefix + longest]: what is added to scores, -inf where a query may not look. The bias of the
@@ -166,7 +166,7 @@ def _biased(
     return (biases[:, None] - biases[:, before:, None]).masked_fill(~seen, -torch.inf).to(dtype)
 
 
-def _softcapped(
+def _apply_softcap(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool,
     scale: float | None, dropout_p: float, softcap: float,
 ) -> Tensor:  # fmt: skip

@@ -114,7 +114,7 @@ def export_merged(
     full tensor of a sharded one (a collective). ``changing``: only what training changes, and the weights in the same
     block as an adapted one (queries, keys, values), because engines fuse some of them.
     """
-    layers = _adapted_layers(model)
+    layers = _find_adapted_layers(model)
     blocks = {name.rpartition(".")[0] for name in layers}
     for name, tensor in get_weights(model).items():
         owner, _, leaf = name.rpartition(".")
@@ -133,7 +133,7 @@ def export_separate(
 ) -> Iterator[tuple[str, Tensor]]:
     """As ``export_merged``, but adapters come beside the frozen weights, by their names in an adapter's file. B is
     multiplied by the scaling. Not for DoRA, whose magnitudes are left out."""
-    layers = _adapted_layers(model)
+    layers = _find_adapted_layers(model)
     for name, tensor in get_weights(model).items():
         owner, part, _ = name.partition(PART)
         if part:
@@ -143,7 +143,7 @@ def export_separate(
             yield name.replace(f"{BASE}.", "."), whole(_dense(tensor))
 
 
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
     """peft's layers by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
@@ -171,7 +171,7 @@ def _dense(tensor: Tensor) -> Tensor:
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """A context in which ``model`` computes without its adapters."""
-    layers = _adapted_layers(model).values()
+    layers = _find_adapted_layers(model).values()
     parameters = [p for layer in layers for n, p in layer.named_parameters() if "lora_" in n]
     for layer in layers:
         layer.enable_adapters(False)

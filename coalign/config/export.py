@@ -20,7 +20,7 @@ _WIDTH = 110
 
 def dump(config: RunConfig) -> str:
     """Write the whole configuration as YAML, defaults included; ``load`` reads it back to an equal one."""
-    return emit(_escaped(config.model_dump()))
+    return emit(_escape(config.model_dump()))
 
 
 def build_json_schema() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def to_commented_yaml(config: RunConfig | Mapping[str, Any]) -> str:
     ``config`` may be partial, in the shape of the YAML (such as a recipe's defaults). The first of several models shows
     all keys, the others only their own. ``load`` reads the result as it reads ``config``.
     """
-    given = _escaped(config.model_dump()) if isinstance(config, RunConfig) else config
+    given = _escape(config.model_dump()) if isinstance(config, RunConfig) else config
     return "\n".join(_section(RunConfig, given, "")).lstrip() + "\n"
 
 
@@ -70,12 +70,12 @@ def _or_reference(value: dict[str, Any]) -> dict[str, Any]:
     return {**about, "anyOf": [*(kind["anyOf"] if set(kind) == {"anyOf"} else [kind]), reference, {"type": "null"}]}
 
 
-def _escaped(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     """Escape ``${`` in texts, so that it is not read as a reference."""
     if isinstance(value, dict):
-        return {name: _escaped(item) for name, item in value.items()}
+        return {name: _escape(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_escaped(item) for item in value]
+        return [_escape(item) for item in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 

@@ -52,10 +52,10 @@ def resolve(name: str, home: str) -> Any:
     Short names ignore case, and `cosine_length` finds the class CosineLength. ValueError suggests the nearest names.
     """
     if ":" in name:
-        return _dotted(name)
+        return _import_dotted(name)
     module = importlib.import_module(home)
     names = _public(module)
-    if match := _ignoring_case(name, names) or _ignoring_case(name.replace("_", ""), names):
+    if match := _match_case(name, names) or _match_case(name.replace("_", ""), names):
         return getattr(module, match)
     raise ValueError(f"'{name}' is not in {home}{suggest(name, names)} (a function of your own: `my.module:name`)")
 
@@ -67,10 +67,10 @@ def resolve_class(name: str, home: str) -> type:
     ValueError suggests the nearest names.
     """
     if ":" in name:
-        return _dotted(name)
+        return _import_dotted(name)
     classes: Mapping[str, str] = importlib.import_module(home).CLASSES
-    if short := _ignoring_case(name, list(classes)):
-        return _dotted(classes[short])
+    if short := _match_case(name, list(classes)):
+        return _import_dotted(classes[short])
     raise ValueError(f"'{name}' is not in {home}{suggest(name, classes)} (a class of your own: `my.module:Class`)")
 
 
@@ -92,7 +92,7 @@ def bind(fn: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> di
             problems.append(ConfigProblem(_path(where, name), f"unknown argument{unknown}"))
             continue
         try:
-            bound[name] = _checked(value, types.get(name, Any))
+            bound[name] = _check_value(value, types.get(name, Any))
         except ValidationError as error:
             problems += [p for e in error.errors() for p in _problems(_path(where, name, *e["loc"]), e)]
     for name, parameter in named.items():
@@ -114,7 +114,7 @@ def list_columns(fn: Callable[..., Any]) -> tuple[list[str], list[str]]:
     return required, [p.name for p in positional if p.default is not p.empty]
 
 
-def _dotted(name: str) -> Any:
+def _import_dotted(name: str) -> Any:
     path, _, attribute = name.partition(":")
     if path == THIS_PROCESS:
         if attribute not in _objects:
@@ -152,7 +152,7 @@ def _public(module: ModuleType) -> list[str]:
     ]
 
 
-def _ignoring_case(name: str, names: Iterable[str]) -> str | None:
+def _match_case(name: str, names: Iterable[str]) -> str | None:
     names = list(names)
     return name if name in names else next((n for n in names if n.lower() == name.lower()), None)
 
@@ -175,7 +175,7 @@ def _annotations(fn: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(fn if hasattr(fn, "__annotations__") else type(fn).__call__, include_extras=True)
 
 
-def _checked(value: Any, kind: Any) -> Any:
+def _check_value(value: Any, kind: Any) -> Any:
     try:
         adapter = TypeAdapter(kind)
     except (PydanticSchemaGenerationError, PydanticUserError):

@@ -33,14 +33,14 @@ def list_keys(key: Key, root: type[Section] = RunConfig) -> list[str]:
 
 def is_nullable(kind: Any) -> bool:
     """Whether null is a value of this type; elsewhere it means "not given"."""
-    if _annotated(kind):
+    if _split_annotation(kind):
         return is_nullable(get_args(kind)[0])
     return kind is Any or type(None) in _alternatives(kind)
 
 
 def unwrap_type(kind: Any) -> Any:
     """Remove ``Annotated`` and ``| None`` from a type."""
-    if _annotated(kind):
+    if _split_annotation(kind):
         return unwrap_type(get_args(kind)[0])
     rest = [part for part in _alternatives(kind) if part is not type(None)]
     return unwrap_type(rest[0]) if len(rest) == 1 else kind
@@ -83,7 +83,7 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def _annotated(kind: Any) -> bool:
+def _split_annotation(kind: Any) -> bool:
     return get_origin(kind) is Annotated
 
 
@@ -94,6 +94,6 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
 
 def _marks(kind: Any) -> tuple[Any, ...]:
     """What ``Annotated`` adds to a type, inside a union as well."""
-    if _annotated(kind):
+    if _split_annotation(kind):
         return (*get_args(kind)[1:], *_marks(get_args(kind)[0]))
     return tuple(mark for part in _alternatives(kind) for mark in _marks(part))

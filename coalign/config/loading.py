@@ -102,7 +102,7 @@ def load_run(layer: ConfigLayer, context: LoadContext, defaults: Defaults) -> Ru
 
 def validate_layer(layer: ConfigLayer, context: LoadContext) -> Any:
     """Build an instance of the layer's schema. ConfigError with all problems."""
-    data = _without_nulls(_resolved(layer, context.names), (), layer.schema)
+    data = _without_nulls(_resolve_text(layer, context.names), (), layer.schema)
     layer.problems += _find_inputs(data, layer.schema, context)
     failed = [problem.key for problem in layer.problems]
     try:
@@ -117,7 +117,7 @@ def validate_layer(layer: ConfigLayer, context: LoadContext) -> Any:
 def raise_problems(layer: ConfigLayer) -> None:
     """Raise a ConfigError if the layer has problems."""
     if layer.problems:
-        raise ConfigError(_placed(layer.problems, layer.places))
+        raise ConfigError(_place_value(layer.problems, layer.places))
 
 
 def check_names(config: RunConfig, allowed: Iterable[str]) -> None:
@@ -204,7 +204,7 @@ def _inherit_model(
     done.add(name)
 
 
-def _resolved(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
+def _resolve_text(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
     """Replace all references by their values; one that cannot be resolved is reported and becomes null."""
     tree = OmegaConf.create({**layer.data, **names, THIS: layer.data})
     data = deepcopy(layer.data)
@@ -214,7 +214,7 @@ def _resolved(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
             value = _follow(tree, (THIS, *key))
             parent[key[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
-            layer.problems.append(ConfigProblem(key, _unresolved(text, error)))
+            layer.problems.append(ConfigProblem(key, _list_unresolved(text, error)))
             parent[key[-1]] = None
     return expand_shorthands(data, (), layer.schema)
 
@@ -225,7 +225,7 @@ def _follow(value: Any, key: Key) -> Any:
     return value
 
 
-def _unresolved(text: str, error: OmegaConfBaseException) -> str:
+def _list_unresolved(text: str, error: OmegaConfBaseException) -> str:
     reason = str(error).splitlines()[0].partition("while resolving interpolation: ")[2] or str(error).splitlines()[0]
     if isinstance(error, InterpolationKeyError):
         reason = reason.replace("Interpolation key", "there is no key").removesuffix(" not found")
@@ -308,7 +308,7 @@ def _nowhere(text: str, required: InputPath, folder: Path) -> str:
     return f"there is no {required.kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
 
 
-def _placed(problems: Iterable[ConfigProblem], places: KeyLocations) -> list[ConfigProblem]:
+def _place_value(problems: Iterable[ConfigProblem], places: KeyLocations) -> list[ConfigProblem]:
     """Add places to problems and drop duplicates: a value taken by `like` is wrong only where it was written."""
     unique: dict[tuple[Any, ...], ConfigProblem] = {}
     for problem in map(places.on, problems):

@@ -202,7 +202,7 @@ class PreferenceEncoder(ResponseEncoder):
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
         if self.reader.has(row, self.config.responses_key):
-            return self.encode_compared(row, *self._ranked(row))
+            return self.encode_compared(row, *self._rank(row))
         columns = [{"preference": 1.0, "margin": self._margin(row)}, {"preference": 0.0, "margin": 0.0}]
         return self.encode_pair(row, columns)
 
@@ -214,7 +214,7 @@ class PreferenceEncoder(ResponseEncoder):
             raise BadRow(f"'{key}' is {row[key]!r}; expected how much better the chosen response is, a number from 0")
         return float(row[key])
 
-    def _ranked(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    def _rank(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, float]]]:
         key = self.config.responses_key
         responses = row[key]
         if not isinstance(responses, list) or len(responses) < 2:

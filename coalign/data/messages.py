@@ -84,8 +84,8 @@ def format_prompt(messages: list[Message]) -> str:
 
 def parse_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
     """Parse descriptions of tools: a list of JSON Schema objects, or JSON text of it. None for an empty list."""
-    value = _parsed(value, key)
-    tools = [_parsed(tool, key) for tool in value] if isinstance(value, list) else value
+    value = _parse_json(value, key)
+    tools = [_parse_json(tool, key) for tool in value] if isinstance(value, list) else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(f"'{key}' is no list of JSON Schema functions: {str(value)[:80]}")
     return tools or None
@@ -109,11 +109,11 @@ def _tool_call(call: Any, place: str) -> Any:
         raise BadRow(f"{place}: a tool call is an object with function: {{name, arguments}}, not {str(call)[:80]}")
     if not isinstance(function.get("arguments"), str):
         return call
-    function = function | {"arguments": _parsed(function["arguments"], "arguments")}
+    function = function | {"arguments": _parse_json(function["arguments"], "arguments")}
     return call | {"function": function} if "function" in call else function
 
 
-def _parsed(value: Any, key: str) -> Any:
+def _parse_json(value: Any, key: str) -> Any:
     """Parse a JSON text; return any other value as it is."""
     if not isinstance(value, str):
         return value

@@ -273,13 +273,13 @@ def open_rows(path: str | Path, max_samples: int | None = None) -> FileRows:
     the key `text`); a directory written by `datasets.save_to_disk`; or a pattern (`shards/*.jsonl`), in the order of
     names. FileNotFoundError suggests the nearest name. ValueError for any other ending, and for files without rows.
     """
-    rows = FileRows([_open(found, max_samples) for found in _matching(Path(path))], max_samples)
+    rows = FileRows([_open(found, max_samples) for found in _match_files(Path(path))], max_samples)
     if next(rows.read(), None) is None:
         raise ValueError(f"{path} holds no rows")
     return rows
 
 
-def _matching(path: Path) -> list[Path]:
+def _match_files(path: Path) -> list[Path]:
     if path.exists():
         return [path]
     if not glob.has_magic(str(path)):

@@ -166,7 +166,7 @@ class ChatTemplate:
         (spans,) = cast(list[list[Span]], found)
         if not since:
             return text, spans
-        before = self._beginning(text, messages, tools, since)
+        before = self._find_beginning(text, messages, tools, since)
         return text, [span for span in spans if span[0] >= before]
 
     def _assistant_turns(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
@@ -180,16 +180,16 @@ class ChatTemplate:
                 raise BadRow("the conversation begins with the assistant")
             before = self.render(messages[:i], tools, generation_prompt=True)
             if not text.startswith(before):
-                self._beginning(text, messages, tools, i)  # raises if earlier messages are rendered differently
+                self._find_beginning(text, messages, tools, i)  # raises if earlier messages are rendered differently
                 raise BadRow(
                     f"asked to answer, the chat template writes {before[-40:]!r}, but before the assistant's message "
                     f"{i} something else, so its tokens cannot be told from the rest; put {{% generation %}} blocks "
                     "into data.chat_template"
                 )
-            spans.append((len(before), self._beginning(text, messages, tools, i + 1)))
+            spans.append((len(before), self._find_beginning(text, messages, tools, i + 1)))
         return text, spans
 
-    def _beginning(self, text: str, messages: Messages, tools: Tools | None, stop: int) -> int:
+    def _find_beginning(self, text: str, messages: Messages, tools: Tools | None, stop: int) -> int:
         """Count the characters of the conversation's text that belong to its first ``stop`` messages."""
         if stop == len(messages):
             return len(text)

@@ -297,7 +297,7 @@ class Engine:
             fn, arguments = fn.func, {**fn.keywords, **arguments}
         return self.cluster.apply(fn, *batches, **arguments)
 
-    def advantages(self, batch: BatchRef | Future) -> Future:
+    def add_advantages(self, batch: BatchRef | Future) -> Future:
         """The batch with its advantages, by the function of the section `advantage`. ValueError without that section."""
         if self.plan.advantage is None:
             raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")

@@ -61,7 +61,7 @@ class Rendering:
             )
             same = count_common_prefix(before, after)
             if self._is_end_of_text(before[same:]):
-                return self._join(list(answer), self._ending(template, before[:same], tools), after[same:])
+                return self._join(list(answer), self._find_ending(template, before[:same], tools), after[same:])
         raise RenderingError(
             "the chat template renders earlier turns differently when more messages follow, so what they add to the "
             "tokens is not defined; set data.chat_template to one that leaves earlier turns as they are"
@@ -71,7 +71,7 @@ class Rendering:
         """Whether these are only tokens that a template may put at the very end (an end-of-text token)."""
         return not self.tokenizer.decode([t for t in tokens if t not in self._special]).strip()
 
-    def _ending(self, template: ChatTemplate, before: list[int], tools: Tools | None) -> list[int]:
+    def _find_ending(self, template: ChatTemplate, before: list[int], tools: Tools | None) -> list[int]:
         """How the template ends the assistant's turn at the end of ``before``."""
         text = template.render(_placeholder_conversation(_PLACEHOLDER, []), tools)
         usual = self.tokenize(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])

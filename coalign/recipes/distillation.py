@@ -97,9 +97,9 @@ class OnPolicyDistillation(Online):
         return self.join(out, tell(out))
 
     def train_flow(self, batch):
-        batch = self.shaped(batch)
+        batch = self.shape_rewards(batch)
         if not self.wants_distribution:
-            batch = self.advantages(batch)
+            batch = self.add_advantages(batch)
         return self.trainer.train_step(batch, **self.ptx())
 
     def eval_flow(self, prompts):

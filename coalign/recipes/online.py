@@ -44,17 +44,17 @@ class Online(Engine):
     }
 
     def env_flow(self, prompts: BatchRef) -> Any:
-        return self.scored(self.generate(prompts))
+        return self.add_scores(self.generate(prompts))
 
-    def scored(self, out: BatchRef | Future) -> Future:
+    def add_scores(self, out: BatchRef | Future) -> Future:
         """Samples with what the other models say of them."""
         scorers = [scorer for name in self.scores if (scorer := getattr(self, name)) is not None]
         return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
 
     def train_flow(self, batch: BatchRef) -> Any:
-        return self.trainer.train_step(self.advantages(self.shaped(batch)), **self.ptx())
+        return self.trainer.train_step(self.add_advantages(self.shape_rewards(batch)), **self.ptx())
 
-    def shaped(self, batch: BatchRef | Future) -> Any:
+    def shape_rewards(self, batch: BatchRef | Future) -> Any:
         """The batch as advantages are taken of it."""
         return self.apply(self.plan.truncated, batch) if self.plan.truncated else batch
 
@@ -85,10 +85,10 @@ class KLInReward(Online):
                 "loss.kl_coef at 0, or the divergence is charged twice"
             )
 
-    def shaped(self, batch: BatchRef | Future) -> Any:
-        return self.charged(super().shaped(batch))
+    def shape_rewards(self, batch: BatchRef | Future) -> Any:
+        return self.charge_kl(super().shape_rewards(batch))
 
-    def charged(self, batch: BatchRef | Future) -> Any:
+    def charge_kl(self, batch: BatchRef | Future) -> Any:
         """The batch with rewards per token, the divergence subtracted."""
         return self.apply(shape_reward, batch, kl_coef=self.kl.coef, turn_weight=self.plan.turn_weight)
 
@@ -106,7 +106,7 @@ class KLInReward(Online):
 class KLOfResponse(KLInReward):
     """A response is one action: its whole divergence is subtracted from its reward before baselines are computed."""
 
-    def charged(self, batch: BatchRef | Future) -> Any:
+    def charge_kl(self, batch: BatchRef | Future) -> Any:
         return self.apply(sequence_kl_reward, batch, kl_coef=self.kl.coef) if self.reference else batch
 
 

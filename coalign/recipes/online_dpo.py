@@ -39,13 +39,13 @@ class OnlineDPO(Online):
                 "(`dpo`, `ipo`, `simpo`, …)"
             )
 
-    def paired(self, batch):
+    def add_preferences(self, batch):
         """The batch with the preferences that `pairs` finds among its responses."""
         assert self.plan.pairs is not None, "the recipe has a default"
         return self.apply(self.plan.pairs, batch)
 
     def train_flow(self, batch):
-        pairs = self.transform(compared, self.paired(self.shaped(batch)))
+        pairs = self.transform(compared, self.add_preferences(self.shape_rewards(batch)))
         if self.reference:
             pairs = self.join(pairs, self.reference.forward_step(pairs))
         return self.trainer.train_step(pairs, **self.ptx())

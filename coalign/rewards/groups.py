@@ -35,7 +35,7 @@ class Comparison(NamedTuple):
 
 def win_rates(games: Sequence[Comparison], count: int) -> list[float]:
     """The share of its games that each item won, a draw counting half; 0.5 for an item without a game."""
-    won, played = _points(games, count), _played(games, count)
+    won, played = _points(games, count), _play(games, count)
     return [won[i] / played[i] if played[i] else 0.5 for i in range(count)]
 
 
@@ -69,7 +69,7 @@ def swiss_round(games: Sequence[Comparison], count: int) -> list[tuple[int, int]
     Each item meets the item nearest in points that it has not met yet (a rematch if it has met all). With an odd number
     the last in points sits out; none sits out twice before every other has once.
     """
-    points, played = _points(games, count), _played(games, count)
+    points, played = _points(games, count), _play(games, count)
     met = {frozenset((game.first, game.second)) for game in games}
     waiting = sorted(range(count), key=lambda i: (-points[i], i))
     if count % 2:
@@ -91,7 +91,7 @@ def _points(games: Sequence[Comparison], count: int) -> list[float]:
     return points
 
 
-def _played(games: Sequence[Comparison], count: int) -> list[int]:
+def _play(games: Sequence[Comparison], count: int) -> list[int]:
     played = [0] * count
     for game in games:
         played[game.first] += 1

@@ -52,7 +52,9 @@ def final_answer(text: str, *, strict: bool = False, last_number: bool = False) 
     marks = list((_STRICT_MARK if strict else _MARK).finditer(text))
     for mark in reversed(marks[-_MARKS:]):  # a mark with nothing behind it (a truncated response) does not count
         behind = text[mark.end() :]
-        answer = _braced(behind[:_LONGEST]) if mark.group().endswith("{") else behind.strip().split("\n")[0].strip()
+        answer = (
+            _read_braces(behind[:_LONGEST]) if mark.group().endswith("{") else behind.strip().split("\n")[0].strip()
+        )
         if answer:
             return answer
     numbers = _NUMBER.findall(text) if last_number else []
@@ -111,7 +113,7 @@ def _plain(answer: str) -> str:
     return " ".join(text.strip(" \t\n$").rstrip("$. ").lower().split())
 
 
-def _braced(text: str) -> str | None:
+def _read_braces(text: str) -> str | None:
     """The text before the closing brace of a group that is already open; None if it never closes."""
     depth = 1
     for i, character in enumerate(text):

@@ -150,7 +150,7 @@ def _reach(
     """Return the ``wanted`` pieces followed by the steps that they need, and the tokenizer that has all of them."""
     new = list(wanted)
     while True:
-        tokenizer = _extended(description, known, new, first)
+        tokenizer = _extend(description, known, new, first)
         steps = dict.fromkeys(step for spelling in wanted for step in _next_steps(tokenizer, spelling))
         if not steps:
             return new, tokenizer
@@ -170,7 +170,7 @@ def _parts(tokenizer: Tokenizer, spelling: str) -> list[str]:
     return [token.value for token in tokenizer.model.tokenize(spelling)]
 
 
-def _extended(description: dict[str, Any], known: dict[str, int], new: list[str], first: int) -> Tokenizer:
+def _extend(description: dict[str, Any], known: dict[str, int], new: list[str], first: int) -> Tokenizer:
     """Old added tokens enter the vocabulary with their ids; otherwise the library would give them new ones."""
     model = description["model"]
     building = model["vocab"].keys() | set(new)

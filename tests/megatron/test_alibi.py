@@ -9,7 +9,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as of_
 
 pytest.importorskip("megatron.core")
 
-from coalign.backends.attention import _biased, attend
+from coalign.backends.attention import _add_bias, attend
 from coalign.backends.layout import Block
 from coalign.backends.megatron.attention import Alibi, compute_slopes
 from coalign.weights import families
@@ -58,6 +58,6 @@ def test_a_bias_goes_by_positions_not_by_places(window):
 def test_a_late_query_tells_near_keys_apart_in_bf16():
     """Of two equal keys the nearer one has e^slope the weight, however far from the start of the sequence."""
     block, cpu = Block(0, (2000,)), torch.device("cpu")
-    bias = _biased(block, None, cpu, lambda keys: 0.5 * keys[None].float(), torch.bfloat16)
+    bias = _add_bias(block, None, cpu, lambda keys: 0.5 * keys[None].float(), torch.bfloat16)
     weights = bias[0, -1].float().softmax(0)
     assert float((weights[-1] / weights[-2]).log()) == pytest.approx(0.5, abs=1e-3)

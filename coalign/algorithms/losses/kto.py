@@ -24,7 +24,7 @@ def kto(
     the authors advise λ_D n_D / (λ_U n_U) between 1 and 4/3. A batch may lack one kind.
     """
     point = require_column(x, "reference_point")
-    result = _unpaired_loss(x, point, beta, desirable_weight, undesirable_weight)
+    result = _compute_unpaired_loss(x, point, beta, desirable_weight, undesirable_weight)
     return LossOutput(result.value, result.stats | {"kl": Stat.of(point)})
 
 
@@ -32,7 +32,7 @@ def apo_zero_unpaired(
     x: LossInput, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
 ) -> LossOutput:
     """KTO with 0 as the reference point (APO-zero, 2408.06266, without pairs)."""
-    return _unpaired_loss(x, torch.zeros(x.sequences), beta, desirable_weight, undesirable_weight)
+    return _compute_unpaired_loss(x, torch.zeros(x.sequences), beta, desirable_weight, undesirable_weight)
 
 
 for _loss in (kto, apo_zero_unpaired):
@@ -40,7 +40,7 @@ for _loss in (kto, apo_zero_unpaired):
     _loss.needs = lambda **_: ("ref",)
 
 
-def _unpaired_loss(
+def _compute_unpaired_loss(
     x: LossInput, point: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
 ) -> LossOutput:
     desirable = _read_desirable(require_column(x, "preference"))

@@ -87,7 +87,7 @@ def add_policy_terms(
         stats |= weight_stats
         value = surrogate * weights.to(surrogate)
     if drift_limit is not None:
-        drifted = _drifted(x, logprobs, drift_limit)
+        drifted = _find_drifted(x, logprobs, drift_limit)
         stats["drift_fraction"] = Stat.of(drifted)
         value = torch.where(drifted, 0.0, value)
     if kl_coef:
@@ -125,7 +125,7 @@ def policy_needs(*, entropy_coef: float, measure_entropy: bool, kl_coef: float, 
 
 
 @torch.no_grad()
-def _drifted(x: LossInput, logprobs: Tensor, limit: float) -> Tensor:
+def _find_drifted(x: LossInput, logprobs: Tensor, limit: float) -> Tensor:
     """bool[T]: tokens with negative advantage in sequences that have become unlikely under the policy."""
     drift = sequence_mean(x, require_input(x, "rollout", "drift_limit") - logprobs)
     return (require_input(x, "advantages") < 0) & (drift > limit)

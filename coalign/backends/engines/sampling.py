@@ -41,9 +41,9 @@ def stream_key(seed: int, group: int, index: int) -> int:
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Hash (stream key, token position) to numbers in [0, 1) with 53 random bits. i64[B], i64[B] -> f64[B]."""
-    state = keys + positions * _signed(_GOLDEN)
-    state = (state ^ _shift(state, 30)) * _signed(_MIX1)
-    state = (state ^ _shift(state, 27)) * _signed(_MIX2)
+    state = keys + positions * _to_signed(_GOLDEN)
+    state = (state ^ _shift(state, 30)) * _to_signed(_MIX1)
+    state = (state ^ _shift(state, 27)) * _to_signed(_MIX2)
     return _shift(state ^ _shift(state, 31), 11).to(torch.float64) * 2.0**-53
 
 
@@ -140,7 +140,7 @@ def _mix_int(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def _signed(constant: int) -> int:
+def _to_signed(constant: int) -> int:
     return constant - (1 << 64)
 
 

@@ -133,7 +133,7 @@ class LanguageModel(PackedModel):
         self.eval()
         lengths, device = LENGTHS, self.model.device
         tokens = torch.arange(sum(lengths)) % self.head.weight.shape[0]
-        expected = torch.cat([self._unpacked_logprobs(part.to(device)) for part in tokens.split(lengths)])
+        expected = torch.cat([self._compute_unpacked_logprobs(part.to(device)) for part in tokens.split(lengths)])
         row = pack(Batch(torch.tensor(lengths), {"tokens": tokens})).to(device)
         difference = float((self(row)["logprobs"].double() - expected).abs().max())
         rounding = 0.01 if self.model.dtype == torch.float32 else 0.5
@@ -143,7 +143,7 @@ class LanguageModel(PackedModel):
                 f"or its attention does not call transformers' interface: log-probs differ by {difference:.3g}"
             )
 
-    def _unpacked_logprobs(self, tokens: Tensor) -> Tensor:
+    def _compute_unpacked_logprobs(self, tokens: Tensor) -> Tensor:
         """f64[n - 1] of one sequence i64[n]."""
         layout = pack(Batch(torch.tensor([len(tokens)]), {"tokens": tokens.cpu()})).to(tokens.device)
         inputs = {"input_ids": tokens[None], "position_ids": layout.positions[None], "use_cache": False}

@@ -145,7 +145,7 @@ def _tokenise(task: BuildTask) -> Counter[str]:
     counts = task.part.with_suffix(".json")
     if counts.exists():
         return Counter(json.loads(counts.read_bytes()))
-    encoder, dtype = _reading(task.plan, task.input)
+    encoder, dtype = _open_reader(task.plan, task.input)
     encoder.counts = Counter()
     with IndexedWriter(task.part, dtype) as out:
         for entry, _ in islice(open_rows(task.plan.inputs[task.input]).read(task.place), task.plan.chunk):
@@ -157,7 +157,7 @@ def _tokenise(task: BuildTask) -> Counter[str]:
 
 
 @cache
-def _reading(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
+def _open_reader(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
     """Make the encoder of an input and the type of its tokens, once per process."""
     from transformers import AutoTokenizer
 
@@ -186,7 +186,7 @@ def _claim(parts: Path, plan: BuildPlan) -> None:
 def _identity(plan: BuildPlan) -> Mapping[str, Any]:
     found = {"settings": [], "inputs": []}
     for which, path in enumerate(plan.inputs):
-        examples, dtype = _reading(plan, which)
+        examples, dtype = _open_reader(plan, which)
         found["settings"].append(hash_settings(examples, plan.config, SourceConfig(path=path), None, None))
         found["inputs"].append([path, list_file_sizes(open_rows(path))])
     return json.loads(json.dumps({**found, "dtype": str(dtype), "chunk": plan.chunk}))

@@ -65,7 +65,7 @@ class Watchdog:
     def look(self, now: float) -> str | None:
         """Return why the run is stalled, if it is and this has not been reported yet."""
         calls = self.cluster.under_way()
-        ages = {call: now - min(since) for call in calls if (since := _running_since(call))}
+        ages = {call: now - min(since) for call in calls if (since := _find_start_times(call))}
         self._limits = {call: limit for call, limit in self._limits.items() if call in ages}
         if ages:
             self._busy, self._idle_limit = now, self.seconds
@@ -92,7 +92,7 @@ class Watchdog:
     def _calls(self) -> Iterator[str]:
         """Yield a line for each process that is busy, and for each call that waits."""
         for call in self.cluster.under_way():
-            if not _running_since(call):
+            if not _find_start_times(call):
                 yield f"{call.call}: waits since {_clock(call.made)} (for its inputs, its turn or its devices)"
             for each in call.running:
                 if not each.meta.done():
@@ -124,7 +124,7 @@ def run_watchdog(cluster: Cluster, folder: Path, seconds: float | None) -> Itera
         watchdog.close()
 
 
-def _running_since(call: Future) -> list[float]:
+def _find_start_times(call: Future) -> list[float]:
     return [each.since for each in call.running if not each.meta.done()]
 
 

@@ -127,19 +127,19 @@ class HuggingFaceReader:
 
     def tensor(self, name: str) -> Tensor:
         if self.is_scaled(name):
-            return read_fp8(name, self._stored(name), self._stored(name + SCALES))
-        return self._stored(name)
+            return read_fp8(name, self._list_stored(name), self._list_stored(name + SCALES))
+        return self._list_stored(name)
 
     def like(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return shape and dtype of ``tensor(name)``. Raises ValueError for FP8 without scales."""
-        found = self._stored(name)
+        found = self._list_stored(name)
         if not self.is_scaled(name):
             if found.dtype.itemsize == 1 and found.is_floating_point():
                 raise ValueError(f"{self.folder}: '{name}' is {found.dtype}, but there is no '{name}{SCALES}'")
             return tuple(found.shape), found.dtype
         return tuple(found.shape), DTYPE
 
-    def _stored(self, name: str) -> Tensor:
+    def _list_stored(self, name: str) -> Tensor:
         file = self._where[name]
         opened = self._open_file(file)
         return opened[name] if file.suffix == ".bin" else opened.get_tensor(name)

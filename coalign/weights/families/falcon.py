@@ -21,18 +21,18 @@ from coalign.weights.families.sources import SingleTensor
 from coalign.weights.layouts.megatron_config import MegatronConfig
 
 
-def _grouped(hf: Hf) -> bool:
+def _group_heads(hf: Hf) -> bool:
     return hf.get("new_decoder_architecture", hf.get("model_type") == "RefinedWeb")
 
 
 def _two_norms(hf: Hf) -> bool:
-    return _grouped(hf) and hf.get("num_ln_in_parallel_attn") in (None, 2)
+    return _group_heads(hf) and hf.get("num_ln_in_parallel_attn") in (None, 2)
 
 
 def _read(hf: Hf) -> dict[str, Any]:
     heads = hf.get("num_attention_heads") or hf["n_head"]
     parallel = hf.get("parallel_attn", True)
-    if _grouped(hf):
+    if _group_heads(hf):
         if not parallel:
             raise ValueError("config.json: 'parallel_attn' is False; with 'new_decoder_architecture' it has to be True")
         groups = hf.get("num_kv_heads") or hf.get("n_head_kv") or heads

@@ -156,7 +156,7 @@ GPT_NEOX = Family(
 
 
 # OPT, and Galactica, which has no biases and norms without weights.
-def _embedded(hf: Hf) -> dict[str, Any]:
+def _read_embedding_width(hf: Hf) -> dict[str, Any]:
     """Embeddings of another width than the model (350M) have a projection that Megatron does not."""
     width = hf.get("word_embed_proj_dim") or hf["hidden_size"]
     if width != hf["hidden_size"]:
@@ -181,7 +181,7 @@ OPT = Family(
         FixedFields(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5),
         ConfigField("add_bias_linear", "enable_bias", True),
         ConfigField("layernorm_affine", "layer_norm_elementwise_affine", True),
-        ConvertedFields(_embedded, _width),
+        ConvertedFields(_read_embedding_width, _width),
         RequiredValue("do_layer_norm_before", True),
         RequiredValue("_remove_final_layer_norm", False),
     ),

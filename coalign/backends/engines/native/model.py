@@ -288,7 +288,7 @@ def _compute_stepwise(model: NativeModel, tokens: Tensor, others: int = 0) -> Te
     fed += tokens[:ROWS].tolist()
     places += range(ROWS)
     last = torch.tensor([len(places) - 1], device=model.device)
-    out = [model.forward(*_padded(model, fed, places), PrefillAttention(cache, sequences), last)]
+    out = [model.forward(*_pad(model, fed, places), PrefillAttention(cache, sequences), last)]
     for step in range(ROWS, len(tokens)):
         fed, at = torch.zeros(2, slots, dtype=torch.int64, device=model.device)
         at[:others] = positions[step + len(tokens) : step + len(tokens) + 1]
@@ -303,14 +303,14 @@ def _compute_continued(model: NativeModel, tokens: Tensor) -> Tensor:
     cache, count = KVCache(ROWS, _round_up(len(tokens), STRIDE), lambda size: None), len(tokens)
     whole = PrefillAttention(cache, [PrefillSequence(0, count, slice(0, 1), decoded=_STEPS)])
     rows = torch.arange(ROWS, count, device=model.device)
-    return model.forward(*_padded(model, tokens.tolist(), list(range(count))), whole, rows).float()
+    return model.forward(*_pad(model, tokens.tolist(), list(range(count))), whole, rows).float()
 
 
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _padded(model: NativeModel, tokens: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
+def _pad(model: NativeModel, tokens: list[int], positions: list[int]) -> tuple[Tensor, Tensor]:
     padding = [0] * (-len(tokens) % ROWS)
     padded, at = (torch.tensor(values + padding, device=model.device) for values in (tokens, positions))
     return padded, at
