@@ -40,7 +40,8 @@ of a batch could be scored, the run stops with the function's own traceback.
 
 from coalign.rewards.choice import multiple_choice
 from coalign.rewards.code import code
-from coalign.rewards.groups import Pairwise, Tournament
+from coalign.rewards.groups import PairwiseComparisons as pairwise
+from coalign.rewards.groups import Tournament
 from coalign.rewards.math_answer import math
 from coalign.rewards.remote import Remote
 from coalign.rewards.rules import (
@@ -59,7 +60,6 @@ from coalign.rewards.rules import (
 
 __all__ = [
     "CosineLength",
-    "Pairwise",
     "Remote",
     "Tournament",
     "code",
@@ -71,6 +71,7 @@ __all__ = [
     "length_target",
     "math",
     "multiple_choice",
+    "pairwise",
     "regex",
     "repetition_penalty",
     "script",

@@ -102,7 +102,7 @@ def _play(games: Sequence[Comparison], count: int) -> list[int]:
 Score = Literal["win_rate", "bradley_terry"]
 
 
-class Pairwise:
+class PairwiseComparisons:
     """Compares every sample of a group with every other: n (n - 1) / 2 comparisons.
 
     - ``by``: a function ``compare(first, second, *, …) -> float`` (plain or async) that returns the first sample's
@@ -134,10 +134,10 @@ class Pairwise:
 
 
 class Tournament:
-    """Compares the samples of a group in a Swiss tournament, with far fewer comparisons than Pairwise.
+    """Compares the samples of a group in a Swiss tournament, with far fewer comparisons than PairwiseComparisons.
 
     ``rounds`` (default: log2 n, rounded up) times n / 2 comparisons, each of samples with about equal results so far,
-    so most comparisons happen where the ranking is still open. The other arguments are those of Pairwise.
+    so most comparisons happen where the ranking is still open. The other arguments are those of PairwiseComparisons.
     `bradley_terry` is the default score, because it accounts for the strength of the opponents, which win rates do not.
     """
 

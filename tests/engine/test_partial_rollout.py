@@ -138,7 +138,7 @@ def test_an_age_below_the_staleness_is_refused(tmp_path):
 
 class GeneratesByItself(GRPO):
     def env_flow(self, prompts):
-        return self.scored(self.policy.generate(prompts))
+        return self.add_scores(self.policy.generate(prompts))
 
 
 def test_a_flow_that_goes_past_the_ledger_is_refused(tmp_path):

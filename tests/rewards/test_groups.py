@@ -9,7 +9,7 @@ import pytest
 from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
-from coalign.rewards import Pairwise, Tournament
+from coalign.rewards import Tournament, pairwise
 from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction
 from coalign.rewards.groups import Comparison, bradley_terry, swiss_round, win_rates
 from tests.rewards.samples import sample
@@ -72,31 +72,31 @@ def score(caller, fn, samples, *, retries=0, timeout=30.0, **settings):
 @pytest.mark.parametrize("by", ["longer", "longer_async", "Longer"])
 def test_win_rates_of_all_pairs(caller, by):
     # ccc beats all; bb and xx draw and beat a
-    assert score(caller, Pairwise, group("a", "bb", "ccc", "xx"), by=HERE + by) == pytest.approx(
+    assert score(caller, pairwise, group("a", "bb", "ccc", "xx"), by=HERE + by) == pytest.approx(
         [0.0, 1.5 / 3, 1.0, 1.5 / 3]
     )
     assert len(CALLS) == 6
 
 
 def test_a_reward_function_is_asked_once_a_sample(caller):
-    for fn in (Pairwise, Tournament):
+    for fn in (pairwise, Tournament):
         values = score(caller, fn, group("a", "bb", "ccc", "dddd"), by=HERE + "length", score="win_rate")
         assert sorted(values) == values and values[-1] == 1.0
-    assert score(caller, Pairwise, group("#### 4", "#### 5"), by={"fn": HERE + "length"}) == [0.5, 0.5]
+    assert score(caller, pairwise, group("#### 4", "#### 5"), by={"fn": HERE + "length"}) == [0.5, 0.5]
 
 
 def test_groups_are_ranked_apart(caller):
     samples = [*group("a", "bb"), *group("cccc", "ddd", number=1)]
-    assert score(caller, Pairwise, samples, by=HERE + "longer") == [0.0, 1.0, 1.0, 0.0]
+    assert score(caller, pairwise, samples, by=HERE + "longer") == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_places_take_turns_and_both_orders_cancel_a_favour(caller):
     # whoever comes first wins 0.8: 0 before 1, 2 before 0, 1 before 2
-    values = score(caller, Pairwise, group("a", "b", "c"), by=HERE + "first_one")
+    values = score(caller, pairwise, group("a", "b", "c"), by=HERE + "first_one")
     assert values == pytest.approx([0.5, 0.5, 0.5])
-    assert score(caller, Pairwise, group("a", "b"), by=HERE + "first_one") == pytest.approx([0.8, 0.2])
-    assert score(caller, Pairwise, group("a", "b"), by=HERE + "first_one", both_orders=True) == [0.5, 0.5]
-    assert score(caller, Pairwise, group("a", "b", "c"), by=HERE + "first_one", both_orders=True) == pytest.approx(
+    assert score(caller, pairwise, group("a", "b"), by=HERE + "first_one") == pytest.approx([0.8, 0.2])
+    assert score(caller, pairwise, group("a", "b"), by=HERE + "first_one", both_orders=True) == [0.5, 0.5]
+    assert score(caller, pairwise, group("a", "b", "c"), by=HERE + "first_one", both_orders=True) == pytest.approx(
         [0.5] * 3
     )
 
@@ -127,16 +127,16 @@ def test_an_odd_group_and_given_rounds(caller):
     ],
 )
 def test_what_is_no_share_fails_the_group(caller, returned, message):
-    for fn in (Pairwise, Tournament):
+    for fn in (pairwise, Tournament):
         values = score(caller, fn, group("a", "b"), by={"fn": HERE + "strange", "returned": returned})
         assert len(values) == 2 and all(f"'{HERE}strange' {message}" in value for value in values)
 
 
 def test_a_failed_comparison_fails_its_group_alone(caller):
     samples = [*group("a"), *group("bb", "c", number=1)]
-    assert "a group of one sample" in score(caller, Pairwise, samples, by=HERE + "longer")[0]
-    assert score(caller, Pairwise, samples, by=HERE + "longer")[1:] == [1.0, 0.0]
-    assert score(caller, Pairwise, group("a", "b"), by=HERE + "fails") == ["'ab'"] * 2
+    assert "a group of one sample" in score(caller, pairwise, samples, by=HERE + "longer")[0]
+    assert score(caller, pairwise, samples, by=HERE + "longer")[1:] == [1.0, 0.0]
+    assert score(caller, pairwise, group("a", "b"), by=HERE + "fails") == ["'ab'"] * 2
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_bad_settings_are_refused(settings, message):
 
 def test_short_names_reach_the_classes():
     function = build_reward_function(RewardConfig(fn="tournament", by="math", rounds=2), "reward.0")
-    assert function.takes == "group" and function.waits and function.name == "tournament"
+    assert function.takes == "group" and function.is_async and function.name == "tournament"
     with pytest.raises(ConfigError, match=r"reward\[0\]\.rounds: is 0"):
         build_reward_function(RewardConfig(fn="tournament", by="math", rounds=0), "reward.0")
     with pytest.raises(ConfigError, match=r"reward\[0\]\.by: missing"):
