@@ -155,7 +155,9 @@ def engine_of(replicas: int, samples: int) -> GRPO:
         for name, model in models.items()
     }
     plan = Plan(config, GRPO, GRPO.models, planned, advantage=group, filter=partial(nine_of_ten))
-    return GRPO(plan, StandInCluster(config), RunData(None, Prompts(samples // SAMPLES), steps=10**6))
+    engine = GRPO(plan, StandInCluster(config), RunData(None, Prompts(samples // SAMPLES), steps=10**6))
+    engine.environment.control = replace(engine.environment.control, lengths=None)  # the stand-ins have no rows
+    return engine
 
 
 def nine_of_ten(reward: torch.Tensor) -> torch.Tensor:

@@ -291,17 +291,18 @@ class Engine:
         """
         return self.ledger.generate(self.policy, prompts, **sampling)
 
+    @property
+    def advantage(self) -> Callable[..., Any]:
+        """The function of the section `advantage` with its arguments, for ``apply``. ValueError without that section."""
+        if self.plan.advantage is None:
+            raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")
+        return self.plan.advantage
+
     def apply(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
         """Run a pure function on the columns of the batches (same sequences); see docs/design.md §4."""
         if isinstance(fn, partial):
             fn, arguments = fn.func, {**fn.keywords, **arguments}
         return self.cluster.apply(fn, *batches, **arguments)
-
-    def add_advantages(self, batch: BatchRef | Future) -> Future:
-        """The batch with its advantages, by the function of the section `advantage`. ValueError without that section."""
-        if self.plan.advantage is None:
-            raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")
-        return self.apply(self.plan.advantage, batch)
 
     def transform(self, fn: Callable[..., Any], *batches: BatchRef | Future, **arguments: Any) -> Future:
         """Run a pure function from whole batches to another batch: other rows, or other tokens."""

@@ -74,7 +74,7 @@ class Checker:
         return answer == "1\n"
 
     def _start(self) -> subprocess.Popen[str]:
-        # -P: without it this folder leads the import path, and our math.py hides Python's.
+        # -P: without it this folder leads the import path, and its modules could hide others.
         command = [sys.executable, "-P", __file__]
         self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answers = queue.Queue()

@@ -155,7 +155,7 @@ def test_what_leaves_the_device_between_two_calls_comes_back_as_it_was(start, st
     [
         ({"optimizer": {"name": "muon"}}, "models.model.optimizer.name is `muon`"),
         ({"ema": {"decay": 0.9}}, "models.model.ema"),
-        ({"compile": True}, "models.model.compile: under ZeRO"),
+        ({"compile": True}, "models.model.compile: not supported under ZeRO"),
         ({"dtype": "bfloat16"}, "use `dtype: float32` with `compute_dtype: bfloat16`"),
         ({"deepspeed": {"zero": {"reduce_bucket": 1}}}, "did you mean 'reduce_bucket_size'"),
         ({"deepspeed": {"zero": {"stage": 1}}}, "is set by Coalign: it is `deepspeed.stage`"),

@@ -316,7 +316,7 @@ async def _three_turns(episode: Episode) -> None:
 
 def test_episodes_take_turns_with_token_ids_in_and_out(policy, directory):
     rollout = {"fn": "tests.conformance.test_engines:_three_turns", "timeout": 120.0}
-    context = replace(policy.context, rollout=rollout, tokenizer=str(directory))
+    context = replace(policy.context, tokenizer=str(directory))
     policy.runner = EpisodeRunner(find_environment(RolloutConfig(**rollout)), policy.tokenizer, context)
     try:
         out, stats = policy.generate(prompts(2))

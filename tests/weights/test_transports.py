@@ -250,7 +250,7 @@ def test_a_replica_that_fails_while_it_installs_refuses_to_serve(make, syncing, 
 
 def test_a_replica_that_is_unfit_answers_no_call():
     worker = Worker(None, 1)
-    worker.module = modules.Reader(None, Context(model="policy"))
+    worker._module = modules.Reader(None, Context(model="policy"))
     worker.module.unfit = "half of it is new"
     meta, _ = worker.execute("call", "serving", (), {})
     assert meta.failure.message == "model 'policy' does not serve: half of it is new"

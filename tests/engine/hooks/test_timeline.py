@@ -26,9 +26,13 @@ from tests.runs import metrics, run, settings
 # Two replicas generate from 10 to 12 and to 14, a judge scores from 14 to 15, after its weights came (13 to 14).
 EVENTS = [
     CallEvent(
-        "policy.generate", 9.5, (Span("policy, replica 0", "call", 10, 2), Span("policy, replica 1", "call", 10, 4))
+        Call("policy", "generate"),
+        9.5,
+        (Span("policy, replica 0", "call", 10, 2), Span("policy, replica 1", "call", 10, 4)),
     ),
-    CallEvent("judge.forward_step", 9.5, (Span("judge", "move", 13, 1), Span("judge", "call", 14, 1)), memory=2**20),
+    CallEvent(
+        Call("judge", "forward_step"), 9.5, (Span("judge", "move", 13, 1), Span("judge", "call", 14, 1)), memory=2**20
+    ),
 ]
 
 
@@ -77,7 +81,7 @@ def test_times_outside_of_the_step_are_cut():
 
 def test_phases_last_until_the_next_one():
     entered = [(10.0, "rollout"), (14.0, "train"), (19.0, "sync")]
-    assert [(e.label, e.start, e.stop) for e in build_phase_events(entered, 20.0)] == [
+    assert [(str(e.call), e.start, e.stop) for e in build_phase_events(entered, 20.0)] == [
         ("loop.rollout", 10.0, 14.0),
         ("loop.train", 14.0, 19.0),
         ("loop.sync", 19.0, 20.0),
