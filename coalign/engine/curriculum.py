@@ -54,7 +54,7 @@ class Curriculum:
         return {"curriculum/pass_rate": Stat.of(shares["share"]), "curriculum/known": Stat(float(len(self.known)))}
 
     def _wanted(self, row: Mapping[str, Any], step: int) -> bool:
-        share, measured = self.known.get(row_key(row), (None, 0))
+        share, measured = self.known.get(hash_row(row), (None, 0))
         if share is None or (self.config.forget is not None and step - measured >= self.config.forget):
             return True
         return self.config.low <= share <= self.config.high
@@ -71,11 +71,11 @@ def pass_rates(batch: Batch, *, solved: float) -> Batch:
     groups, member = torch.unique(batch["group"], return_inverse=True)
     count = torch.bincount(member, minlength=len(groups))
     right: Tensor = torch.bincount(member, weights=(batch["reward"] >= solved).double(), minlength=len(groups))
-    keys = [row_key(row) for row in first_rows(batch, member)]
+    keys = [hash_row(row) for row in list_first_rows(batch, member)]
     return Batch(torch.zeros(len(groups)), {}, {"share": right / count, "key": keys})
 
 
-def first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
+def list_first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
     """The row of data of each group; ``member`` i64[N] numbers the groups."""
     first: dict[int, Mapping[str, Any]] = {}
     for group, row in zip(member.tolist(), batch["rows"], strict=True):
@@ -83,7 +83,7 @@ def first_rows(batch: Batch, member: Tensor) -> list[Mapping[str, Any]]:
     return [first[group] for group in sorted(first)]
 
 
-def row_key(row: Mapping[str, Any]) -> str:
+def hash_row(row: Mapping[str, Any]) -> str:
     """A row of data by its content, wherever it stands."""
     content = {key: value for key, value in row.items() if key not in MARKS}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from coalign.backends.engines.samples import begin_samples
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.engine.metrics import oldest_versions
+from coalign.engine.metrics import find_oldest_versions
 from coalign.types import Max, Stats, Status, Total
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tup
     Groups with a token older than version ``since`` are given up: rollout/given_up, in groups, and its tokens.
     """
     _, member = torch.unique_consecutive(unfinished["group"], return_inverse=True)
-    old = (oldest_versions(unfinished, default=since) < since)[member]
-    stats = dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
+    old = (find_oldest_versions(unfinished, default=since) < since)[member]
+    stats = count_dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
     rest = unfinished.select(~old)
     if "expected_tokens" in rest:  # what has ended is no work
         ended = rest["status"] != Status.PARTIAL
@@ -106,7 +106,7 @@ def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tup
 def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:
     """The groups that are at their end; without ``carried`` the others are dropped: rollout/cut."""
     waiting = _waiting(samples)
-    stats = {} if carried else dropped(samples.select(waiting), "cut")
+    stats = {} if carried else count_dropped(samples.select(waiting), "cut")
     return samples.select(~waiting), stats
 
 
@@ -116,7 +116,7 @@ def unfinished_groups(samples: Batch) -> tuple[Batch, Stats]:
     return rest, {"rollout/carried": Max(float(len(torch.unique(rest["group"]))))}
 
 
-def dropped(samples: Batch, why: str) -> Stats:
+def count_dropped(samples: Batch, why: str) -> Stats:
     """rollout/<why>: groups that nobody trains on; rollout/<why>_tokens: what had been generated of them."""
     return {
         f"rollout/{why}": Total(float(len(torch.unique(samples["group"])))),

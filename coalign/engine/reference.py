@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from coalign.roles import Trainable
 
 
-def with_reference_where_read(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
+def drop_unread_reference(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
     """``roles`` without `reference` unless ``loss`` reads its log-probs."""
     if loss is None:
         return roles

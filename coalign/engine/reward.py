@@ -41,7 +41,7 @@ class Reward:
         self._cluster = cluster
         self._models = models
         self._parts = parts
-        self._terms = terms_of(parts)
+        self._terms = build_terms(parts)
         self._running = _running(self._terms)
         self._seen: BatchRef | Future | None = self._remember({}) if self._running else None
 
@@ -99,7 +99,7 @@ def combine_rewards(
     seen: Mapping[str, Moments] = MappingProxyType({}),
 ) -> tuple[Batch, Stats]:
     """The columns and Stats of Reward.forward_step, for ``out`` and what each part said of it."""
-    judged = Judged.of(out, scored, terms)
+    judged = CombinedRewards.of(out, scored, terms)
     if judged.rows.any() and not judged.whole.any():
         lacking = ", ".join(f"{name} {count}" for name, count in judged.failed(terms).items() if count)
         raise RewardError(
@@ -127,7 +127,7 @@ def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
 
 def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm]) -> Batch:
     """The moments ``seen`` of `running` terms, with those of the rows that are trained on."""
-    judged = Judged.of(out, scored, terms)
+    judged = CombinedRewards.of(out, scored, terms)
     names = _running(terms)
     before = _moments(seen, names)
     rows = judged.whole & judged.training
@@ -143,7 +143,7 @@ def combine_with_moments(
 
 
 @dataclass(frozen=True)
-class Judged:
+class CombinedRewards:
     """values f32[parts, N], NaN where there is none; bool[N] each: ``rows`` at their end, those of them that are
     ``whole`` (no part that has weight is missing), and rows of ``training`` rather than evaluation."""
 
@@ -153,13 +153,13 @@ class Judged:
     training: Tensor
 
     @staticmethod
-    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> Judged:
+    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> CombinedRewards:
         columns = merge_columns([out, *scored])
         rows = is_finished(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
         values = values.masked_fill(~(values.isfinite() & rows), float("nan"))
         weighty = torch.tensor([term.weight != 0 for term in terms])
-        return Judged(values, rows, rows & values[weighty].isfinite().all(0), out["group"] >= 0)
+        return CombinedRewards(values, rows, rows & values[weighty].isfinite().all(0), out["group"] >= 0)
 
     def failed(self, terms: Sequence[RewardTerm]) -> dict[str, int]:
         """Rows without a value, for each term."""
@@ -175,19 +175,19 @@ class Judged:
         return stats
 
 
-def terms_of(parts: Sequence[RewardConfig]) -> list[RewardTerm]:
+def build_terms(parts: Sequence[RewardConfig]) -> list[RewardTerm]:
     """How the parts of a reward are combined."""
     return [RewardTerm(part.called, part.weight, part.normalise, part.clip) for part in parts]
 
 
-def reward_parts(config: RunConfig) -> list[RewardConfig]:
+def list_reward_parts(config: RunConfig) -> list[RewardConfig]:
     """What `reward` lists; of a run that lists nothing, the model of that name, if there is one."""
     if config.reward:
         return config.reward
     return [RewardConfig(model="reward")] if "reward" in config.models else []
 
 
-def reward_names(parts: Sequence[RewardConfig]) -> list[str]:
+def list_reward_models(parts: Sequence[RewardConfig]) -> list[str]:
     """The models that compute the parts of a reward, and the worker of its functions."""
     functions = [FUNCTIONS] if any(part.fn for part in parts) else []
     return [*dict.fromkeys(part.model for part in parts if part.model), *functions]

@@ -10,7 +10,7 @@ from coalign.config.schema import ModelConfig, RunConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
-def tokenizer_directory(config: RunConfig) -> str:
+def find_tokenizer_directory(config: RunConfig) -> str:
     """Where the run's tokenizer lies: that of the policy, else of the first model that has one."""
     named = [config.models[n] for n in ("policy", "trainer") if n in config.models]
     for model in [*named, *config.models.values()]:
@@ -50,7 +50,7 @@ def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
         )
 
 
-def reads_alike(model: ModelConfig, other: str) -> bool:
+def is_tokenized_alike(model: ModelConfig, other: str) -> bool:
     """Whether the tokenizer of ``model`` makes of a conversation the tokens that the one in the directory ``other``
     makes: the same vocabulary, and no other chat template. A model without a tokenizer of its own reads any tokens."""
     own = Path(model.tokenizer or model.load or other)

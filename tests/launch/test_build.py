@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from coalign.config import load
+from coalign import load_config
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
 from coalign.launch.check import check
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import prepare
 from coalign.recipes.grpo import GRPO
 from coalign.report.display import Display
 from tests.runs import run, settings
@@ -48,5 +48,5 @@ def test_a_run_is_prepared_once(tmp_path, counts):
 
 
 def test_check_prepares_once_and_builds_one_engine(tmp_path, counts):
-    check(load(settings(tmp_path, "grpo"), [], defaults=lambda name: find_recipe(name).defaults), Display(quiet=True))
+    check(load_config(settings(tmp_path, "grpo")), Display(quiet=True))
     assert counts == {"prepared": 1, "DryCluster": 1}
