@@ -155,7 +155,10 @@ def engine_of(replicas: int, samples: int) -> GRPO:
         for name, model in models.items()
     }
     plan = Plan(config, GRPO, GRPO.models, planned, advantage=group, filter=partial(nine_of_ten))
-    return GRPO(plan, StandInCluster(config), RunData(None, Prompts(samples // SAMPLES), steps=10**6))
+    engine = GRPO(plan, StandInCluster(config), RunData(None, Prompts(samples // SAMPLES), steps=10**6))
+    # Stand-ins compute no function, so there are no response lengths to expect.
+    engine.environment.selection = replace(engine.environment.selection, lengths=None)
+    return engine
 
 
 def nine_of_ten(reward: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ def test_every_kind_of_metric_goes_on_to_be_merged():
         groups = cluster.put(Batch(torch.ones(2), {}, {"group": torch.tensor([4, 4])}))
         state = Round(version=3, target=1, batches={"groups": groups}, before=before).state_dict()
         stats = json.loads(json.dumps(state["stats"]))
-        restored = Round.restored(state | {"stats": stats}, cluster)
+        restored = Round.restore(state | {"stats": stats}, cluster)
         batches, again = restored.wait()
         assert (restored.version, restored.target) == (3, 1) and batches["groups"].fetch()["group"].tolist() == [4, 4]
     assert again == before

@@ -64,7 +64,7 @@ def refusals(config, model):
             marks=NEEDS_MEGATRON,
         ),
         ("trainer", {"module": "deepspeed", "optimizer": {"name": "muon"}}, "models.trainer.optimizer.name is `muon`"),
-        ("trainer", {"module": "deepspeed", "compile": True}, "models.trainer.compile: under ZeRO"),
+        ("trainer", {"module": "deepspeed", "compile": True}, "models.trainer.compile: not supported under ZeRO"),
         (
             "trainer",
             {"module": "deepspeed", "deepspeed": {"zero": {"stage": 1}}},
