@@ -57,8 +57,8 @@ class Reward:
         """
         if into and (separate := [t.name for t in self._terms if t.normalise in ("batch", "group")]):
             raise ValueError(
-                f"reward '{separate[0]}': this flow compares the rewards of two calls (one gives '{into}'), which cannot be "
-                "normalised separately; set normalise to `running` or `none`"
+                f"reward '{separate[0]}': this flow compares the rewards of two calls (one gives '{into}'), which "
+                "cannot be normalised separately; set normalise to `running` or `none`"
             )
         scored = [
             self._models[part.model].forward_step(batch, into=f"reward/{part.called}")

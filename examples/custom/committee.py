@@ -37,7 +37,7 @@ class Committee(Engine):
         return self.assessed(self.policy.generate(prompts))
 
     def train_flow(self, batch):
-        return self.trainer.train_step(self.apply(self.advantage, batch), **self.ptx())
+        return self.trainer.train_step(self.advantages(batch), **self.ptx())
 
     def eval_flow(self, prompts):
         return self.apply(score, self.assessed(self.policy.generate(prompts, **self.eval_sampling)))

@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, message):
 
 def test_models_of_the_reward_are_frozen_and_read_as_they_must(tmp_path):
     models = prepare(loaded(two_judges(tmp_path))).configs
-    assert list(models) == ["kind", "terse", FUNCTIONS]
+    assert list(models) == ["policy", "trainer", "kind", "terse", FUNCTIONS]
     assert models["kind"].frozen and models["kind"].chat_template is None
     assert models["terse"].frozen and models["terse"].chat_template == "auto"
     assert (

@@ -208,7 +208,7 @@ class Bonus(GRPO):
     """A flow of one's own: GRPO with something added to its advantages."""
 
     def train_flow(self, batch):
-        return self.trainer.train_step(self.apply(add_reward, self.apply(self.advantage, batch), bonus=0.5))
+        return self.trainer.train_step(self.apply(add_reward, self.advantages(batch), bonus=0.5))
 
 
 def add_reward(advantages, reward, segment, *, bonus: float):

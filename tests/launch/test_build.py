@@ -23,6 +23,15 @@ def test_a_recipe_of_ones_own_with_an_unknown_kind_of_data(tmp_path, monkeypatch
         prepare(RunConfig(algorithm="with_unknown_source:Mine", models={}))
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "hooks", "generate"])
+def test_a_model_whose_name_the_engine_uses(tmp_path, name):
+    config = settings(tmp_path, "grpo")
+    config["models"][name] = {"load": config["models"]["policy"]["load"], "head": "reward", "head_init": "zero"}
+    config["reward"] = [{"model": name}]
+    with pytest.raises(ValueError, match=rf"models\.{name}: GRPO has an attribute of that name; rename it"):
+        check(load_config(config), Display(quiet=True))
+
+
 @pytest.fixture
 def counts(monkeypatch):
     """How often a run was prepared (``prepare`` asks the recipe to check each time), and engines were built."""
