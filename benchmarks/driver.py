@@ -156,7 +156,8 @@ def engine_of(replicas: int, samples: int) -> GRPO:
     }
     plan = Plan(config, GRPO, GRPO.models, planned, advantage=group, filter=partial(nine_of_ten))
     engine = GRPO(plan, StandInCluster(config), RunData(None, Prompts(samples // SAMPLES), steps=10**6))
-    engine.environment.control = replace(engine.environment.control, lengths=None)  # the stand-ins have no rows
+    # Stand-ins compute no function, so there are no response lengths to expect.
+    engine.environment.selection = replace(engine.environment.selection, lengths=None)
     return engine
 
 
@@ -170,7 +171,7 @@ def step(engine: GRPO, timeline: Timeline) -> Stats:
     timeline.phase("rollout")
     batch, rollout = engine.environment.next(engine.step, engine.step)
     timeline.phase("train")
-    stats = merge_stats([rollout, engine.trainers.step(batch)])
+    stats = merge_stats([rollout, engine.training.step(batch)])
     engine.step += 1
     timeline.after_step(engine, stats, batch)
     return stats

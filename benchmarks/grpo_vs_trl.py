@@ -31,8 +31,7 @@ def reward_length(sample) -> float:
 
 
 def run_coalign(model: Path, precision: str, steps: int, new: int) -> dict:
-    from coalign.config import load
-    from coalign.launch.plan import find_recipe
+    from coalign import load_config
     from coalign.launch.run import train
     from coalign.report.display import Display
 
@@ -69,7 +68,7 @@ def run_coalign(model: Path, precision: str, steps: int, new: int) -> dict:
             }
         )
     )
-    train(load(config, [], defaults=lambda name: find_recipe(name).defaults), Display(quiet=True))
+    train(load_config(config), Display(quiet=True))
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if line["step"] > 1]
     pick = lambda key: [line[key] for line in timed]  # noqa: E731

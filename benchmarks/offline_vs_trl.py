@@ -37,8 +37,7 @@ def rows(algorithm: str, steps: int) -> list[dict]:
 
 
 def run_coalign(algorithm: str, model: Path, precision: str, steps: int) -> dict:
-    from coalign.config import load
-    from coalign.launch.plan import find_recipe
+    from coalign import load_config
     from coalign.launch.run import train
     from coalign.report.display import Display
 
@@ -60,7 +59,7 @@ def run_coalign(algorithm: str, model: Path, precision: str, steps: int) -> dict
         "data": {"train": str(data), "shuffle": False},
         "models": {"trainer": trainer},
     }
-    train(load(config, [], defaults=lambda name: find_recipe(name).defaults), Display(quiet=True))
+    train(load_config(config), Display(quiet=True))
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     return {"step": [line["time/step"] for line in lines if line["step"] > 1], "peak": peak_mib()}
 

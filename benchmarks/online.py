@@ -21,8 +21,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 from arithmetic import make_data, make_model  # noqa: E402
 
-from coalign.config import load  # noqa: E402
-from coalign.launch.plan import find_recipe  # noqa: E402
+from coalign import load_config  # noqa: E402
 from coalign.launch.run import train  # noqa: E402
 from coalign.report.display import Display  # noqa: E402
 
@@ -42,7 +41,7 @@ def prepare(folder: Path) -> None:
 def learn(name: str, *overrides: str) -> Path:
     """Train examples/arithmetic_<name>.yaml with these settings; the run folder."""
     source = EXAMPLES / f"arithmetic_{name}.yaml"
-    config = load(source, list(overrides), defaults=lambda algorithm: find_recipe(algorithm).defaults)
+    config = load_config(source, overrides)
     if code := train(config, Display(quiet=True)):
         sys.exit(code)  # Ctrl-C: the cell is saved and goes on next time
     return Path(config.output)

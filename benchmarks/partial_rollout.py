@@ -29,8 +29,9 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.buffer import Buffer
 from coalign.engine.environment import Environment
-from coalign.engine.filters import control
+from coalign.engine.filters import build_group_selection
 from coalign.engine.ledger import Ledger
+from coalign.launch.plan import Plan, find_recipe
 from coalign.roles import Context
 
 ENDED: list[tuple[float, int]] = []  # (time, decoding step) at which a sample ended, of the step under way
@@ -102,10 +103,10 @@ def measure(args: argparse.Namespace, model: Path, rollout: dict[str, Any]) -> d
         running = cluster.spawn("policy", policy, context)
         loader, ledger = Prompts(), Ledger(cluster, config.rollout, args.samples)
         flow = lambda prompts: ledger.generate(running, prompts)  # noqa: E731
-        decided = control(config, cluster, loader)
+        selection = build_group_selection(Plan(config, find_recipe("grpo"), {}, {}), cluster, loader)
         buffer = Buffer(0, args.steps)
-        environment = Environment(cluster, flow, loader, buffer, ledger, decided)
-        if decided.wanted is None:
+        environment = Environment(cluster, flow, loader, buffer, ledger, selection)
+        if selection.groups is None:
             loader.next = lambda rows=None, draw=loader.next: draw(args.prompts)
         for step in range(args.steps):
             running.run(at_version, step).result()

@@ -1,7 +1,7 @@
 """The Python API: what the commands of the command line do, as functions that return values and raise errors.
 
 `import coalign` offers all of it (`coalign.train`); docs/python.md shows each function at work. The commands call
-these functions, so a run is the same from both sides.
+these functions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load_config(
 
     ``source`` is a YAML file, a dictionary of the same shape, or a configuration that this function returned.
     ``overrides`` maps dotted keys to values (``{"runtime.steps": 10}``). A list of texts (``["runtime.steps=10"]``), as
-    the command line has them, does where no function is passed. ``reward`` and ``loss`` replace the sections of these
+    the command line has them, works if no function is passed. ``reward`` and ``loss`` replace the sections of these
     names: functions, their names, or sections (``{"fn": score, "weight": 0.5}``). Functions may stand in a dictionary,
     too, wherever the YAML has a name.
 
@@ -95,7 +95,7 @@ def train(
 ) -> TrainResult:
     """Train as a configuration says; see `load_config` for the arguments that describe it.
 
-    ``hooks`` are told of every step (coalign.Hook). ``quiet`` shows warnings and the summary only. A run whose folder
+    ``hooks`` see every step (coalign.Hook). ``quiet`` shows warnings and the summary only. A run whose folder
     holds checkpoints goes on from the newest one, unless `runtime.resume` says otherwise.
 
     Raises ConfigError or ValueError before anything is loaded if the configuration cannot run, TrainingStopped if a

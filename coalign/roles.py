@@ -1,4 +1,4 @@
-"""The roles that a model can play in a run, and what a worker is told about its model."""
+"""The roles that a model can play in a run, and ``Context``: what a worker knows of its model and run."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ class Rollout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a worker knows of its place in the run. ``rank`` counts within the model's process group, ``replica`` those
-    groups (or single processes) of the model."""
+    """What a worker knows of its model and of the run.
+
+    ``rank`` counts within the model's process group; ``replica`` counts these groups (or single processes).
+    """
 
     model: str = "model"
     replica: int = 0
@@ -56,16 +58,16 @@ class Context:
     steps: int = 1  # training steps of the run: the length of a learning-rate schedule
     tokens: int | None = None  # tokens to train on before the run ends: the length of one that counts tokens
     samples_per_prompt: int = 1
-    sample_tokens: int | None = None  # of the longest sample, its prompt included, that all models which read it take
+    sample_tokens: int | None = None  # longest prompt and response together that every model accepts
     loss: Objective | None = None  # what the model trains with
     rewards: tuple[RewardConfig, ...] = ()  # reward functions, for the reward module
-    adapter_rank: int | None = None  # of the adapters that travel beside the weights of this model, not merged
-    whole_groups: bool = True  # whether the rows of a group have to be on one rank: for the loss, to share the prompt
-    environment: EnvironmentFunction | None = None  # how a policy's samples come about; None: one response to a prompt
+    adapter_rank: int | None = None  # of adapters that are synced separately, not merged into the weights
+    whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
+    environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
     tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
-    chat_template: str = "auto"  # as `data.chat_template` says it, for what an environment says
+    chat_template: str = "auto"  # `data.chat_template`, for the messages of an environment
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet
-    output: str | None = None  # the run folder, for what a process writes by itself: traces, what filled its memory
+    output: str | None = None  # the run folder, for traces and memory reports of a process
 
     @property
     def process(self) -> str:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from arithmetic import make_data, make_model
 
-from coalign.config import load
-from coalign.launch.plan import find_recipe
+from coalign import load_config
 from coalign.launch.run import train
 from coalign.report.display import Display
 
@@ -21,7 +20,7 @@ SHOWN = 3
 
 def run(name: str, display: Display) -> Path:
     """Train what examples/<name>.yaml says; its run folder."""
-    config = load(HERE / f"{name}.yaml", [], defaults=lambda algorithm: find_recipe(algorithm).defaults)
+    config = load_config(HERE / f"{name}.yaml")
     train(config, display)
     return Path(config.output)
 

@@ -97,12 +97,11 @@ def other_model(directory: Path, **settings: Any) -> Path:
 
 def run(config: dict[str, Any], *overrides: str) -> int:
     """Train in this process; the exit code."""
-    from coalign.config import load
-    from coalign.launch.plan import find_recipe
+    from coalign import load_config
     from coalign.launch.run import train
     from coalign.report.display import Display
 
-    return train(load(config, list(overrides), defaults=lambda name: find_recipe(name).defaults), Display(quiet=True))
+    return train(load_config(config, overrides), Display(quiet=True))
 
 
 @contextmanager

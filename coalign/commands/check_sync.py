@@ -48,9 +48,9 @@ def check_run(config: RunConfig, display: Display) -> bool:
     plan = prepare(config).restrict([name for pair in pairs for name in pair])
     with start(config) as cluster:
         engine = build(plan, cluster)
-        engine.trainers.sync(0)
+        engine.training.sync(0)
         good = True
-        for sync in engine.trainers.syncs:
+        for sync in engine.training.syncs:
             source, target = (engine.running[model.name] for model in (sync.source, sync.target))
             good &= _check_tensors(source, target, display)
             if plan.roles[target.name] is Rollout:

@@ -16,7 +16,7 @@ from coalign.backends.scorers.retokenize import ConversationReader
 from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, format_prompt, get_text
-from coalign.engine.reward import terms_of
+from coalign.engine.reward import build_terms
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample
@@ -91,7 +91,7 @@ class RewardFunctionJudge(ResponseJudge):
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ValueError (ConfigError) for a function that does not exist or gets wrong arguments."""
         super().__init__()
-        self._functions, self._terms = build_reward_functions(config.reward), terms_of(config.reward)
+        self._functions, self._terms = build_reward_functions(config.reward), build_terms(config.reward)
         self.compares = [function.name for function in self._functions if function.takes == "group"]
         self._caller = RewardCaller()
         self._has_scored = False

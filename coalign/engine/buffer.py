@@ -1,11 +1,9 @@
-"""Batches on their way from the environment to the trainer, oldest first, within the bound on staleness.
+"""Queues between roll-out and training: ``Buffer`` holds rounds under way, ``GroupPool`` complete groups. Oldest first.
 
-A batch that is consumed at step s was asked for when the weights had version v >= s - max_staleness: a batch is only
-begun while ``begun - version <= max_staleness``, and step s consumes the s-th batch begun. So the bound holds by
-construction and is asserted where it matters, at consumption. With max_staleness 0 a batch is begun only after the
-weights of the step before are in place: synchronous training.
-
-Whole groups of samples that are ready to be trained on, oldest first, within a bound on their age.
+A batch that is consumed at step s was begun at weight version v >= s - max_staleness: a batch is only begun while
+``begun - version <= max_staleness``, and step s consumes the s-th batch begun. So the bound holds by construction and
+is asserted where it matters, at consumption. With max_staleness 0 a batch is begun only after the weights of the step
+before are in place: synchronous training.
 """
 
 from __future__ import annotations
@@ -43,29 +41,29 @@ class Buffer(Generic[T]):
         return len(self._entries)
 
     def fill(self, version: int, begin: Callable[[int], T]) -> None:
-        """Begin as many batches as the bound allows at this version; ``begin(step)`` starts the one for that step."""
+        """Begin as many batches as the bound allows at this version; ``begin(step)`` begins the one for that step."""
         while self.begun < self.last and self.begun - version <= self.max_staleness:
             self._entries.append(BufferedBatch(self.begun, version, begin(self.begun)))
             self.begun += 1
 
     def take(self, version: int) -> T:
-        """The oldest batch. AssertionError if it were staler than the bound: a bug in the loop, never a setting."""
+        """Remove and return the oldest batch. AssertionError if it is staler than the bound: a bug in the loop."""
         entry = self._entries.popleft()
         assert version - entry.version <= self.max_staleness and entry.step == version, entry
         return entry.batch
 
     def entries(self) -> list[BufferedBatch[T]]:
-        """What is inside, oldest first (for a checkpoint)."""
+        """Return all entries, oldest first (for a checkpoint)."""
         return list(self._entries)
 
     def restore(self, step: int, entries: list[BufferedBatch[T]]) -> None:
-        """Go on at ``step`` with what ``entries`` gave."""
+        """Continue at ``step`` with the result of ``entries``."""
         self._entries = deque(entries)
         self.begun = step + len(entries)
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ReadyGroups:
     """Neighbouring groups whose oldest token was chosen by the weights of ``version``."""
 
     batch: BatchRef
@@ -74,40 +72,44 @@ class Ready:
     @property
     def ends(self) -> list[int]:
         """Where each group ends, in rows; without groups every row is one."""
-        return group_ends(self.batch.group, len(self.batch))
+        return find_group_ends(self.batch.group, len(self.batch))
 
 
-class Pool:
-    """A first-in first-out queue of groups no older than ``max_age`` weight versions. Nothing is moved or computed:
-    batches stay where they lie."""
+class GroupPool:
+    """A first-in first-out queue of groups no older than ``max_age`` weight versions.
+
+    Batches stay where they are stored.
+    """
 
     def __init__(self, max_age: int) -> None:
         self.max_age = max_age
-        self._ready: deque[Ready] = deque()
+        self._ready: deque[ReadyGroups] = deque()
 
     def __len__(self) -> int:
         """Groups inside."""
         return sum(len(ready.ends) for ready in self._ready)
 
     def add(self, batch: BatchRef, versions: Tensor | int) -> None:
-        """Groups, each with the version of its oldest token (a number: of all)."""
-        ends = group_ends(batch.group, len(batch))
+        """Add groups; ``versions`` i64[groups], or one for all, are those of their oldest tokens."""
+        ends = find_group_ends(batch.group, len(batch))
         ages = torch.as_tensor(versions).expand(len(ends)).tolist()
         start = 0
         for i, end in enumerate(ends):
             if i + 1 == len(ends) or ages[i + 1] != ages[i]:
-                self._ready.append(Ready(batch.slice(start, end), ages[i]))
+                self._ready.append(ReadyGroups(batch.slice(start, end), ages[i]))
                 start = end
 
     def expire(self, version: int) -> int:
-        """Drop the groups that are too old to be trained on at this version; how many."""
+        """Drop the groups that are too old to be trained on at this version; return how many."""
         before = len(self)
         self._ready = deque(ready for ready in self._ready if version - ready.version <= self.max_age)
         return before - len(self)
 
     def take(self, groups: int | None, version: int) -> BatchRef:
-        """The oldest groups (None: all), or what there is. RuntimeError if there is nothing; AssertionError if one were
-        older than the bound: a bug, never a setting."""
+        """Remove and return the oldest ``groups`` (None: all), or fewer if there are not so many.
+
+        RuntimeError if the pool is empty. AssertionError if a group is older than the bound, which is a bug.
+        """
         taken: list[BatchRef] = []
         missing = len(self) if groups is None else groups
         while self._ready and missing > 0:
@@ -118,22 +120,22 @@ class Pool:
             taken.append(ready.batch.slice(0, cut))
             missing -= len(ends)
             if cut < len(ready.batch):
-                self._ready.appendleft(Ready(ready.batch.slice(cut, len(ready.batch)), ready.version))
+                self._ready.appendleft(ReadyGroups(ready.batch.slice(cut, len(ready.batch)), ready.version))
         if not taken:
             raise RuntimeError("there is no group to train on")
         return BatchRef.concat(taken)
 
-    def entries(self) -> list[Ready]:
-        """What is inside, oldest first (for a checkpoint)."""
+    def entries(self) -> list[ReadyGroups]:
+        """Return all entries, oldest first (for a checkpoint)."""
         return list(self._ready)
 
-    def restore(self, entries: list[Ready]) -> None:
-        """Go on with what ``entries`` gave."""
+    def restore(self, entries: list[ReadyGroups]) -> None:
+        """Replace the content by the result of ``entries``."""
         self._ready = deque(entries)
 
 
-def group_ends(group: Tensor | None, rows: int) -> list[int]:
-    """Where each run of equal neighbours in ``group`` i64[N] ends; without groups every row is one."""
+def find_group_ends(group: Tensor | None, rows: int) -> list[int]:
+    """Return where each run of equal neighbours in ``group`` i64[N] ends; without groups every row is one."""
     if group is None:
         return list(range(1, rows + 1))
     return torch.unique_consecutive(group, return_counts=True)[1].cumsum(0).tolist()

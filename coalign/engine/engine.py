@@ -24,7 +24,7 @@ from coalign.data.batch import Batch
 from coalign.data.loader import Loader
 from coalign.engine.buffer import Buffer
 from coalign.engine.environment import Environment
-from coalign.engine.filters import control
+from coalign.engine.filters import build_group_selection
 from coalign.engine.ledger import Ledger
 from coalign.engine.metrics import watch
 from coalign.engine.reference import BaseWeights
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run: its tokenizer, the loaders, and the ``steps`` of the run at most."""
+    """The data of a run: its tokenizer and loaders; ``steps`` is the largest number of steps."""
 
     tokenizer: PreTrainedTokenizerBase
     train: Loader
@@ -54,12 +54,12 @@ class RunData:
 
 
 class Hook:
-    """Does nothing at each of the five moments. Hooks run in order and may add to ``stats``."""
+    """Base class of what watches the loop; every method does nothing. Hooks run in order and may add to ``stats``."""
 
     def begin(self, engine: Engine) -> None: ...
 
     def refuses(self, engine: Engine, stats: Stats, batch: BatchRef) -> bool:
-        """Whether the step just trained is to be forgotten: then nobody gets its weights, and no other hook sees it."""
+        """Whether to discard the step just trained: no model gets its weights, and no other hook sees it."""
         return False
 
     def after_step(self, engine: Engine, stats: Stats, batch: BatchRef) -> None: ...
@@ -69,17 +69,17 @@ class Hook:
     def end(self, engine: Engine) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON."""
+        """Return what a checkpoint keeps of the hook, as JSON."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Restore the result of ``state_dict``."""
 
 
 class Trainer:
     """Runs ``flow(batch)`` (an engine's ``train_flow``) and the weight syncs that follow it.
 
-    ``main`` is the model whose metrics need no prefix.
+    ``main`` is the model whose metrics get no prefix.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class Trainer:
         self.syncs = list(syncs)
 
     def step(self, batch: BatchRef) -> Stats:
-        """Train on one batch; waits until every model has taken its step."""
+        """Train on one batch, and wait until every model has taken its step."""
         begun = time.perf_counter()
         with watch(self.cluster) as calls:
             self.flow(batch)
         return merge_stats([calls.stats(self.main), {"time/train": Total(time.perf_counter() - begun)}])
 
     def sync(self, version: int) -> Stats:
-        """Give the weights of ``version`` to every target; a target serves them only once they are verified.
+        """Send the weights of ``version`` to every target, which serves them only once they are verified.
 
-        Also what moved onto devices and off them since the last sync (`swaps/…`, `memory/device`).
+        The metrics include what moved onto devices and off them since the last sync (`swaps/…`, `memory/device`).
         """
         begun = time.perf_counter()
         parts = [sync(version) for sync in self.syncs]
@@ -109,7 +109,7 @@ class Trainer:
 
 
 def pass_at_k(correct: int, n: int, k: int) -> float:
-    """Probability that at least one of k samples drawn from n without replacement is right (2107.03374, eq. 1)."""
+    """Return the probability that one of k samples drawn from n without replacement is right (2107.03374, eq. 1)."""
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
@@ -140,7 +140,7 @@ class Evaluator:
         self.limit = limit
 
     def evaluate(self) -> tuple[Stats, list[BatchRef]]:
-        """(metrics named `eval/…`, the batches as their flow left them)."""
+        """Evaluate all prompts; return the metrics, named `eval/…`, and the batches that the flow returned."""
         begun = time.perf_counter()
         with watch(self.cluster) as calls:
             futures = [
@@ -156,18 +156,18 @@ class Evaluator:
 
 
 def _separate_groups(prompts: Batch) -> Batch:
-    """Evaluation prompts get negative groups, so that they never share random numbers with training prompts."""
+    """Give evaluation prompts negative groups, so that they never share random numbers with training prompts."""
     return prompts.with_(group=-1 - prompts["group"])
 
 
 class Engine:
     """Models, the flow between them, and the loop.
 
-    ``models`` names every model of the recipe and the role it plays (Rollout, Scorer, Trainable); each is an attribute
-    (``self.policy``) whose methods return Futures, or None in a run that does without it. ``sync`` lists (source, target) pairs: after each step the target
-    gets the source's weights. ``source`` says what the data set's rows become (a key of coalign.data.kinds).
-    ``defaults`` is configuration in the shape of the YAML, beneath the person's own. ``unread`` names sections of it
-    that the flows have no use for, so that nobody sets them in vain.
+    ``models`` names every model of the recipe and its role (Rollout, Scorer, Trainable). Each is an attribute
+    (``self.policy``) whose methods return Futures; it is None in a run that does not use it. ``sync`` lists (source,
+    target) pairs: after each step the target gets the source's weights. ``source`` is a key of coalign.data.kinds, and
+    says what the rows of the data become. ``evaluates`` names the models that ``eval_flow`` calls. ``defaults`` has the
+    shape of the YAML, whose values replace it. ``unread`` names sections that the flows do not use: they are refused.
     """
 
     models: ClassVar[Mapping[str, type]] = {}
@@ -177,24 +177,24 @@ class Engine:
     reward: Reward
     tokenizer: PreTrainedTokenizerBase
     environment: Environment
-    trainers: Trainer
+    training: Trainer
     evaluator: Evaluator | None
     ptx_loader: Loader | None = None
-    evaluates: ClassVar[tuple[str, ...]] = ("policy", "reward")  # the models that eval_flow calls
+    evaluates: ClassVar[tuple[str, ...]] = ("policy", "reward")
     defaults: ClassVar[dict[str, Any]] = {}
     unread: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, plan: Plan, cluster: Cluster, data: RunData | None = None) -> None:
-        """Start the models of ``plan`` on ``cluster``, each an attribute by its name; a model of the recipe that the run
-        does without is None. Without ``data`` the flows can be called, and there is no loop (`coalign check`).
+        """Start the models of ``plan`` on ``cluster``, and prepare the loop over ``data``.
 
-        ValueError for a model whose name the engine uses itself.
+        Without ``data`` only the flows can be called (`coalign check`). ValueError for a model whose name the engine
+        uses itself.
         """
         self.plan = plan
         self.config = plan.config
         self.cluster = cluster
         self.step = 0
-        self.tokens = 0  # that the main model was trained on
+        self.tokens = 0  # tokens that the main model was trained on
         self.last = data.steps if data else 1
         self.stop: str | None = None  # why the loop should end before its last step
         self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
@@ -205,14 +205,12 @@ class Engine:
         self.ledger = Ledger(cluster, self.config.rollout, self.config.runtime.samples_per_prompt)
         self.running = self._start_models()
         self.rewards: Reward | None = None  # the sum behind self.reward
-        scorers = self.running | {
+        models: dict[str, Any] = self.running | {
             name: BaseWeights(self.running[model.base_of]) for name, model in plan.models.items() if model.base_of
         }
         if plan.rewards:
-            self.rewards = Reward(cluster, plan.rewards, scorers)
-        self._set_models(
-            {**dict.fromkeys(self.models), **scorers, **({"reward": self.rewards} if self.rewards else {})}
-        )
+            models["reward"] = self.rewards = Reward(cluster, plan.rewards, dict(models))
+        self._set_models({**dict.fromkeys(self.models), **models})
         if data is not None:
             self._prepare_loop(data)
 
@@ -221,8 +219,9 @@ class Engine:
         return {m.name: self.cluster.spawn(m.name, m.config, replace(m.context, steps=self.last)) for m in planned}
 
     def _set_models(self, models: Mapping[str, Any]) -> None:
+        reserved = {*vars(self), *Engine.__annotations__} - {"policy", "reward"}
         for name, model in models.items():
-            if name in vars(self) or getattr(type(self), name, None) is not None:
+            if name in reserved or getattr(type(self), name, None) is not None:
                 raise ValueError(f"models.{name}: {type(self).__name__} has an attribute of that name; rename it")
             setattr(self, name, model)
 
@@ -233,10 +232,10 @@ class Engine:
         self.tokenizer = data.tokenizer
         self.ptx_loader = data.ptx
         buffer = Buffer(config.runtime.max_staleness, data.steps)
-        decided = control(self.plan, self.cluster, data.train)
-        self.environment = Environment(self.cluster, self.env_flow, data.train, buffer, self.ledger, decided)
+        selection = build_group_selection(self.plan, self.cluster, data.train)
+        self.environment = Environment(self.cluster, self.env_flow, data.train, buffer, self.ledger, selection)
         syncs = [self._sync_between(*pair) for pair in self.plan.syncs]
-        self.trainers = Trainer(self.cluster, self.train_flow, syncs, next(iter(self.learning), None))
+        self.training = Trainer(self.cluster, self.train_flow, syncs, main=next(iter(self.learning), None))
         limit = config.runtime.eval_prompts
         self.evaluator = Evaluator(self.cluster, self.eval_flow, data.eval, limit) if data.eval else None
 
@@ -250,15 +249,15 @@ class Engine:
     # ---- what a recipe writes --------------------------------------------------------------------------------------
 
     def env_flow(self, prompts: BatchRef) -> Any:
-        """From prompts to samples with all that other models say of them."""
+        """Turn prompts into samples with the columns that the other models add."""
         return prompts
 
     def train_flow(self, batch: BatchRef) -> Any:
-        """Advantages of a batch as it is trained on, and one training step."""
+        """Compute the advantages of a batch, and train on it once."""
         raise TypeError(f"{type(self).__name__} has no train_flow")
 
     def eval_flow(self, prompts: BatchRef) -> Any:
-        """Metrics on held-out prompts; by default mean@n and pass@k of the policy's rewards."""
+        """Compute metrics on held-out prompts; by default mean@n and pass@k of the policy's rewards."""
         out = self.policy.generate(prompts, samples=self.config.runtime.eval_samples, **self.eval_sampling)
         return self.apply(score, out, self.reward.forward_step(out))
 
@@ -270,11 +269,11 @@ class Engine:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Restore the result of ``state_dict``."""
 
     @classmethod
     def roles(cls, config: RunConfig, loss: Objective | None) -> Mapping[str, type]:
-        """The models that this configuration needs; a recipe leaves out those it would not call."""
+        """Return the models that this configuration needs; a recipe leaves out those it would not call."""
         return cls.models
 
     @classmethod
@@ -284,10 +283,10 @@ class Engine:
     # ---- what a flow uses ------------------------------------------------------------------------------------------
 
     def generate(self, prompts: BatchRef | Future, **sampling: Any) -> Future:
-        """Complete groups of samples by the policy, as `rollout` says; see coalign.engine.ledger.
+        """Generate complete groups of samples with the policy, as `rollout` says; see coalign.engine.ledger.
 
-        With `rollout.round_tokens` they are not those of ``prompts``, but those that have come to their end, so a flow
-        asks for whatever else belongs to a group by what this returns.
+        With `rollout.round_tokens` the result holds the groups that are complete by now, not those of ``prompts``. A
+        flow that needs more about a group asks by what this returns.
         """
         return self.ledger.generate(self.policy, prompts, **sampling)
 
@@ -309,11 +308,11 @@ class Engine:
         return self.cluster.transform(fn, *batches, **arguments)
 
     def join(self, *batches: BatchRef | Future) -> Future:
-        """The columns of several batches of the same sequences as one batch."""
+        """Merge the columns of several batches of the same sequences into one batch."""
         return self.cluster.join(*batches)
 
     def ptx(self) -> dict[str, Any]:
-        """Keywords for the train_step of the main model: the next rows of the section `ptx`; without it, none."""
+        """Return keywords for the main model's train_step: the next rows of the section `ptx`; none without it."""
         if self.config.ptx is None or self.ptx_loader is None:
             return {}
         return {"ptx": self.cluster.put(self.ptx_loader.next()), "ptx_coef": self.config.ptx.coef}
@@ -333,18 +332,18 @@ class Engine:
 
     @property
     def served(self) -> int:
-        """The weight version that the models which generate were given last, by the schedule (`sync.every`)."""
+        """The weight version that the generating models got last, by the schedule (`sync.every`)."""
         return self.step - self.step % self.config.sync.every
 
     def phase(self, name: str) -> None:
-        """Tell all listeners what the loop is waiting for now."""
+        """Tell all phase listeners what the loop waits for now."""
         for listener in self.phase_listeners:
             listener(name)
 
     def learn(self) -> None:
         """Train until the run is complete, or a hook sets ``stop``."""
         self.phase("sync")
-        self.trainers.sync(self.step)
+        self.training.sync(self.step)
         for hook in self.hooks:
             hook.begin(self)
         while not self.complete and not self.stop:
@@ -352,28 +351,28 @@ class Engine:
             self.phase("rollout")
             batch, rollout = self.environment.next(self.step, self.served)
             self.phase("train")
-            training = self.trainers.step(batch)
-            if self.ptx_loader and not self.ptx_loader.drawn:
+            trained = self.training.step(batch)
+            if self.ptx_loader is not None and not self.ptx_loader.drawn:
                 raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
             self.step += 1
-            self.tokens += int(training.get("tokens/trained", Total(0.0)).value)
-            stats = merge_stats([self.late, rollout, training])
+            self.tokens += int(trained.get("tokens/trained", Total(0.0)).value)
+            stats = merge_stats([self.late, rollout, trained])
             if any(hook.refuses(self, stats, batch) for hook in self.hooks):
                 continue  # before anyone generates with such weights
             self.phase("sync")
             if self.served == self.step or self.complete:
-                stats = merge_stats([stats, self.trainers.sync(self.step)])
+                stats = merge_stats([stats, self.training.sync(self.step)])
             self.late = {}
             self.after_step(stats)
-            stats |= pace(stats, time.perf_counter() - begun)
+            stats |= compute_rates(stats, time.perf_counter() - begun)
             for hook in self.hooks:
                 hook.after_step(self, stats, batch)
         for hook in self.hooks:
             hook.end(self)
 
 
-def pace(stats: Stats, seconds: float) -> Stats:
-    """The step's wall time (s) and its rates (tokens/s, samples/s)."""
+def compute_rates(stats: Stats, seconds: float) -> Stats:
+    """Return the step's wall time (s) and its rates (tokens/s, samples/s)."""
     rates = {f"throughput/{what}": stats.get(f"tokens/{what}") for what in ("generated", "trained")}
     rates["throughput/samples"] = stats.get("samples/count")
     found = {name: Total(n.value / seconds) for name, n in rates.items() if n and n.value}

@@ -1,10 +1,6 @@
-"""Groups of samples that a filter lets through, whole.
+"""Decides which groups of samples a step trains on: the filter, token budgets, response lengths, and their settings.
 
-How long responses to a prompt were, so that replicas of a policy get shares that take equally long.
-
-What a prompt may cost: samples, tokens of a response where its row of data says so, and tokens of all of them.
-
-From a configuration to the control over which groups a step trains on.
+``build_group_selection`` makes a ``GroupSelection`` of a plan; environment.py acts on it.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.examples import MARKS
 from coalign.data.loader import Loader
-from coalign.engine.curriculum import Curriculum, first_rows, row_key
+from coalign.engine.curriculum import Curriculum, hash_row, list_first_rows
 from coalign.engine.replay import Replay
 from coalign.types import SEQUENCE_COLUMNS, Stats, Total
 
@@ -35,9 +31,10 @@ if TYPE_CHECKING:
 
 
 def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mapping[str, Any]) -> tuple[Batch, Stats]:
-    """The groups all of whose samples ``keep(columns, **arguments) -> bool[N]`` says True of.
+    """Keep the groups for all of whose samples ``keep(columns, **arguments) -> bool[N]`` returns True.
 
-    Metrics: filter/kept and filter/dropped, in groups. ValueError for a column that nobody produced, or another result.
+    Metrics: filter/kept and filter/dropped, in groups. ValueError for a column that nobody produced, or a result of
+    another type or shape.
     """
     if not len(batch):
         return batch, {}
@@ -52,20 +49,23 @@ def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mappi
     return batch.select(whole[member]), stats
 
 
-class Lengths:
-    """Mean response lengths (tokens) by the content of a prompt's row; a prompt not seen yet counts as average."""
+class ResponseLengths:
+    """Remembers the mean response length (tokens) of each prompt, so that replicas of a policy get equal work.
+
+    Prompts are told apart by the content of their rows; one not seen yet counts as average.
+    """
 
     def __init__(self) -> None:
         self.known: dict[str, float] = {}
 
     def expect(self, prompts: Batch) -> Batch:
-        """The prompts with the column ``expected_tokens``, at least 1 each."""
+        """Add the column ``expected_tokens`` (at least 1) to the prompts."""
         average = sum(self.known.values()) / len(self.known) if self.known else 1.0
-        expected = [self.known.get(row_key(row), average) for row in prompts["rows"]]
+        expected = [self.known.get(hash_row(row), average) for row in prompts["rows"]]
         return prompts.with_(expected_tokens=torch.tensor(expected).round().clamp(min=1).int())
 
     def note(self, lengths: Batch) -> None:
-        """Learn from what ``response_lengths`` gave."""
+        """Take in the result of ``response_lengths``."""
         self.known |= {
             str(key): length for key, length in zip(lengths.sequence["key"], lengths["length"].tolist(), strict=True)
         }
@@ -78,19 +78,21 @@ class Lengths:
 
 
 def response_lengths(batch: Batch) -> Batch:
-    """One row without tokens for each group: ``key`` of its prompt, ``length`` f64, the mean of its responses."""
+    """Return a row without tokens for each group: ``key`` of its prompt, ``length`` f64, the mean of its responses."""
     groups, member = torch.unique(batch["group"], return_inverse=True)
     chosen = torch.bincount(member[batch.segment[batch["loss_mask"]]], minlength=len(groups))
     length = chosen.double() / torch.bincount(member, minlength=len(groups))
-    keys = [row_key(row) for row in first_rows(batch, member)]
+    keys = [hash_row(row) for row in list_first_rows(batch, member)]
     return Batch(torch.zeros(len(groups)), {}, {"length": length, "key": keys})
 
 
-def with_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tokens: int) -> Batch:
-    """The prompts with the columns ``samples`` and ``max_new_tokens`` as far as ``config`` names keys of the rows for
-    them; the numbers given are those of rows without the key. Of ``config.group_tokens`` each sample of a prompt has an
-    equal share, so that what one may write does not depend on who is first. ValueError for what is no positive number,
-    and for a share without a token."""
+def add_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tokens: int) -> Batch:
+    """Add the columns ``samples`` and ``max_new_tokens`` where ``config`` names keys of the rows for them.
+
+    Rows without the key get the numbers passed here. Each sample of a prompt may use an equal share of
+    ``config.group_tokens``, so that no limit depends on which sample is generated first. ValueError for a value that is
+    no positive whole number, and for a share of less than one token.
+    """
     keys = {"samples": (config.samples_key, samples), "max_new_tokens": (config.max_new_tokens_key, max_new_tokens)}
     columns = {}
     for name, (key, otherwise) in keys.items():
@@ -117,25 +119,28 @@ def with_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_to
     return prompts.with_(**columns) if columns else prompts
 
 
-ROUNDS = 10  # roll-outs for one step without a filter, for each round that the longest response takes
-CARRIED = 4  # weight versions that an unfinished group may be carried over at least: one that is cut takes its time
+DEFAULT_MAX_ROUNDS = 10  # roll-outs for one step without a filter, for each round that the longest response takes
+MIN_CARRIED = 4  # weight versions that an unfinished group may be carried over at least
 
 
 @dataclass(frozen=True)
-class Control:
-    """Which groups a step trains on. ``wanted``: how many (None: whatever one round gives). ``max_rounds``: roll-outs
-    for one step, times ``rounds_of_a_response``, those that the longest response takes. ``max_age``: weight versions
-    that the oldest token of a group may lag behind."""
+class GroupSelection:
+    """Which groups a step trains on.
 
-    wanted: int | None = None
+    ``groups``: how many (None: whatever one round gives). ``max_rounds``: roll-outs for one step, times
+    ``rounds_per_response``, the roll-outs that the longest response takes. ``max_age``: weight versions that the oldest
+    token of a group may lag behind. ``add_budgets`` adds the columns that limit the cost of each prompt.
+    """
+
+    groups: int | None = None
     max_rounds: int = 1
-    rounds_of_a_response: int = 1
+    rounds_per_response: int = 1
     max_age: int = 0
-    keep: partial[Any] | None = None
+    filter: partial[Any] | None = None
     replay: Replay | None = None
     curriculum: Curriculum | None = None
-    lengths: Lengths | None = None
-    budget: Callable[[Batch], Batch] = lambda prompts: prompts  # adds what each prompt may cost, see budgets
+    lengths: ResponseLengths | None = None
+    add_budgets: Callable[[Batch], Batch] | None = None
 
 
 def check_limits(config: RunConfig) -> None:
@@ -154,43 +159,40 @@ def check_limits(config: RunConfig) -> None:
         )
 
 
-def rounds_of_a_response(config: RunConfig) -> int:
-    """Roll-outs that the longest response takes."""
+def count_rounds_per_response(config: RunConfig) -> int:
+    """Return how many roll-outs the longest response takes."""
     if config.rollout.round_tokens is None:
         return 1
     return math.ceil(config.models["policy"].sampling.max_new_tokens / config.rollout.round_tokens)
 
 
-def replicas(config: RunConfig) -> int:
-    """Replicas that generate side by side; 0 without a policy."""
-    policy = config.models.get("policy")
-    return 0 if policy is None else footprint("policy", policy).parts
-
-
-def max_age(config: RunConfig) -> int:
-    """Weight versions that the oldest token of a group may lag behind the step that trains on it."""
+def compute_max_age(config: RunConfig) -> int:
+    """Return how many weight versions the oldest token of a group may lag behind the step that trains on it."""
     if config.rollout.max_age is not None:
         return config.rollout.max_age
-    carried = 0 if config.rollout.round_tokens is None else max(rounds_of_a_response(config) - 1, CARRIED)
+    carried = 0 if config.rollout.round_tokens is None else max(count_rounds_per_response(config) - 1, MIN_CARRIED)
     return config.runtime.max_staleness + carried
 
 
-def control(plan: Plan, cluster: Cluster, loader: Loader) -> Control:
-    """A step takes a fixed number of groups where something decides which they are."""
-    config, rollout = plan.config, plan.config.rollout
-    decided = plan.filter or rollout.oversample > 1 or rollout.round_tokens
-    budgets = {}
-    if rollout.samples_key or rollout.max_new_tokens_key or rollout.group_tokens:
-        own = config.runtime.samples_per_prompt, config.models["policy"].sampling.max_new_tokens
-        budgets["budget"] = partial(with_budgets, config=rollout, samples=own[0], max_new_tokens=own[1])
-    return Control(
-        wanted=config.runtime.prompts_per_step if decided else None,
-        max_rounds=config.filter.max_rounds if config.filter else ROUNDS,
-        rounds_of_a_response=rounds_of_a_response(config),
-        max_age=max_age(config),
-        keep=plan.filter,
+def build_group_selection(plan: Plan, cluster: Cluster, loader: Loader) -> GroupSelection:
+    """Build the settings of which groups a step trains on.
+
+    Their number is fixed only where a filter, oversampling or partial responses decide which groups are complete.
+    """
+    config, rollout, policy = plan.config, plan.config.rollout, plan.config.models.get("policy")
+    has_fixed_number = plan.filter or rollout.oversample > 1 or rollout.round_tokens
+    budgets = None
+    if policy and (rollout.samples_key or rollout.max_new_tokens_key or rollout.group_tokens):
+        samples, tokens = config.runtime.samples_per_prompt, policy.sampling.max_new_tokens
+        budgets = partial(add_budgets, config=rollout, samples=samples, max_new_tokens=tokens)
+    return GroupSelection(
+        groups=config.runtime.prompts_per_step if has_fixed_number else None,
+        max_rounds=config.filter.max_rounds if config.filter else DEFAULT_MAX_ROUNDS,
+        rounds_per_response=count_rounds_per_response(config),
+        max_age=compute_max_age(config),
+        filter=plan.filter,
         replay=Replay(cluster, plan.replay, config.replay.steps) if plan.replay and config.replay else None,
         curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,
-        lengths=Lengths() if replicas(config) > 1 else None,
-        **budgets,
+        lengths=ResponseLengths() if policy and footprint("policy", policy).parts > 1 else None,
+        add_budgets=budgets,
     )

@@ -1,9 +1,9 @@
-"""Samples on their way: what a roll-out leaves unfinished, the next one goes on with; nothing is lost or done twice.
+"""Keeps unfinished samples between roll-outs: the next roll-out continues what one leaves unfinished.
 
-With `rollout.round_tokens` a response grows by at most that many tokens in one roll-out; with `rollout.oversample` a
-roll-out ends once enough groups are complete. Complete groups are handed on. What is not complete is carried on, under
-the weights of then (its tokens keep the log-probs and versions that they were chosen with), or, without
-`round_tokens`, dropped and counted.
+With `rollout.round_tokens` a response grows by at most that many tokens in one roll-out. With `rollout.oversample` a
+roll-out ends once the minimum of groups is complete. Complete groups go to the flow. Incomplete ones are continued by
+the weights of the next roll-out (their tokens keep the log-probs and versions they were chosen with); without
+`round_tokens` they are dropped and counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coalign.backends.engines.samples import begin_samples
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.engine.metrics import oldest_versions
+from coalign.engine.metrics import find_oldest_versions
 from coalign.types import Max, Stats, Status, Total
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """Keeps the unfinished groups of one policy between roll-outs. Nothing here waits for a roll-out under way, but for
-    ``carried`` and ``state_dict``."""
+    """Keeps the unfinished groups of one policy. Only ``carried`` and ``state_dict`` wait for a roll-out under way."""
 
     def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
         self.cluster = cluster
@@ -47,16 +46,16 @@ class Ledger:
 
     @property
     def carried(self) -> int:
-        """Groups that the next roll-out goes on with."""
+        """Number of groups that the next roll-out continues."""
         if self._unfinished is None:
             return 0
         ref: BatchRef = self.cluster.resolve(self._unfinished)
         return len(torch.unique(ref.group)) if len(ref) else 0
 
     def generate(self, policy: DistModel[Rollout], prompts: BatchRef | Future, **sampling: Any) -> Future:
-        """Complete groups, of ``prompts`` and of those begun before."""
+        """Generate for ``prompts`` and for the groups begun before; the result holds the complete groups."""
         self.calls += 1
-        if policy.config.spread_samples and self._unfinished is None:  # to be dealt out, samples have to be there
+        if policy.config.spread_samples and self._unfinished is None:  # single samples are spread over replicas
             prompts = self.cluster.transform(begin_samples, prompts, samples=sampling.pop("samples", self.samples))
         if not self.active:
             return policy.generate(prompts, **sampling)
@@ -71,7 +70,7 @@ class Ledger:
         return self.cluster.transform(complete_groups, out, carried=self.carries)
 
     def check(self) -> None:
-        """Refuse (ValueError) a flow that did not generate by this once since the last check."""
+        """Raise ValueError if the flow has not called ``generate`` once since the last check."""
         calls, self.calls = self.calls, 0
         if self.active and calls != 1:
             raise ValueError(
@@ -80,22 +79,22 @@ class Ledger:
             )
 
     def state_dict(self) -> Batch | None:
-        """The unfinished groups."""
+        """Return the unfinished groups."""
         return None if self._unfinished is None else self.cluster.resolve(self._unfinished).fetch()
 
     def load_state_dict(self, state: Batch | None) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Restore the result of ``state_dict``."""
         self._unfinished = None if state is None else self.cluster.put(state)
 
 
 def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tuple[Batch, Stats]:
-    """Samples to go on with, oldest first, and ``samples`` new ones of each prompt.
+    """Put ``samples`` new samples of each prompt after the unfinished ones, which come oldest first.
 
-    Groups with a token older than version ``since`` are given up: rollout/given_up, in groups, and its tokens.
+    Groups with a token older than version ``since`` are dropped: rollout/given_up (groups), rollout/given_up_tokens.
     """
     _, member = torch.unique_consecutive(unfinished["group"], return_inverse=True)
-    old = (oldest_versions(unfinished, default=since) < since)[member]
-    stats = dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
+    old = (find_oldest_versions(unfinished, default=since) < since)[member]
+    stats = count_dropped(unfinished.select(old), "given_up") if bool(old.any()) else {}
     rest = unfinished.select(~old)
     if "expected_tokens" in rest:  # what has ended is no work
         ended = rest["status"] != Status.PARTIAL
@@ -104,28 +103,28 @@ def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tup
 
 
 def complete_groups(samples: Batch, *, carried: bool) -> tuple[Batch, Stats]:
-    """The groups that are at their end; without ``carried`` the others are dropped: rollout/cut."""
-    waiting = _waiting(samples)
-    stats = {} if carried else dropped(samples.select(waiting), "cut")
+    """Keep the complete groups; without ``carried`` the others are counted as dropped: rollout/cut."""
+    waiting = _find_unfinished(samples)
+    stats = {} if carried else count_dropped(samples.select(waiting), "cut")
     return samples.select(~waiting), stats
 
 
 def unfinished_groups(samples: Batch) -> tuple[Batch, Stats]:
-    """The groups of which a sample is not at its end, with those of their samples that are. rollout/carried: groups."""
-    rest = samples.select(_waiting(samples))
+    """Keep the groups with an unfinished sample, their finished samples included. rollout/carried: groups."""
+    rest = samples.select(_find_unfinished(samples))
     return rest, {"rollout/carried": Max(float(len(torch.unique(rest["group"]))))}
 
 
-def dropped(samples: Batch, why: str) -> Stats:
-    """rollout/<why>: groups that nobody trains on; rollout/<why>_tokens: what had been generated of them."""
+def count_dropped(samples: Batch, why: str) -> Stats:
+    """Count dropped samples: rollout/<why> in groups, rollout/<why>_tokens in generated tokens."""
     return {
         f"rollout/{why}": Total(float(len(torch.unique(samples["group"])))),
         f"rollout/{why}_tokens": Total(float(samples["loss_mask"].sum())),
     }
 
 
-def _waiting(samples: Batch) -> Tensor:
-    """bool[N]: the sample's group has one that is not at its end."""
+def _find_unfinished(samples: Batch) -> Tensor:
+    """Return bool[N]: whether the sample's group has an unfinished one."""
     groups, member = torch.unique(samples["group"], return_inverse=True)
     waiting = torch.zeros(len(groups), dtype=torch.bool)
     waiting[member[samples["status"] == Status.PARTIAL]] = True

@@ -1,7 +1,4 @@
-"""Watches the calls that a piece of flow makes, for their statistics and times.
-
-What roll-outs and batches are like, as metrics: pure functions of columns.
-"""
+"""Collects the metrics of the calls that a flow makes, and computes those of roll-outs and batches from columns."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
 
 
-class Calls:
-    """The Futures made while watching, in order."""
+class WatchedCalls:
+    """The Futures of the calls made while watching, in order."""
 
     def __init__(self) -> None:
         self.futures: list[Future] = []
 
     def stats(self, main: str | None = None) -> Stats:
-        """Waits for every call; their metrics, with `time/<model.method>` (s) and `memory/<model>` (MiB, peak).
+        """Wait for every call; return their metrics, `time/<model.method>` (s) and `memory/<model>` (MiB, peak).
 
-        With ``main``, what any other model reports is named after it (`value/loss/grad_norm`): two models that learn
-        must not be averaged. What a function of the flow reports is not.
+        With ``main``, the metrics of every other model get its name as a prefix (`value/loss/grad_norm`), so that two
+        models that learn are not averaged. Metrics of functions get none.
         """
         parts: list[dict[str, Metric]] = []
         for future in self.futures:
@@ -45,9 +42,9 @@ class Calls:
 
 
 @contextmanager
-def watch(cluster: Cluster) -> Iterator[Calls]:
+def watch(cluster: Cluster) -> Iterator[WatchedCalls]:
     """Collect the calls that are made on ``cluster`` inside the block (on this thread; blocks do not nest)."""
-    calls = Calls()
+    calls = WatchedCalls()
     cluster.on_call = calls.futures.append
     try:
         yield calls
@@ -97,9 +94,11 @@ def describe(
     return stats
 
 
-def oldest_versions(batch: Batch, *, default: int) -> Tensor:
-    """i64[G]: the oldest weights that chose a token of each group, in the order of the groups; ``default`` for those
-    without a chosen token. Groups are runs of equal neighbours."""
+def find_oldest_versions(batch: Batch, *, default: int) -> Tensor:
+    """Return i64[G]: the oldest weight version that chose a token of each group.
+
+    Groups are runs of equal neighbours, in their order; one without a chosen token gets ``default``.
+    """
     _, member = torch.unique_consecutive(batch["group"], return_inverse=True)
     never = torch.iinfo(torch.int64).max
     oldest = torch.full((int(member[-1]) + 1 if len(member) else 0,), never)
@@ -109,6 +108,6 @@ def oldest_versions(batch: Batch, *, default: int) -> Tensor:
 
 
 def group_ages(batch: Batch, *, default: int) -> Batch:
-    """One row without tokens for each group; column ``oldest``: see ``oldest_versions``."""
-    oldest = oldest_versions(batch, default=default)
+    """Return one row without tokens for each group; column ``oldest``: see ``find_oldest_versions``."""
+    oldest = find_oldest_versions(batch, default=default)
     return Batch(torch.zeros(len(oldest)), {}, {"oldest": oldest})

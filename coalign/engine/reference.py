@@ -1,5 +1,4 @@
-"""Reference log-probs: whether a run needs them, and how they come without a second model in memory: from the frozen
-weights beneath adapters, or from a cache."""
+"""Reference log-probs without a second model in memory: from the frozen weights beneath adapters, or from a cache."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from coalign.roles import Trainable
 
 
-def with_reference_where_read(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
-    """``roles`` without `reference` unless ``loss`` reads its log-probs."""
+def drop_unread_reference(roles: Mapping[str, type], loss: Objective | None) -> Mapping[str, type]:
+    """Return ``roles`` without `reference` if ``loss`` does not read its log-probs."""
     if loss is None:
         return roles
     return {name: role for name, role in roles.items() if name != "reference" or "ref" in loss.needs}
@@ -35,7 +34,7 @@ class BaseWeights:
 
 
 def precompute(engine: Engine, display: Display) -> None:
-    """Let every model that has a cache see all rows of the run's data once, then unload it."""
+    """Fill the caches of all models that have one with the rows of the run's data, then unload these models."""
     cached = {n: model for n, model in engine.running.items() if model.config.cache}
     loaders = [engine.environment.loader, *([engine.evaluator.loader] if engine.evaluator else [])]
     if not cached:

@@ -1,7 +1,7 @@
-"""Samples of earlier steps, trained on again: the batches of the last steps are remembered, a function mixes them.
+"""Trains on samples of earlier steps again: the batches of the last steps are kept, and a function mixes them.
 
-Replayed samples are older than the bound on staleness allows for fresh ones, by design; the trainer's own log-probs are
-computed anew for them (they were sampled by older weights), and the importance weights of the loss see the distance.
+Replayed samples may be older than the bound on staleness. The trainer computes their log-probs anew, so the importance
+weights of the loss account for their age.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """The last ``steps`` batches besides the newest, and the function that makes of them what is trained on."""
+    """Keeps the newest batch and the ``steps`` before it; ``function`` mixes them into one batch."""
 
     def __init__(self, cluster: Cluster, function: partial[Any], steps: int) -> None:
         self.cluster = cluster
@@ -25,15 +25,15 @@ class Replay:
         self.remembered: deque[BatchRef] = deque(maxlen=steps + 1)
 
     def mix(self, batch: BatchRef) -> Future:
-        """What to train on, now that ``batch`` is the newest: a BatchRef."""
+        """Add the newest batch, and return the batch to train on."""
         self.remembered.append(batch)
         return self.cluster.transform(self.function.func, *self.remembered, **self.function.keywords)
 
     def state_dict(self) -> list[Any]:
-        """The remembered batches, oldest first."""
+        """Return the remembered batches, oldest first."""
         return [batch.fetch() for batch in self.remembered]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Restore the result of ``state_dict``."""
         self.remembered.clear()
         self.remembered.extend(self.cluster.put(batch) for batch in state)

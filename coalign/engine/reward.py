@@ -1,4 +1,4 @@
-"""What `self.reward` is in a flow: every function and reward model that the run lists, combined into one reward."""
+"""Combines every function and reward model that a run lists into one reward, which a flow calls as `self.reward`."""
 
 from __future__ import annotations
 
@@ -28,38 +28,37 @@ if TYPE_CHECKING:
 
 
 class Reward:
-    """A Scorer that asks all parts side by side and sums them by weight, as `reward:` says.
+    """A Scorer that calls all parts of the reward in parallel and sums them by weight.
 
-    The moments of `running` parts pass from call to call in the order in which the flow makes the calls, so they do not
-    depend on what is computed first.
+    The moments of parts normalised by `running` pass from call to call in program order, so they do not depend on which
+    call ends first.
     """
 
     def __init__(
         self, cluster: Cluster, parts: Sequence[RewardConfig], models: Mapping[str, DistModel[Scorer] | BaseWeights]
     ) -> None:
-        """``models`` holds what ``parts`` name, and FUNCTIONS if there are functions."""
+        """``models`` holds the models of ``parts``, and the worker FUNCTIONS if there are functions."""
         self._cluster = cluster
         self._models = models
         self._parts = parts
-        self._terms = terms_of(parts)
-        self._running = _running(self._terms)
+        self._terms = build_terms(parts)
+        self._running = _list_running(self._terms)
         self._seen: BatchRef | Future | None = self._remember({}) if self._running else None
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None) -> Future:
-        """Columns ``reward`` f32[N] and ``reward/<part>`` f32[N] (values as they came), and ``status``; Stats: mean and
-        standard deviation of each part, `reward/<part>/mean` and `reward/<part>/std`.
+        """Add the columns ``reward`` f32[N], ``reward/<part>`` f32[N] (unscaled) and ``status``.
 
-        ``into`` replaces ``reward``: values that samples are compared with (a baseline). They are normalised by the
-        moments of the samples scored so far, and are not among them.
+        Metrics: `reward/<part>/mean` and `reward/<part>/std`. ``into`` replaces ``reward`` in all names: it is for
+        values that samples are compared with (a baseline), which the running moments scale and do not include.
 
-        A row that lacks a part which has weight becomes ERROR, counted in `reward/<part>/failed`; its reward is NaN, as
-        is that of rows which are not at their end. Prompts of evaluation (negative groups) get the weighted sum of the
-        values as they are. The call fails with RewardError if no row could be judged.
+        A row without the value of a part that has weight becomes ERROR, counted in `reward/<part>/failed`. Its reward
+        is NaN, as is that of unfinished rows. Evaluation prompts (negative groups) get the weighted sum of the unscaled
+        values. The call fails with RewardError if no row has a reward.
         """
-        if into and (apart := [t.name for t in self._terms if t.normalise in ("batch", "group")]):
+        if into and (separate := [t.name for t in self._terms if t.normalise in ("batch", "group")]):
             raise ValueError(
-                f"reward '{apart[0]}': this flow compares rewards of two calls ('{into}' is another one), which cannot "
-                "be normalised each for itself; set normalise to `running` or `none`"
+                f"reward '{separate[0]}': this flow compares the rewards of two calls (one gives '{into}'), which "
+                "cannot be normalised separately; set normalise to `running` or `none`"
             )
         scored = [
             self._models[part.model].forward_step(batch, into=f"reward/{part.called}")
@@ -76,19 +75,19 @@ class Reward:
         return self._cluster.transform(combine_with_moments, self._seen, batch, *scored, **settings)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """The moments of each `running` part, as JSON. Waits for the calls made so far."""
+        """Return the moments of each `running` part, as JSON. Waits for the calls made so far."""
         if self._seen is None:
             return {}
-        seen = _moments(self._cluster.resolve(self._seen).fetch(), self._running)
+        seen = _from_batch(self._cluster.resolve(self._seen).fetch(), self._running)
         return {name: asdict(moments) for name, moments in seen.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what ``state_dict`` gave; a part that was not running then begins anew."""
+        """Restore the result of ``state_dict``; a part that was not `running` then begins anew."""
         if self._running:
             self._seen = self._remember({name: Moments(**moments) for name, moments in state.items()})
 
     def _remember(self, seen: Mapping[str, Moments]) -> BatchRef:
-        return self._cluster.put(_columns([seen.get(name, Moments()) for name in self._running]))
+        return self._cluster.put(_to_batch([seen.get(name, Moments()) for name in self._running]))
 
 
 def combine_rewards(
@@ -98,24 +97,27 @@ def combine_rewards(
     into: str,
     seen: Mapping[str, Moments] = MappingProxyType({}),
 ) -> tuple[Batch, Stats]:
-    """The columns and Stats of Reward.forward_step, for ``out`` and what each part said of it."""
-    judged = Judged.of(out, scored, terms)
-    if judged.rows.any() and not judged.whole.any():
-        lacking = ", ".join(f"{name} {count}" for name, count in judged.failed(terms).items() if count)
+    """Compute the columns and metrics of Reward.forward_step from the samples ``out`` and the results of the parts."""
+    combined = CombinedRewards.of(out, scored, terms)
+    if combined.finished.any() and not combined.complete.any():
+        lacking = ", ".join(f"{name} {count}" for name, count in combined.count_failed(terms).items() if count)
         raise RewardError(
-            f"none of {int(judged.rows.sum())} samples has a reward; values that are missing: {lacking}"
+            f"none of {int(combined.finished.sum())} samples has a reward; values that are missing: {lacking}"
             f"{_first_failures(merge_columns([out, *scored]), terms)}"
         )
     columns = {into: torch.full((len(out),), float("nan"))}
-    columns |= {f"{into}/{term.name}": own for term, own in zip(terms, judged.values, strict=True)}
-    for rows, scale in ((judged.whole & judged.training, terms), (judged.whole & ~judged.training, _plain(terms))):
-        columns[into][rows] = combine(judged.values[:, rows], out["group"][rows], scale, seen).float()
-    status = out["status"].masked_fill(judged.rows & ~judged.whole, int(Status.ERROR))
-    return Batch(out.lengths, {}, {**columns, "status": status}), judged.stats(terms, into)
+    columns |= {f"{into}/{term.name}": own for term, own in zip(terms, combined.values, strict=True)}
+    for rows, scale in (
+        (combined.complete & combined.training, terms),
+        (combined.complete & ~combined.training, _drop_scales(terms)),
+    ):
+        columns[into][rows] = combine(combined.values[:, rows], out["group"][rows], scale, seen).float()
+    status = out["status"].masked_fill(combined.finished & ~combined.complete, int(Status.ERROR))
+    return Batch(out.lengths, {}, {**columns, "status": status}), combined.stats(terms, into)
 
 
 def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
-    """What each part that has weight said of the first row that it failed on, if it said anything."""
+    """Return the message of each part that has weight on the first row it failed on, if it has one."""
     text = ""
     for term in terms:
         said = scored.get(f"reward/{term.name}/failure") or []
@@ -126,75 +128,74 @@ def _first_failures(scored: Batch, terms: Sequence[RewardTerm]) -> str:
 
 
 def observe_rewards(seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm]) -> Batch:
-    """The moments ``seen`` of `running` terms, with those of the rows that are trained on."""
-    judged = Judged.of(out, scored, terms)
-    names = _running(terms)
-    before = _moments(seen, names)
-    rows = judged.whole & judged.training
-    own = {term.name: values for term, values in zip(terms, judged.values, strict=True)}
-    return _columns([before[name] + Moments.of(own[name][rows]) for name in names])
+    """Add the rows that are trained on to the moments ``seen`` of `running` terms."""
+    combined = CombinedRewards.of(out, scored, terms)
+    names = _list_running(terms)
+    before = _from_batch(seen, names)
+    rows = combined.complete & combined.training
+    own = {term.name: values for term, values in zip(terms, combined.values, strict=True)}
+    return _to_batch([before[name] + Moments.of(own[name][rows]) for name in names])
 
 
 def combine_with_moments(
     seen: Batch, out: Batch, *scored: Batch, terms: Sequence[RewardTerm], into: str
 ) -> tuple[Batch, Stats]:
-    """`combine_rewards` by the moments ``seen`` of `running` terms."""
-    return combine_rewards(out, *scored, terms=terms, into=into, seen=_moments(seen, _running(terms)))
+    """Call `combine_rewards` with the moments ``seen`` of `running` terms."""
+    return combine_rewards(out, *scored, terms=terms, into=into, seen=_from_batch(seen, _list_running(terms)))
 
 
 @dataclass(frozen=True)
-class Judged:
-    """values f32[parts, N], NaN where there is none; bool[N] each: ``rows`` at their end, those of them that are
-    ``whole`` (no part that has weight is missing), and rows of ``training`` rather than evaluation."""
+class CombinedRewards:
+    """The values of all parts: f32[parts, N], NaN where one is missing. The masks are bool[N]."""
 
     values: Tensor
-    rows: Tensor
-    whole: Tensor
-    training: Tensor
+    finished: Tensor  # samples at their end
+    complete: Tensor  # finished ones that have the value of every part with weight
+    training: Tensor  # samples that are not of evaluation
 
     @staticmethod
-    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> Judged:
+    def of(out: Batch, scored: Sequence[Batch], terms: Sequence[RewardTerm]) -> CombinedRewards:
         columns = merge_columns([out, *scored])
-        rows = is_finished(out["status"])
+        finished = is_finished(out["status"])
         values = torch.stack([columns[f"reward/{term.name}"].float() for term in terms])
-        values = values.masked_fill(~(values.isfinite() & rows), float("nan"))
-        weighty = torch.tensor([term.weight != 0 for term in terms])
-        return Judged(values, rows, rows & values[weighty].isfinite().all(0), out["group"] >= 0)
+        values = values.masked_fill(~(values.isfinite() & finished), float("nan"))
+        weighted = torch.tensor([term.weight != 0 for term in terms])
+        return CombinedRewards(values, finished, finished & values[weighted].isfinite().all(0), out["group"] >= 0)
 
-    def failed(self, terms: Sequence[RewardTerm]) -> dict[str, int]:
-        """Rows without a value, for each term."""
-        return {t.name: int((self.rows & own.isnan()).sum()) for t, own in zip(terms, self.values, strict=True)}
+    def count_failed(self, terms: Sequence[RewardTerm]) -> dict[str, int]:
+        """Count the finished rows without a value, for each term."""
+        return {t.name: int((self.finished & own.isnan()).sum()) for t, own in zip(terms, self.values, strict=True)}
 
     def stats(self, terms: Sequence[RewardTerm], into: str) -> Stats:
-        stats: Stats = {f"{into}/{name}/failed": Total(float(n)) for name, n in self.failed(terms).items() if n}
+        stats: Stats = {f"{into}/{name}/failed": Total(float(n)) for name, n in self.count_failed(terms).items() if n}
         for term, own in zip(terms, self.values, strict=True):
-            there = own[own.isfinite()]
-            if len(there):
-                stats[f"{into}/{term.name}/mean"] = Stat.of(there)
-                stats[f"{into}/{term.name}/std"] = Stat(there.double().std(unbiased=False).item())
+            found = own[own.isfinite()]
+            if len(found):
+                stats[f"{into}/{term.name}/mean"] = Stat.of(found)
+                stats[f"{into}/{term.name}/std"] = Stat(found.double().std(unbiased=False).item())
         return stats
 
 
-def terms_of(parts: Sequence[RewardConfig]) -> list[RewardTerm]:
-    """How the parts of a reward are combined."""
+def build_terms(parts: Sequence[RewardConfig]) -> list[RewardTerm]:
+    """Build the terms that say how the parts of a reward are combined."""
     return [RewardTerm(part.called, part.weight, part.normalise, part.clip) for part in parts]
 
 
-def reward_parts(config: RunConfig) -> list[RewardConfig]:
-    """What `reward` lists; of a run that lists nothing, the model of that name, if there is one."""
+def list_reward_parts(config: RunConfig) -> list[RewardConfig]:
+    """List the parts of `reward`; without that section, the model named `reward`, if there is one."""
     if config.reward:
         return config.reward
     return [RewardConfig(model="reward")] if "reward" in config.models else []
 
 
-def reward_names(parts: Sequence[RewardConfig]) -> list[str]:
-    """The models that compute the parts of a reward, and the worker of its functions."""
+def list_reward_models(parts: Sequence[RewardConfig]) -> list[str]:
+    """List the models that compute the parts of a reward, and the worker of its functions."""
     functions = [FUNCTIONS] if any(part.fn for part in parts) else []
     return [*dict.fromkeys(part.model for part in parts if part.model), *functions]
 
 
 def describe_reward(parts: Sequence[RewardConfig], models: Mapping[str, ModelConfig]) -> str:
-    """What the reward of a run is made of, in words: a line for each part. Empty without one."""
+    """Describe the reward of a run, a line for each part. Empty without one."""
     lines = []
     for part in parts:
         source = f"function {part.fn}" if part.fn else f"model {part.model}"
@@ -207,21 +208,21 @@ def describe_reward(parts: Sequence[RewardConfig], models: Mapping[str, ModelCon
     return "\n".join(["reward", *lines]) if lines else ""
 
 
-def _running(terms: Sequence[RewardTerm]) -> list[str]:
+def _list_running(terms: Sequence[RewardTerm]) -> list[str]:
     return [term.name for term in terms if term.weight and term.normalise == "running"]
 
 
-def _plain(terms: Sequence[RewardTerm]) -> list[RewardTerm]:
+def _drop_scales(terms: Sequence[RewardTerm]) -> list[RewardTerm]:
     return [RewardTerm(term.name, term.weight) for term in terms]
 
 
-def _columns(moments: Sequence[Moments]) -> Batch:
-    """Moments as a batch of one row each, so that they can wait where they are computed."""
+def _to_batch(moments: Sequence[Moments]) -> Batch:
+    """Put moments into a batch, one row each, so that they stay in the store of batches."""
     columns = {f.name: [getattr(m, f.name) for m in moments] for f in fields(Moments)}
     tensors = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
     return Batch(torch.zeros(len(moments)), {}, tensors)
 
 
-def _moments(batch: Batch, names: Sequence[str]) -> dict[str, Moments]:
+def _from_batch(batch: Batch, names: Sequence[str]) -> dict[str, Moments]:
     columns = {f.name: batch[f.name].tolist() for f in fields(Moments)}
     return {name: Moments(**{key: own[i] for key, own in columns.items()}) for i, name in enumerate(names)}

@@ -10,8 +10,8 @@ from coalign.config.schema import ModelConfig, RunConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
-def tokenizer_directory(config: RunConfig) -> str:
-    """Where the run's tokenizer lies: that of the policy, else of the first model that has one."""
+def find_tokenizer_directory(config: RunConfig) -> str:
+    """Return the directory of the run's tokenizer: the policy's, else that of the first model that has one."""
     named = [config.models[n] for n in ("policy", "trainer") if n in config.models]
     for model in [*named, *config.models.values()]:
         if directory := model.tokenizer or model.load:
@@ -20,7 +20,7 @@ def tokenizer_directory(config: RunConfig) -> str:
 
 
 def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str, str]) -> None:
-    """ValueError with the first difference of their tokenizer.json files; nothing where one has none."""
+    """Raise ValueError with the first difference of two tokenizer.json files, if both models have one."""
     here, there = (_tokens(Path(model.tokenizer or model.load or ".")) for model in (one, other))
     if here is None or there is None or here == there:
         return
@@ -34,8 +34,10 @@ def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str
 
 
 def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
-    """ValueError, naming ``key``, if the tokenizer's ``highest`` id has no row in the embedding of ``model``; -1: there
-    are no ids at all."""
+    """Raise ValueError, naming ``key``, if the tokenizer's ``highest`` id has no row in the embedding of ``model``.
+
+    ``highest`` is -1 if the tokenizer has no tokens.
+    """
     file = Path(model.load or ".") / "config.json"
     if not file.is_file():
         return
@@ -50,9 +52,11 @@ def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
         )
 
 
-def reads_alike(model: ModelConfig, other: str) -> bool:
-    """Whether the tokenizer of ``model`` makes of a conversation the tokens that the one in the directory ``other``
-    makes: the same vocabulary, and no other chat template. A model without a tokenizer of its own reads any tokens."""
+def is_tokenized_alike(model: ModelConfig, other: str) -> bool:
+    """Whether the tokenizers of ``model`` and of the directory ``other`` turn a conversation into the same tokens.
+
+    They need one vocabulary and no different chat templates. A model without a tokenizer of its own reads any tokens.
+    """
     own = Path(model.tokenizer or model.load or other)
     if own.resolve() == Path(other).resolve() or not any((own / name).is_file() for name in TOKENIZER_FILES):
         return True

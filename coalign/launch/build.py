@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from coalign.cluster.base import Cluster
 from coalign.data.loader import Loader, build_loader
 from coalign.engine.engine import Engine, RunData
-from coalign.engine.vocabulary import check_tokens_fit, tokenizer_directory
+from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_directory
 from coalign.launch.plan import Plan
 from coalign.launch.validate import check_it_learns
 
@@ -51,7 +51,7 @@ def load_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # slow to import, and `coalign check` does without
 
     config = plan.config
-    directory = tokenizer_directory(config)
+    directory = find_tokenizer_directory(config)
     if not Path(directory).is_dir():
         raise ValueError(f"models: `load: {directory}` is not a directory (a Hugging Face model directory is expected)")
     trust = any(model.trust_remote_code for model in config.models.values())

@@ -23,7 +23,7 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import describe_reward
-from coalign.launch.layout import requested_layout
+from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
 from coalign.report.display import Display
@@ -52,7 +52,7 @@ def check(config: RunConfig, display: Display) -> None:
     if rewards := describe_reward(plan.rewards, plan.configs):
         display.show(rewards + "\n")
     with locate_problems(config):
-        display.show(requested_layout(plan.started, config))
+        display.show(describe_requested_layout(plan.started, config))
     display.show("")
     display.show(_memory_table(plan))
     for line in [*_device_memory(plan), *notes]:

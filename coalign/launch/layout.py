@@ -1,4 +1,4 @@
-"""Where the models of a run live, in words: what its configuration asks for, and what its cluster found for them."""
+"""Describes the placement of a run's models: what the configuration asks for, and what the cluster assigned."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from coalign.cluster.placement.slots import Footprint, Slot, distinct
 from coalign.config.schema import ModelConfig, RunConfig
 
 
-def requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:
-    """What each model needs and with whom it shares. Raises ConfigError for numbers that do not divide."""
+def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:
+    """Describe what each model needs and with which it shares devices. ConfigError for numbers that do not divide."""
     slots = planned(models, config.runtime.colocation)
     needed = sum(slot.devices for slot in distinct(slots))
     devices = f"{needed} devices ({config.runtime.accelerator})" if needed else "no devices"
@@ -28,28 +28,28 @@ def requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Ta
             _processes(needs),
             str(needs.parts),
             _places(slot, name),
-            ", ".join(models_sharing_devices(slots, name)),
+            ", ".join(list_models_sharing_devices(slots, name)),
         )
     return table
 
 
-def assigned_layout(
+def describe_assigned_layout(
     slots: Mapping[str, Slot], seats: Mapping[str, Sequence[ProcessPlacement]], nodes: Sequence[Node]
 ) -> list[str]:
-    """A line for each model: where its processes are, by rank."""
+    """Return a line for each model: where its processes are, by rank."""
     lines = []
     for name, ranks in seats.items():
         where = []
         for node, neighbours in groupby(ranks, key=lambda seat: seat.node):
             there = [",".join(seat.devices) for seat in neighbours]
             where.append(f"{nodes[node].name} " + ("".join(f"[{d}]" for d in there) if there[0] else f"× {len(there)}"))
-        turn = f"; in turn with {', '.join(others)}" if (others := models_sharing_devices(slots, name)) else ""
+        turn = f"; in turn with {', '.join(others)}" if (others := list_models_sharing_devices(slots, name)) else ""
         lines.append(f"{name}: {_processes(slots[name].footprints[name])} on {', '.join(where)}{turn}")
     return lines
 
 
-def models_sharing_devices(slots: Mapping[str, Slot], name: str) -> list[str]:
-    """The models that wait while this one computes."""
+def list_models_sharing_devices(slots: Mapping[str, Slot], name: str) -> list[str]:
+    """List the models that wait while this one computes."""
     slot = slots[name]
     held = {other: {place for places in ranks for place in places} for other, ranks in slot.places.items()}
     return [other for other in held if other != name and not held[name].isdisjoint(held[other])]
@@ -60,11 +60,14 @@ def _processes(needs: Footprint) -> str:
 
 
 def _places(slot: Slot, name: str) -> str:
-    """`CPU`, or the devices of the slot, which one process has in brackets."""
+    """Return `CPU`, or the slot and its devices, with those of one process joined."""
     if not slot.footprints[name].devices:
         return "CPU"
     own = slot.places[name]
-    single = [places[0] for places in own if len(places) == 1]
-    whole = f"{single[0]}–{single[-1]}" if len(own) == len(single) > 1 else ""
-    devices = whole or " ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else f"{p[0]}" for p in own)
+    single = [device for devices in own if len(devices) == 1 for device in devices]
+    devices = _format_range(single) if len(single) == len(own) else " ".join(map(_format_range, own))
     return f"{slot.name}: {devices}"
+
+
+def _format_range(devices: Sequence[int]) -> str:
+    return f"{devices[0]}–{devices[-1]}" if len(devices) > 1 else f"{devices[0]}"

@@ -26,8 +26,8 @@ from coalign.config.schema.base import Function
 from coalign.data.kinds import KINDS
 from coalign.engine.engine import Engine
 from coalign.engine.filters import check_limits
-from coalign.engine.reward import reward_names, reward_parts
-from coalign.engine.vocabulary import reads_alike, tokenizer_directory
+from coalign.engine.reward import list_reward_models, list_reward_parts
+from coalign.engine.vocabulary import find_tokenizer_directory, is_tokenized_alike
 from coalign.environments.conversation import find_environment
 from coalign.environments.loop import EnvironmentFunction
 from coalign.launch.validate import (
@@ -40,7 +40,7 @@ from coalign.launch.validate import (
     check_sections,
     check_token_limits,
     check_transport,
-    token_limit,
+    find_token_limit,
 )
 from coalign.rewards import episode
 from coalign.roles import Context, Rollout, Scorer, Trainable
@@ -67,9 +67,10 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run consists of, bound and checked. ``models`` are those that the flow calls, parts of the reward included.
+    """What a run consists of, bound and checked.
 
-    ``syncs``: (source, target) of each weight sync. ``rewards``: the parts of `self.reward`; empty without one.
+    ``models``: those that the flow calls, and those of the reward. ``syncs``: (source, target) of each weight sync.
+    ``rewards``: the parts of `self.reward`; empty without one.
     ``turn_weight``: how much an environment's reward for a turn counts within it.
     """
 
@@ -104,15 +105,22 @@ class Plan:
         return [model for model in self.models.values() if model.role is Trainable]
 
     def restrict(self, names: Sequence[str]) -> Plan:
-        """The plan with these models of the recipe alone; `reward` stands for all of its parts."""
-        parts = reward_names(self.rewards) if "reward" in names else []
-        models = {name: model for name, model in self.models.items() if name in names or name in parts}
+        """Return the plan with these models of the recipe alone; `reward` stands for all of its parts.
+
+        A frozen model that shares the weights of a model left out gets processes of its own.
+        """
+        parts = list_reward_models(self.rewards) if "reward" in names else []
+        models = {
+            name: model if model.base_of in names else replace(model, base_of=None)
+            for name, model in self.models.items()
+            if name in names or name in parts
+        }
         syncs = [pair for pair in self.syncs if models.keys() >= {*pair}]
         return replace(self, models=models, syncs=syncs, rewards=self.rewards if parts else ())
 
 
 def find_recipe(algorithm: str) -> type[Engine]:
-    """The Engine subclass that a configuration's `algorithm` names: a recipe, or a dotted path."""
+    """Find the Engine subclass that a configuration's `algorithm` names: a recipe, or a dotted path."""
     return resolve_class(algorithm, "coalign.recipes")
 
 
@@ -142,19 +150,20 @@ def prepare(config: RunConfig) -> Plan:
             "replay": _bind(config.replay, "coalign.data.transforms", "replay"),
         }
         roles = dict(recipe.roles(config, loss))
-        rewards = reward_parts(config) if roles.get("reward") is Scorer else []
+        rewards = list_reward_parts(config) if roles.get("reward") is Scorer else []
         planned_roles = _roles_of_models(roles, rewards)
         configs = _configs_of_models(planned_roles, rewards, config)
         compared = getattr(
             functions["pairs"] and functions["pairs"].func, "compares", config.runtime.samples_per_prompt
         )
-        models = _plan_models(planned_roles, configs, config, loss, environment, compared, recipe.sync)
+        syncs = [pair for pair in recipe.sync if configs.keys() >= {*pair}]
+        models = _plan_models(planned_roles, configs, config, loss, environment, compared, syncs)
         for model in models.values():
             if model.role is Trainable:
                 check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
         check_token_limits(models, compared)
-        check_adapters(recipe, models, config)
-        check_transport(recipe, configs, config)
+        check_adapters(syncs, models, config)
+        check_transport(syncs, configs, config)
         main = next((model for model in models.values() if model.role is Trainable), None)
         if main is not None and main.objective is not None:
             check_guards(main.objective, config)
@@ -163,25 +172,27 @@ def prepare(config: RunConfig) -> Plan:
         recipe=recipe,
         roles=roles,
         models=models,
-        syncs=[pair for pair in recipe.sync if models.keys() >= {*pair}],
+        syncs=syncs,
         rewards=rewards,
-        turn_weight=turn_weight(config),
+        turn_weight=find_turn_weight(config),
         loss=loss,
         **functions,
     )
 
 
 def _bind(section: Function | None, home: str, where: str) -> partial[Any] | None:
-    """The function that a section names, with its arguments. ConfigError for wrong ones."""
+    """Bind the function that a section names to its arguments. ConfigError for wrong ones."""
     if section is None:
         return None
     fn = resolve(section.fn, home)
     return partial(fn, **bind(fn, section.arguments, where))
 
 
-def turn_weight(config: RunConfig) -> float:
-    """The weight of the part `episode`, if it is a plain sum over turns; normalised or bounded it counts for the
-    response alone: 0."""
+def find_turn_weight(config: RunConfig) -> float:
+    """Return the weight of the reward part `episode`; 0 if it is normalised or clipped.
+
+    Such a part is no plain sum over turns, so it counts for the whole response.
+    """
     return sum(
         part.weight
         for part in config.reward
@@ -190,18 +201,20 @@ def turn_weight(config: RunConfig) -> float:
 
 
 def _roles_of_models(roles: Mapping[str, type], rewards: Sequence[RewardConfig]) -> dict[str, type]:
-    """The roles of a recipe, with the parts of the reward in place of `reward`."""
+    """Return the roles of a recipe, with the models of the reward in place of `reward`."""
     if not rewards:
         return dict(roles)
     kept = {name: role for name, role in roles.items() if name != "reward"}
-    return kept | {name: Scorer for name in reward_names(rewards) if name not in kept}
+    return kept | {name: Scorer for name in list_reward_models(rewards) if name not in kept}
 
 
 def _configs_of_models(
     roles: Mapping[str, type], rewards: Sequence[RewardConfig], config: RunConfig
 ) -> dict[str, ModelConfig]:
-    """The settings of every model. Parts of the reward are frozen, and have a template by which they read if they do not
-    read the policy's tokens. ValueError for a model that the configuration lacks."""
+    """Return the settings of every model. ValueError for a model that the configuration lacks.
+
+    Models of the reward are frozen. One that cannot read the policy's tokens gets a chat template, to read text.
+    """
     configs = dict(config.models)
     for i, part in enumerate(rewards):
         if part.fn:
@@ -209,7 +222,7 @@ def _configs_of_models(
             configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward")
         elif part.model in config.models:
             model = config.models[part.model]
-            alike = reads_alike(model, tokenizer_directory(config))
+            alike = is_tokenized_alike(model, find_tokenizer_directory(config))
             template = model.chat_template or (None if alike else "auto")
             configs[part.model] = model.model_copy(update={"frozen": True, "chat_template": template})
     for name, role in roles.items():
@@ -250,39 +263,38 @@ def _plan_models(
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),
             environment=environment if role is Rollout else None,
-            tokenizer=tokenizer_directory(config),
+            tokenizer=find_tokenizer_directory(config),
             chat_template=config.data.chat_template,
             output=os.path.abspath(config.output),
         )
         models[name] = PlannedModel(
             name, role, model, module, context, own if learns_by_loss else None, bases.get(name)
         )
-    longest = min((limit for model in models.values() if (limit := token_limit(model, compared))), default=None)
+    longest = min((limit for model in models.values() if (limit := find_token_limit(model, compared))), default=None)
     return {
         name: replace(model, context=replace(model.context, sample_tokens=longest)) for name, model in models.items()
     }
 
 
 def _is_trained_by_loss(model: ModelConfig, module: type[Module]) -> bool:
-    """Whether the model's train_step learns by the loss of the configuration. A module of one's own that brings its own
-    train_step learns as that says."""
+    """Whether the model learns by the loss of the configuration; a custom module may have its own train_step."""
     return ":" not in model.module or getattr(module, "train_step", None) is TrainableModule.train_step
 
 
 def _adapter_ranks(
     configs: Mapping[str, ModelConfig], config: RunConfig, syncs: Sequence[tuple[str, str]]
 ) -> dict[str, int]:
-    """The ranks of the adapters that travel beside weights, by the models that send and take them."""
+    """Return the rank of the adapters that are synced separately, for each model that sends or receives them."""
     if config.sync.adapters != "apart":
         return {}
-    sources = {source: configs[source].lora for source, _ in syncs if source in configs}
+    sources = {source: configs[source].lora for source, _ in syncs}
     return {name: lora.rank for pair in syncs for name in pair if (lora := sources.get(pair[0]))}
 
 
 def find_shared_bases(roles: Mapping[str, type], configs: Mapping[str, ModelConfig]) -> dict[str, str]:
-    """{frozen model: trained model whose adapters lie on the same weights}: the former need not be loaded.
+    """Find the frozen models that need not be loaded: {name: trained model with adapters over the same weights}.
 
-    A model with a cache is left as it is: once filled, it costs neither memory nor time.
+    A model with a cache is left out: once filled, it costs neither memory nor time.
     """
     trained = [n for n, role in roles.items() if role is Trainable and (own := configs[n].lora) and not own.load]
     shared = {}

@@ -26,7 +26,7 @@ from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.engine.reference import precompute
 from coalign.launch.build import build
 from coalign.launch.check import trace
-from coalign.launch.layout import assigned_layout
+from coalign.launch.layout import describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from coalign.report.plots import plot_run
@@ -48,7 +48,9 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
             cluster = start(config, plan.started)
         try:
             if kind(config) == "ray":
-                log.info("placement:\n%s", "\n".join(assigned_layout(cluster.slots, cluster.seats, cluster.nodes)))
+                log.info(
+                    "placement:\n%s", "\n".join(describe_assigned_layout(cluster.slots, cluster.seats, cluster.nodes))
+                )
             with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
                 engine = build(plan, cluster)
                 return _learn(engine, folder, display, watchdog, hooks)

@@ -6,7 +6,7 @@ right. ``prepare`` in plan.py calls them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from coalign.launch.plan import PlannedModel
 
 
-def check_transport(recipe: type[Engine], models: Mapping[str, ModelConfig], config: RunConfig) -> None:
-    """Refuse a transport between models whose placement it cannot serve. ValueError names both.
+def check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, ModelConfig], config: RunConfig) -> None:
+    """Refuse a transport that cannot connect two models where they are placed. ValueError names both.
 
-    What only a running cluster knows (hosts) the first sync finds.
+    The first sync refuses what depends on hosts: only a running cluster knows them.
     """
     name = config.sync.transport
     if name not in ("broadcast", "cuda_ipc"):
@@ -37,7 +37,7 @@ def check_transport(recipe: type[Engine], models: Mapping[str, ModelConfig], con
             "leave it out, or set runtime.cluster: ray"
         )
     slots = planned(models, config.runtime.colocation)
-    for source, target in recipe.sync:
+    for source, target in syncs:
         gpus = [slots[each].footprints[each].total for each in (source, target)]
         together = slots[source] is slots[target]
         if name == "broadcast" and together:
@@ -65,7 +65,7 @@ def check_sections(config: RunConfig, recipe: type[Engine]) -> None:
 
 
 def check_functions_are_imported(config: RunConfig) -> None:
-    """Refuse functions and classes that only this process finds, where other processes would call them."""
+    """Refuse functions and classes that other processes would call and cannot import."""
     if kind(config) == "ray":
         bound = [(key, text) for key, text in _texts(config.model_dump(), "") if is_bound_to_process(text)]
         if bound:
@@ -77,7 +77,7 @@ def check_functions_are_imported(config: RunConfig) -> None:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of all texts in a configuration."""
+    """Yield (dotted key, text) of all texts in a configuration."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
@@ -89,7 +89,7 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def check_recording(config: RunConfig) -> None:
-    """Raise ImportError if metrics are to go to wandb, and it is not installed."""
+    """Raise ImportError if `runtime.wandb` is set and wandb is not installed."""
     if (project := config.runtime.wandb) and find_spec("wandb") is None:
         raise ImportError(
             f"runtime.wandb is '{project}', and wandb is not installed: pip install 'coalign[wandb]', or leave it out"
@@ -97,7 +97,7 @@ def check_recording(config: RunConfig) -> None:
 
 
 def check_environment(environment: EnvironmentFunction | None, config: RunConfig) -> None:
-    """Refuse an environment that gets wrong arguments, or cannot play so many samples of a prompt."""
+    """Refuse wrong arguments of an environment, and a number of samples per prompt that it cannot play."""
     if environment is None:
         return
     keys = ["samples_per_prompt", *(["eval_samples"] if config.data.eval else [])]
@@ -111,7 +111,7 @@ def check_environment(environment: EnvironmentFunction | None, config: RunConfig
 
 
 def check_guards(objective: Objective, config: RunConfig) -> None:
-    """Refuse a bound on the entropy where the loss of the main model could measure it, and is not told to."""
+    """Refuse a bound on the entropy where the main model's loss can measure it and is not set to."""
     least = config.runtime.guards.min_entropy
     if least is not None and "measure_entropy" in objective.loss.keywords and "entropy" not in objective.needs:
         raise ValueError(
@@ -121,7 +121,7 @@ def check_guards(objective: Objective, config: RunConfig) -> None:
 
 
 def check_it_learns(name: str, model: ModelConfig, steps: float) -> None:
-    """Refuse a model that waits until the run is over."""
+    """Refuse a model whose `learns_after` is not before the last step."""
     if model.learns_after >= steps:
         raise ValueError(
             f"models.{name}.learns_after is {model.learns_after}, and the run has {steps} steps, so the model would "
@@ -130,14 +130,14 @@ def check_it_learns(name: str, model: ModelConfig, steps: float) -> None:
 
 
 def check_token_limits(models: Mapping[str, PlannedModel], compared: int) -> None:
-    """Refuse responses that may be longer than what a model that reads their tokens takes at once.
+    """Refuse responses that may be longer than what a model reading their tokens takes at once.
 
-    ``compared``: the responses that a loss of groups reads together.
+    ``compared`` is the number of responses that a loss over groups reads together.
     """
     for policy in (model for model in models.values() if model.role is Rollout):
         longest = policy.config.sampling.max_new_tokens
         for name, model in models.items():
-            limit, whole = token_limit(model, compared), model.config.max_tokens_per_micro
+            limit, whole = find_token_limit(model, compared), model.config.max_tokens_per_micro
             if limit is not None and whole is not None and limit <= longest:
                 shared = f", {limit} for each of the {whole // limit} that its loss compares" if limit < whole else ""
                 raise ValueError(
@@ -147,8 +147,8 @@ def check_token_limits(models: Mapping[str, PlannedModel], compared: int) -> Non
                 )
 
 
-def token_limit(model: PlannedModel, compared: int) -> int | None:
-    """The longest sample that a model takes which reads samples as tokens; what a loss compares is read at once.
+def find_token_limit(model: PlannedModel, compared: int) -> int | None:
+    """Return the most tokens of one sample that a model takes; a loss over groups reads ``compared`` samples at once.
 
     None without a limit: policies, models that read text (they cut it), and reward functions.
     """
@@ -161,14 +161,14 @@ def token_limit(model: PlannedModel, compared: int) -> int | None:
     return config.max_tokens_per_micro // together
 
 
-def check_adapters(recipe: type[Engine], models: Mapping[str, PlannedModel], config: RunConfig) -> None:
-    """Refuse adapters that are to travel beside the weights where there are none, or where a side cannot do that."""
+def check_adapters(syncs: Sequence[tuple[str, str]], models: Mapping[str, PlannedModel], config: RunConfig) -> None:
+    """Refuse to sync adapters separately where there are none, or where a model cannot send or receive them."""
     if config.sync.adapters != "apart":
         return
     where, instead = "sync.adapters is `apart`", "use `merged`, which is the default"
-    if not recipe.sync:
+    if not syncs:
         raise ValueError(f"{where}, and in `{config.algorithm}` no weights travel between models; leave it out")
-    for source, target in recipe.sync:
+    for source, target in syncs:
         lora = models[source].config.lora
         if lora is None:
             raise ValueError(f"{where}, and models.{source} has no adapters: give it `lora`, or {instead}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coalign.engine.reward import reward_parts
+from coalign.engine.reward import list_reward_parts
 from coalign.engine.vocabulary import check_same_vocabulary
 from coalign.recipes.offline import Offline
 from coalign.recipes.online import Online
@@ -76,7 +76,7 @@ class OnPolicyDistillation(Online):
 
     @classmethod
     def roles(cls, config, loss):
-        return {name: role for name, role in cls.models.items() if name != "reward" or reward_parts(config)}
+        return {name: role for name, role in cls.models.items() if name != "reward" or list_reward_parts(config)}
 
     @classmethod
     def check(cls, config, loss):

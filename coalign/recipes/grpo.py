@@ -1,6 +1,6 @@
 """GRPO and its relatives: the samples of a prompt are compared with each other."""
 
-from coalign.engine.reference import with_reference_where_read
+from coalign.engine.reference import drop_unread_reference
 from coalign.recipes.online import Online, require_several_samples
 
 
@@ -20,7 +20,7 @@ class GRPO(Online):
 
     @classmethod
     def roles(cls, config, loss):
-        return with_reference_where_read(cls.models, loss)
+        return drop_unread_reference(cls.models, loss)
 
     @classmethod
     def check(cls, config, loss):

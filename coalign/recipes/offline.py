@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
-from coalign.engine.reference import with_reference_where_read
+from coalign.engine.reference import drop_unread_reference
 from coalign.roles import Scorer, Trainable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Offline(Engine):
 
     @classmethod
     def roles(cls, config: RunConfig, loss: Objective | None) -> Mapping[str, type]:
-        return with_reference_where_read(cls.models, loss)
+        return drop_unread_reference(cls.models, loss)
 
     def env_flow(self, batch: BatchRef) -> Any:
         """The rows with the reference's log-probs where the loss reads them. They do not depend on what is learned."""

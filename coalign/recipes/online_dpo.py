@@ -1,7 +1,7 @@
 """Direct preference optimisation on the policy's own responses, paired by their rewards (2402.04792)."""
 
 from coalign.data.batch import Batch
-from coalign.engine.reference import with_reference_where_read
+from coalign.engine.reference import drop_unread_reference
 from coalign.recipes.online import Online
 
 
@@ -24,7 +24,7 @@ class OnlineDPO(Online):
 
     @classmethod
     def roles(cls, config, loss):
-        return with_reference_where_read(cls.models, loss)
+        return drop_unread_reference(cls.models, loss)
 
     @classmethod
     def check(cls, config, loss):

@@ -12,7 +12,7 @@ from coalign.cluster.worker import module_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.sources import BadRow
-from coalign.engine.vocabulary import reads_alike
+from coalign.engine.vocabulary import is_tokenized_alike
 from coalign.roles import Context
 from coalign.types import Status, Total
 from tests.tiny import tiny_reward_model_dir, tiny_tokenizer
@@ -166,7 +166,7 @@ def test_who_reads_the_policys_tokens(judge, policy, tmp_path):
     same, other_words = tmp_path / "same", tmp_path / "words"
     tiny_tokenizer(same)
     tiny_tokenizer(other_words, chat_template="{{ messages }}")
-    reads = lambda path: reads_alike(ModelConfig(load=str(path)), str(policy))  # noqa: E731
+    reads = lambda path: is_tokenized_alike(ModelConfig(load=str(path)), str(policy))  # noqa: E731
     assert reads(policy) and reads(same) and reads(tmp_path)  # the last one has no tokenizer at all
     assert not reads(judge) and not reads(other_words)
-    assert not reads_alike(ModelConfig(load=str(policy), tokenizer=str(judge)), str(policy))
+    assert not is_tokenized_alike(ModelConfig(load=str(policy), tokenizer=str(judge)), str(policy))

@@ -8,7 +8,7 @@ import torch
 from coalign.backends.engines.samples import begin_samples
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
-from coalign.engine.filters import with_budgets
+from coalign.engine.filters import add_budgets
 from tests.engine.test_partial_rollout import Watched, partial
 from tests.runs import metrics, run, settings
 
@@ -20,22 +20,22 @@ def prompts(*rows):
 
 def test_a_row_says_its_own_numbers_and_the_others_get_the_runs():
     config = RolloutConfig(samples_key="n", max_new_tokens_key="budget")
-    found = with_budgets(prompts({"n": 3}, {"budget": 7}, {}), config, samples=2, max_new_tokens=16)
+    found = add_budgets(prompts({"n": 3}, {"budget": 7}, {}), config, samples=2, max_new_tokens=16)
     assert found["samples"].tolist() == [3, 2, 2]
     assert found["max_new_tokens"].tolist() == [16, 7, 16]
-    assert "samples" not in with_budgets(prompts({"n": 3}), RolloutConfig(), samples=2, max_new_tokens=16)
+    assert "samples" not in add_budgets(prompts({"n": 3}), RolloutConfig(), samples=2, max_new_tokens=16)
 
 
 def test_the_tokens_of_a_group_are_shared_equally():
     config = RolloutConfig(samples_key="n", max_new_tokens_key="budget", group_tokens=17)
     rows = prompts({"n": 3}, {"n": 3, "budget": 4}, {"n": 1}, {})
-    found = with_budgets(rows, config, samples=2, max_new_tokens=16)
+    found = add_budgets(rows, config, samples=2, max_new_tokens=16)
     assert found["max_new_tokens"].tolist() == [5, 4, 16, 8]  # 17 // 3, its own, the run's, 17 // 2
     assert found["max_new_tokens"].dtype == torch.int32 and found["samples"].tolist() == [3, 3, 1, 2]
-    alone = with_budgets(rows, RolloutConfig(group_tokens=17), samples=4, max_new_tokens=16)
+    alone = add_budgets(rows, RolloutConfig(group_tokens=17), samples=4, max_new_tokens=16)
     assert alone["max_new_tokens"].tolist() == [4] * 4 and "samples" not in alone
     with pytest.raises(ValueError, match=r"group_tokens is 2, and a prompt has 3 samples"):
-        with_budgets(rows, RolloutConfig(samples_key="n", group_tokens=2), samples=2, max_new_tokens=16)
+        add_budgets(rows, RolloutConfig(samples_key="n", group_tokens=2), samples=2, max_new_tokens=16)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, "3", None])
@@ -43,7 +43,7 @@ def test_what_is_no_number_of_samples_is_refused(wrong):
     with pytest.raises(
         ValueError, match=r"samples_key: row 7 of a.jsonl has .* under 'n'; expected a whole number > 0"
     ):
-        with_budgets(
+        add_budgets(
             prompts({"n": wrong, "_source": "a.jsonl", "_row": 7}),
             RolloutConfig(samples_key="n"),
             samples=2,
@@ -53,7 +53,7 @@ def test_what_is_no_number_of_samples_is_refused(wrong):
 
 def test_prompts_begin_as_many_samples_as_they_may():
     begun = begin_samples(
-        with_budgets(prompts({"n": 3}, {}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=9), 2
+        add_budgets(prompts({"n": 3}, {}), RolloutConfig(samples_key="n"), samples=2, max_new_tokens=9), 2
     )
     assert begun["group"].tolist() == [0, 0, 0, 1, 1]
     assert begun["index"].tolist() == [0, 1, 2, 0, 1]

@@ -6,7 +6,7 @@ from coalign.cluster.balance import shard_rows
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.engine.filters import Lengths, response_lengths
+from coalign.engine.filters import ResponseLengths, response_lengths
 from coalign.engine.ledger import go_on
 from coalign.types import Status
 
@@ -33,10 +33,10 @@ def stored(batch):
 
 
 def test_expectations_are_means_and_those_of_the_unknown_the_average():
-    lengths = Lengths()
+    lengths = ResponseLengths()
     assert lengths.expect(prompts("a", "b"))["expected_tokens"].tolist() == [1, 1]
     lengths.note(response_lengths(answered(a=[2, 4], b=[10], c=[0, 0])))
-    copy = Lengths()
+    copy = ResponseLengths()
     copy.load_state_dict(lengths.state_dict())
     # (3 + 10 + 0) / 3 = 4.33 for what is not known; nobody is expected to take less than one token.
     assert copy.expect(prompts("b", "x", "a", "c"))["expected_tokens"].tolist() == [10, 4, 3, 1]

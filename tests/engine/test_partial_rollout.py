@@ -2,11 +2,10 @@
 
 import pytest
 
+from coalign import load_config
 from coalign.backends.engines.native.module import NativeModule
-from coalign.config import load
 from coalign.engine.engine import Trainer
 from coalign.launch.check import check
-from coalign.launch.plan import find_recipe
 from coalign.recipes.grpo import GRPO
 from coalign.report.display import Display
 from tests.engine.test_sampling_control import assert_resumes_bit_for_bit, online
@@ -172,7 +171,7 @@ def test_what_belongs_to_a_group_is_asked_for_by_what_came_out(tmp_path):
 )
 def test_check_sees_through_it(tmp_path, sections):
     settings = partial(tmp_path, rollout={}) | sections
-    config = load(settings, [], defaults=lambda name: find_recipe(name).defaults)
+    config = load_config(settings)
     check(config, Display(quiet=True))
 
 

@@ -6,7 +6,7 @@ import torch
 from coalign.cluster.future import BatchRef, Meta
 from coalign.cluster.local import LocalStore
 from coalign.data.batch import Batch
-from coalign.engine.buffer import Pool
+from coalign.engine.buffer import GroupPool
 
 STORE = LocalStore()
 
@@ -18,12 +18,12 @@ def stored(*groups: int) -> BatchRef:
     return BatchRef.of(Meta.of(batch), STORE.put(batch), STORE)
 
 
-def taken(pool: Pool, groups: int | None, version: int = 0) -> list[int]:
+def taken(pool: GroupPool, groups: int | None, version: int = 0) -> list[int]:
     return pool.take(groups, version).fetch()["tokens"].tolist()
 
 
 def test_the_oldest_groups_leave_first_and_whole():
-    pool = Pool(max_age=0)
+    pool = GroupPool(max_age=0)
     pool.add(stored(1, 1, 2, 2, 2), 0)
     pool.add(stored(3, 3, 4), 0)
     assert len(pool) == 4
@@ -35,14 +35,14 @@ def test_the_oldest_groups_leave_first_and_whole():
 
 
 def test_rows_of_one_stored_batch_are_read_from_it_once():
-    pool = Pool(max_age=3)
+    pool = GroupPool(max_age=3)
     pool.add(stored(1, 1, 2, 2, 3), torch.tensor([0, 1, 2]))
     assert [ready.version for ready in pool.entries()] == [0, 1, 2]
     assert len(pool.take(None, 2).payloads) == 1
 
 
 def test_groups_beyond_the_age_are_dropped_and_counted():
-    pool = Pool(max_age=1)
+    pool = GroupPool(max_age=1)
     pool.add(stored(1, 1, 2, 3, 3), torch.tensor([0, 0, 1]))
     assert pool.expire(1) == 0
     assert pool.expire(2) == 2
@@ -50,7 +50,7 @@ def test_groups_beyond_the_age_are_dropped_and_counted():
 
 
 def test_a_restored_pool_goes_on():
-    pool, copy = Pool(2), Pool(2)
+    pool, copy = GroupPool(2), GroupPool(2)
     pool.add(stored(1, 2, 2, 3), 5)
     pool.take(1, 5)
     copy.restore(pool.entries())
@@ -60,13 +60,13 @@ def test_a_restored_pool_goes_on():
 
 def test_rows_without_groups_count_one_by_one():
     batch = Batch(torch.ones(3), {"tokens": torch.arange(3).int()})
-    pool = Pool(0)
+    pool = GroupPool(0)
     pool.add(BatchRef.of(Meta.of(batch), STORE.put(batch), STORE), 0)
     assert taken(pool, 2) == [0, 1]
 
 
 def test_a_group_that_is_too_old_and_was_not_dropped_is_a_bug():
-    pool = Pool(max_age=1)
+    pool = GroupPool(max_age=1)
     pool.add(stored(1), 0)
     with pytest.raises(AssertionError):
         pool.take(1, 2)

@@ -6,17 +6,17 @@ import math
 import pytest
 import torch
 
+from coalign import load_config
 from coalign.algorithms.combine import RewardTerm
 from coalign.backends.base import Module
 from coalign.cluster.local import LocalCluster
 from coalign.commands.evaluate import evaluate
-from coalign.config import load
 from coalign.config.errors import ConfigError
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.engine.reward import Reward, combine_rewards
 from coalign.launch.check import check
-from coalign.launch.plan import find_recipe, prepare, turn_weight
+from coalign.launch.plan import find_turn_weight, prepare
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.roles import Context
@@ -220,7 +220,7 @@ def two_judges(directory, **runtime):
 
 
 def loaded(config, *overrides):
-    return load(config, list(overrides), defaults=lambda name: find_recipe(name).defaults)
+    return load_config(config, overrides)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def loaded(config, *overrides):
 )
 def test_how_much_turns_count(parts, weight):
     models = {"kind": ModelConfig(head="reward")}
-    assert turn_weight(RunConfig(algorithm="ppo", reward=parts, models=models)) == weight
+    assert find_turn_weight(RunConfig(algorithm="ppo", reward=parts, models=models)) == weight
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_refused(tmp_path, overrides, message):
 
 def test_models_of_the_reward_are_frozen_and_read_as_they_must(tmp_path):
     models = prepare(loaded(two_judges(tmp_path))).configs
-    assert {"kind", "terse", FUNCTIONS} <= models.keys()
+    assert list(models) == ["policy", "trainer", "kind", "terse", FUNCTIONS]
     assert models["kind"].frozen and models["kind"].chat_template is None
     assert models["terse"].frozen and models["terse"].chat_template == "auto"
     assert (
@@ -299,7 +299,7 @@ def test_the_example(tmp_path, monkeypatch, capsys):
     for split in ("train", "test"):
         (tmp_path / f"gsm8k_{split}.jsonl").write_text('{"question": "1+1=", "answer": "#### 2"}\n' * 4)
     file = str(ROOT / "examples" / "gsm8k_two_rewards.yaml")
-    check(load(file, [], defaults=lambda name: find_recipe(name).defaults), Display())
+    check(load_config(file), Display())
     shown = capsys.readouterr().out
     assert "+0.5 × helpful: model helpful (reads text" in shown and "no problem found" in shown
     small = ["steps=2", "prompts_per_step=2", "samples_per_prompt=2", "eval_every=2", "threads=1", "cluster=local"]

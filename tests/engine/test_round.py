@@ -16,11 +16,11 @@ def test_every_kind_of_metric_goes_on_to_be_merged():
     before = {"mean": Stat(3.0, 2.0), "most": Max(5.0), "count": Total(7.0), "share": of_weights}
     with LocalCluster(RunConfig(algorithm="none")) as cluster:
         groups = cluster.put(Batch(torch.ones(2), {}, {"group": torch.tensor([4, 4])}))
-        state = Round(version=3, aim=1, batches={"groups": groups}, before=before).state_dict()
+        state = Round(version=3, target=1, batches={"groups": groups}, before=before).state_dict()
         stats = json.loads(json.dumps(state["stats"]))
         restored = Round.restore(state | {"stats": stats}, cluster)
         batches, again = restored.wait()
-        assert (restored.version, restored.aim) == (3, 1) and batches["groups"].fetch()["group"].tolist() == [4, 4]
+        assert (restored.version, restored.target) == (3, 1) and batches["groups"].fetch()["group"].tolist() == [4, 4]
     assert again == before
     later = {"mean": Stat(1.0), "most": Max(6.0), "count": Total(1.0), "share": EffectiveSize.of(torch.tensor([2.0]))}
     merged = merge_stats([again, later])

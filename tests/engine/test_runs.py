@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coalign.config import load
+from coalign import load_config
 from coalign.engine.hooks import checkpoint
 from coalign.engine.hooks.checkpoint import CorruptCheckpoint
 from coalign.launch.check import check as examine
-from coalign.launch.plan import find_recipe
 from coalign.recipes.grpo import GRPO
 from coalign.report.display import Display
 from coalign.types import Stat
@@ -241,7 +240,7 @@ def test_a_reward_model_instead_of_a_function(tmp_path):
 
 def test_check_draws_the_flow_and_loads_nothing(tmp_path, capsys):
     config = settings(tmp_path, "ppo")
-    examine(load(config, [], defaults=lambda name: find_recipe(name).defaults), Display())
+    examine(load_config(config), Display())
     shown = capsys.readouterr().out
     for part in (
         "policy.generate",
@@ -253,17 +252,17 @@ def test_check_draws_the_flow_and_loads_nothing(tmp_path, capsys):
     ):
         assert part in shown
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")  # a header, and no weights
-    examine(load(config, [], defaults=lambda name: find_recipe(name).defaults), Display())
+    examine(load_config(config), Display())
 
 
 def test_check_tries_the_losses(tmp_path):
     config = settings(tmp_path, "grpo") | {"loss": {"fn": "value"}}
     with pytest.raises(ValueError, match=r"models.trainer: the loss `value` fails .*: .*returns"):
-        examine(load(config, [], defaults=lambda name: find_recipe(name).defaults), Display())
+        examine(load_config(config), Display())
 
 
 def test_check_tries_the_adapters(tmp_path):
     config = settings(tmp_path, "grpo")
     config["models"]["trainer"]["lora"] = {"target": ["*.q_porj"]}
     with pytest.raises(ValueError, match=r"models.trainer.lora.target: '\*.q_porj' matches none .*q_proj"):
-        examine(load(config, [], defaults=lambda name: find_recipe(name).defaults), Display())
+        examine(load_config(config), Display())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coalign.config import load
+from coalign import load_config
 from coalign.config.errors import ConfigError
 from coalign.launch.check import check
-from coalign.launch.plan import find_recipe
 from coalign.report.display import Display
 from tests.engine.test_partial_rollout import partial
 from tests.runs import metrics, run, weights_hash
@@ -50,7 +49,7 @@ def test_on_two_replicas_too(tmp_path):
 def test_groups_that_need_one_replica(tmp_path, rollout, message):
     config = spread(partial(tmp_path, rollout=rollout, steps=1), tmp_path / "apart")
     with pytest.raises((ConfigError, ValueError), match=message):
-        check(load(config, [], defaults=lambda name: find_recipe(name).defaults), Display(quiet=True))
+        check(load_config(config), Display(quiet=True))
 
 
 async def duel(group):

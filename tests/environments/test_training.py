@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coalign.config import load
+from coalign import load_config
 from coalign.environments.episode import Turn
 from coalign.environments.parsers import ToolRequest
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import prepare
 from tests.engine.test_processes import finish, wait_for_step
 from tests.environments.helpers import TOOLS_CHATML
 from tests.runs import command, metrics, run, run_in_two_parts, settings, stopping_after, weights_hash
@@ -142,7 +142,7 @@ def test_the_example_with_a_calculator(tmp_path, monkeypatch):
 
 def test_an_environment_is_checked_before_anything_loads(tmp_path):
     def wrong(**rollout):
-        config = load(calculating(tmp_path) | {"rollout": rollout}, defaults=lambda name: find_recipe(name).defaults)
+        config = load_config(calculating(tmp_path) | {"rollout": rollout})
         return prepare(config)
 
     with pytest.raises(ValueError, match=r"(?s)rollout.*tols"):

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from coalign.config import load
+from coalign import load_config
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
 from coalign.launch.check import check
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import prepare
 from coalign.recipes.grpo import GRPO
 from coalign.report.display import Display
 from tests.runs import run, settings
@@ -21,6 +21,15 @@ def test_a_recipe_of_ones_own_with_an_unknown_kind_of_data(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"Mine\.source: 'preference' is no kind of data.*preferences"):
         prepare(RunConfig(algorithm="with_unknown_source:Mine", models={}))
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "hooks", "generate"])
+def test_a_model_whose_name_the_engine_uses(tmp_path, name):
+    config = settings(tmp_path, "grpo")
+    config["models"][name] = {"load": config["models"]["policy"]["load"], "head": "reward", "head_init": "zero"}
+    config["reward"] = [{"model": name}]
+    with pytest.raises(ValueError, match=rf"models\.{name}: GRPO has an attribute of that name; rename it"):
+        check(load_config(config), Display(quiet=True))
 
 
 @pytest.fixture
@@ -48,5 +57,5 @@ def test_a_run_is_prepared_once(tmp_path, counts):
 
 
 def test_check_prepares_once_and_builds_one_engine(tmp_path, counts):
-    check(load(settings(tmp_path, "grpo"), [], defaults=lambda name: find_recipe(name).defaults), Display(quiet=True))
+    check(load_config(settings(tmp_path, "grpo")), Display(quiet=True))
     assert counts == {"prepared": 1, "DryCluster": 1}

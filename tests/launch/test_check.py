@@ -7,12 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from coalign import cli
-from coalign.config import load
+from coalign import cli, load_config
 from coalign.config.functions import resolve_class
 from coalign.launch import validate
 from coalign.launch.check import check
-from coalign.launch.plan import find_recipe
 from coalign.report.display import Display
 from coalign.roles import Context
 from tests.runs import settings
@@ -28,7 +26,7 @@ EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "m
 def configured(directory, model, changes):
     config = settings(directory, "grpo" if model == "policy" else "sft")
     config["models"][model] |= changes
-    return load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    return load_config(config)
 
 
 def refusals(config, model):

@@ -10,7 +10,7 @@ from coalign.cluster.placement.nodes import Node, assign, seats
 from coalign.cluster.placement.slots import distinct
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
-from coalign.launch.layout import assigned_layout, models_sharing_devices, requested_layout
+from coalign.launch.layout import describe_assigned_layout, describe_requested_layout, list_models_sharing_devices
 
 HERE = "tests.cluster.modules"
 MODELS = {
@@ -26,7 +26,7 @@ def shown(models, **runtime) -> list[list[str]]:
     config = RunConfig(algorithm="none", models=models, runtime=RuntimeConfig(**runtime))
     console = Console(width=140)
     with console.capture() as capture:
-        console.print(requested_layout(models, config))
+        console.print(describe_requested_layout(models, config))
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in capture.get().splitlines()]
 
 
@@ -47,7 +47,7 @@ def test_what_was_found():
     nodes = [Node("a", 4, 4), Node("b", 4, 4), Node("c", 0, 0, cores=64)]
     where = assign(distinct(slots), nodes)
     found = seats(distinct(slots), where, [[["0", "1", "2", "3"]], [["0", "1", "2", "3"]], []])
-    assert assigned_layout(slots, found, nodes) == [
+    assert describe_assigned_layout(slots, found, nodes) == [
         "trainer: 8 on a [0][1][2][3], b [0][1][2][3]; in turn with policy, judge",
         "policy: 2 × 2 on a [0,1][2,3]; in turn with trainer",
         "judge: 4 on b [0][1][2][3]; in turn with trainer",
@@ -57,7 +57,10 @@ def test_what_was_found():
 
 def test_models_side_by_side_do_not_wait_for_each_other():
     slots = planned(MODELS, COLOCATION)
-    assert models_sharing_devices(slots, "policy") == ["trainer"] and models_sharing_devices(slots, "reward") == []
+    assert (
+        list_models_sharing_devices(slots, "policy") == ["trainer"]
+        and list_models_sharing_devices(slots, "reward") == []
+    )
 
 
 def test_a_module_that_cannot_be_cut_over_devices_is_refused():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coalign.config import load
-from coalign.launch.plan import find_recipe, prepare
+from coalign import load_config
+from coalign.launch.plan import prepare
 from tests.runs import settings
 
 TOGETHER = "runtime.colocation=[[policy, trainer]]"
@@ -11,7 +11,7 @@ ONE_EACH = ["models.trainer.num_gpu=1", "models.policy.num_gpu=1"]
 
 
 def configured(directory, *overrides):
-    return load(settings(directory, "grpo"), list(overrides), defaults=lambda name: find_recipe(name).defaults)
+    return load_config(settings(directory, "grpo"), overrides)
 
 
 @pytest.mark.parametrize(

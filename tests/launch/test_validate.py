@@ -2,15 +2,15 @@
 
 import pytest
 
-from coalign.config import load
+from coalign import load_config
 from coalign.config.errors import ConfigError
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import prepare
 from coalign.types import LossInput, LossOutput
 from tests.runs import run, settings
 
 
 def configured(directory, algorithm, *overrides):
-    return load(settings(directory, algorithm), list(overrides), defaults=lambda name: find_recipe(name).defaults)
+    return load_config(settings(directory, algorithm), overrides)
 
 
 def own_loss(x: LossInput) -> LossOutput:
@@ -113,7 +113,7 @@ def test_self_play_with_pairs(tmp_path):
     prepare(configured(tmp_path, "grpo", *GAME, WARM, "runtime.eval_samples=2"))
     config = settings(tmp_path, "grpo")
     del config["data"]["eval"]  # nobody evaluates
-    prepare(load(config, list(GAME), defaults=lambda name: find_recipe(name).defaults))
+    prepare(load_config(config, GAME))
 
 
 def test_the_rules_of_a_game(tmp_path):

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from coalign import load_config
 from coalign.backends.base import Module
-from coalign.config import load
 from coalign.data.batch import Batch
 from coalign.launch.check import check as examine
-from coalign.launch.plan import find_recipe
 from coalign.recipes.sft import SFT
 from coalign.report.display import Display
 from coalign.roles import Trainable
@@ -53,7 +52,7 @@ def example(tmp_path, monkeypatch):
         }[name]
         settings = [*SHORT, f"output={tmp_path / 'run'}", *own, *overrides]
         file = ROOT / "examples" / "custom" / f"{name}.yaml"
-        return load(file, settings, defaults=lambda name: find_recipe(name).defaults)
+        return load_config(file, settings)
 
     return example
 
@@ -179,14 +178,14 @@ def test_a_model_of_ones_own_learns_without_a_loss(tmp_path, capsys):
     config["data"].pop("eval")
     config |= {"algorithm": "tests.recipes.test_custom_flows:Measured"}
     config["models"]["distance"] = own
-    loaded = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    loaded = load_config(config)
     examine(loaded, Display())
     assert "distance.train_step" in capsys.readouterr().out
     lines = train(loaded)
     assert len(lines) == 2 and all(line["distance/length"] > 0 and line["loss/value"] > 0 for line in lines)
     config |= {"algorithm": "tests.recipes.test_custom_flows:Unconfigured", "output": str(tmp_path / "unconfigured")}
     config["models"] = {"distance": own | {"load": config["models"]["trainer"]["load"]}}
-    lines = train(load(config, [], defaults=lambda name: find_recipe(name).defaults))
+    lines = train(load_config(config))
     assert all(line["length"] > 0 for line in lines)
 
 
@@ -194,7 +193,7 @@ def test_the_loss_of_ones_own_subclass_of_a_backend_is_tried(tmp_path):
     config = settings(tmp_path, "sft", steps=1)
     config["models"]["trainer"]["module"] = "tests.backends.test_fsdp:Watched"
     config["loss"] = {"fn": "policy_gradient"}
-    loaded = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    loaded = load_config(config)
     with pytest.raises(
         ValueError, match=r"models\.trainer: the loss `policy_gradient` fails on what the flow gives it"
     ):
@@ -247,6 +246,6 @@ def test_the_flow_from_nothing(tmp_path, monkeypatch):
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("mine.yaml").write_text(yaml.replace("/path/to/model", str(tiny_model_dir(tmp_path / "model"))))
     own = ["runtime.steps=1", "models.policy.sampling.max_new_tokens=4", "runtime.plots=false", "runtime.threads=1"]
-    config = load("mine.yaml", own, defaults=lambda name: find_recipe(name).defaults)
+    config = load_config("mine.yaml", own)
     examine(config, Display())
     assert "advantage/std" in train(config)[0]

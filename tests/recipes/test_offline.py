@@ -114,12 +114,11 @@ def test_kto_needs_two_rows(tmp_path):
 
 @pytest.mark.parametrize("algorithm", RECIPES)
 def test_check_draws_the_flow(tmp_path, algorithm, capsys):
-    from coalign.config import load
+    from coalign import load_config
     from coalign.launch.check import check
-    from coalign.launch.plan import find_recipe
     from coalign.report.display import Display
 
-    config = load(configuration(tmp_path, algorithm), [], defaults=lambda name: find_recipe(name).defaults)
+    config = load_config(configuration(tmp_path, algorithm))
     check(config, Display())
     shown = capsys.readouterr().out
     assert "trainer.train_step" in shown and "no problem found" in shown
@@ -127,12 +126,11 @@ def test_check_draws_the_flow(tmp_path, algorithm, capsys):
 
 @pytest.mark.parametrize("algorithm", ["dpo", "reward_model"])
 def test_a_trained_model_is_evaluated_against_the_reference_of_its_run(tmp_path, algorithm):
+    from coalign import load_config
     from coalign.commands.evaluate import evaluate
-    from coalign.config import load
-    from coalign.launch.plan import find_recipe
 
     config = configuration(tmp_path, algorithm, eval_every=8)
     run(config)
-    loaded = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    loaded = load_config(config)
     found = evaluate(loaded, tmp_path / "run" / "model")
     assert found["eval/loss/margin"] == pytest.approx(metrics(config)[-1]["eval/loss/margin"], rel=1e-2)

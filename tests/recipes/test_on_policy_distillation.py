@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coalign.config import load
+from coalign import load_config
 from coalign.launch.check import trace
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import prepare
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 from tests.tiny import tiny_tokenizer
 
@@ -32,7 +32,7 @@ def taught(tmp_path_factory):
 
 
 def calls(config):
-    checked = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    checked = load_config(config)
     return {call.label: call for call in trace(prepare(checked)).calls}
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coalign.config import ConfigError, load
+from coalign import load_config
+from coalign.config import ConfigError
 from coalign.config.export import to_commented_yaml
 from coalign.data.batch import Batch
 from coalign.launch.check import check
@@ -35,7 +36,7 @@ ENDS = [chr(code) for code in range(ord("a"), ord("z") + 1)]  # random bytes the
 
 
 def configured(config, *overrides):
-    return load(config, list(overrides), defaults=lambda name: find_recipe(name).defaults)
+    return load_config(config, overrides)
 
 
 def ending(directory, algorithm, **runtime):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from coalign import load_config
 from coalign.backends.base import TrainableModule
-from coalign.config import load
 from coalign.engine.hooks.guards import UNHEALTHY
 from coalign.launch.check import trace
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import prepare
 from tests.runs import metrics, run, run_in_two_parts, settings, weights_hash
 
 
@@ -23,7 +23,7 @@ def same(sample):
 
 
 def flow(config):
-    checked = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    checked = load_config(config)
     return {call.label: call for call in trace(prepare(checked)).calls}
 
 

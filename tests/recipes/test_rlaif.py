@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coalign.config import load
+from coalign import load_config
 from coalign.launch.check import trace
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import prepare
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 
 DIGITS = {"fn": "tests.runs:digits", "weight": 0.0}
@@ -71,11 +71,11 @@ def test_a_real_model_judges(tmp_path):
 def test_check_asks_the_judge(tmp_path):
     config = configuration(tmp_path)
     config["models"]["judge"]["module"] = "judge"
-    checked = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    checked = load_config(config)
     calls = {call.label: call for call in trace(prepare(checked)).calls}
     assert calls["judge.forward_step"].makes == ("reward/judge", "status")
     config["models"]["judge"]["judge"] = {"fn": "pairwise", "oponents": 1}
-    checked = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    checked = load_config(config)
     with pytest.raises(ValueError, match=r"models.judge.judge.oponents: unknown argument.*did you mean 'opponents'"):
         trace(prepare(checked))
 

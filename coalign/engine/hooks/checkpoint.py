@@ -177,7 +177,7 @@ def rewind_engine(engine: Engine, directory: Path) -> None:
     """
     _load_training_state(engine, directory, json.loads((directory / "state.json").read_text()))
     engine.environment.restart(engine.step)
-    engine.trainers.sync(engine.step)
+    engine.training.sync(engine.step)
 
 
 def _load_training_state(engine: Engine, directory: Path, state: dict[str, Any]) -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from coalign import load_config
 from coalign.algorithms.losses import policy_gradient
-from coalign.config import load
 from coalign.config.schema.rollout import GuardsConfig
 from coalign.config.schema.runtime import RuntimeConfig
 from coalign.engine.hooks.guards import METRICS, UNHEALTHY, list_exceeded, list_non_finite, read_dump
 from coalign.launch.check import trace
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import prepare
 from coalign.launch.run import train
 from coalign.report.display import Display
 from coalign.types import LossInput, LossOutput, Stat, Total
@@ -132,7 +132,7 @@ def test_a_metric_that_no_loss_reports_is_named():
 )
 def test_a_threshold_on_what_a_run_never_reports_is_refused_before_anything_loads(tmp_path, algorithm, key, reported):
     config = settings(tmp_path, algorithm, guards={key: 0.5})
-    config = load(config, [], defaults=lambda name: find_recipe(name).defaults)
+    config = load_config(config)
     if reported:
         trace(prepare(config))
         return
