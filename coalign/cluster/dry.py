@@ -18,8 +18,8 @@ import torch
 
 from coalign.cluster.functions import apply_columns, merge_columns, name_of, transform_batches
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
-from coalign.cluster.local import Cell, LocalStore
-from coalign.cluster.worker import module_class
+from coalign.cluster.local import LocalReference, LocalStore
+from coalign.cluster.worker import find_module_class
 from coalign.config.functions import list_columns
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
@@ -42,7 +42,7 @@ class TracedCall:
 
 
 @dataclass
-class Graph:
+class FlowGraph:
     """The calls in the order in which the flow made them; labels are unique (`gae`, `gae#2`)."""
 
     calls: list[TracedCall] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Graph:
         return [(source, call.label, names) for call in self.calls for source, names in call.reads.items()]
 
 
-def draw_graph(graph: Graph) -> str:
+def draw_graph(graph: FlowGraph) -> str:
     """The graph as text: a paragraph for each call, what it reads and from where, what it makes."""
     width = max((len(source) for source, _, _ in graph.edges), default=0)
     lines = []
@@ -76,7 +76,7 @@ RESPONSE = 3  # tokens that a stand-in generates
 HEAD_COLUMNS = {"lm": "ref_logprobs", "value": "values", "reward": "reward"}
 
 
-class Traced(Cell):
+class TracedBatch(LocalReference):
     """A stored batch, and which call made each of its columns."""
 
     __slots__ = ("sources",)
@@ -94,7 +94,7 @@ class DryCluster:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.models: dict[str, DryModel] = {}
-        self.graph = Graph()
+        self.graph = FlowGraph()
         self.on_call: Callable[[Future], None] | None = None
 
     def spawn(self, name: str, config: ModelConfig, context: Context) -> DryModel:
@@ -174,7 +174,7 @@ class DryCluster:
         return future
 
     def _keep(self, batch: Batch, sources: Mapping[str, str]) -> BatchRef:
-        return BatchRef.of(Meta.of(batch), Traced(batch, sources), self.store)
+        return BatchRef.of(Meta.of(batch), TracedBatch(batch, sources), self.store)
 
 
 class DryModel:
@@ -185,7 +185,7 @@ class DryModel:
         self.store = cluster.store
         # Backends of Coalign import large libraries; what they add follows from the head alone, but for judges.
         own = ":" in config.module or config.judge
-        self._scores = module_class(config).columns(config, context) if own else (HEAD_COLUMNS[config.head],)
+        self._scores = find_module_class(config).columns(config, context) if own else (HEAD_COLUMNS[config.head],)
 
     def generate(self, prompts: BatchRef | Future, *, samples: int | None = None, **_: Any) -> Future:
         """``samples`` responses of three tokens to each prompt."""
@@ -233,7 +233,7 @@ class DryModel:
         refs = [ref for ref in refs if isinstance(ref, BatchRef)]
         if not refs:
             return self.cluster.answer(Call(self.name, method), None, {}, {}, [], {}, None)
-        names: list[str] = list(getattr(getattr(module_class(self.config), method), "produces", ()))
+        names: list[str] = list(getattr(getattr(find_module_class(self.config), method), "produces", ()))
         given, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
         made = Batch(given.lengths, *_zeros(given, names, per_token=True)) if names else None
         reads = _by_source(sources, list(sources))

@@ -84,7 +84,7 @@ class Tracer:
 _ROWS = 40
 
 
-def memory_report(error: BaseException, folder: Path, name: str) -> str:
+def write_memory_report(error: BaseException, folder: Path, name: str) -> str:
     """Write ``folder/name.txt``, a table of the largest tensors, and on CUDA name.pickle, the allocator's snapshot (for
     pytorch.org/memory_viz). Returns what to add to the error's message; empty for any other error."""
     if not _out_of_memory(error):
@@ -92,7 +92,7 @@ def memory_report(error: BaseException, folder: Path, name: str) -> str:
     table, snapshot = folder / f"{name}.txt", folder / f"{name}.pickle"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        table.write_text(largest_tensors())
+        table.write_text(list_largest_tensors())
         if torch.cuda.is_initialized():
             torch.cuda.memory._dump_snapshot(str(snapshot))
     except OSError as problem:  # the error of the run is the other one
@@ -101,7 +101,7 @@ def memory_report(error: BaseException, folder: Path, name: str) -> str:
     return f"\nthe largest tensors are listed in {table}{where}"
 
 
-def largest_tensors() -> str:
+def list_largest_tensors() -> str:
     """The tensors that Python can see, by the memory that they hold: MiB, dtype, shape, device. Views of the same
     memory are one row; what only autograd holds is not among them."""
     found: dict[int, Tensor] = {}
@@ -131,7 +131,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def module_class(config: ModelConfig) -> type[Module]:
+def find_module_class(config: ModelConfig) -> type[Module]:
     """The Module subclass that a configuration names (`fsdp`, or a dotted path), or the one that stands before it: with
     a cache, and for a reward model with a template to read by."""
     reads_text = config.head == "reward" and config.chat_template
@@ -179,7 +179,7 @@ class Worker:
     def setup(self, config: ModelConfig, context: Context) -> Answer:
         """Build the module and let it load."""
         self.context = context
-        self._module = module_class(config)(config, context)
+        self._module = find_module_class(config)(config, context)
         if self.arena is not None:
             self._module.arena = self.arena
         self._module.setup()
@@ -278,7 +278,7 @@ class Worker:
 
     def _memory_report(self, error: BaseException) -> str:
         output = self.context.output
-        return memory_report(error, Path(output) / "out_of_memory", self.context.process) if output else ""
+        return write_memory_report(error, Path(output) / "out_of_memory", self.context.process) if output else ""
 
     def _begin(self) -> int:
         """Measure the device's peak from now on; the bytes in use."""
@@ -303,7 +303,7 @@ class Worker:
     def _held(self) -> int:
         """Bytes of everything that is known on the device."""
         use = self._use(0)
-        return sum(size for parts in use.held.values() for size in parts.values()) if use else 0
+        return sum(size for parts in use.on_device.values() for size in parts.values()) if use else 0
 
     def _peak_memory(self) -> int:
         if self._module is not None and self.module.context.device.startswith("cuda"):

@@ -104,7 +104,7 @@ class Trainer:
         """
         begun = time.perf_counter()
         parts = [sync(version) for sync in self.syncs]
-        swaps = self.cluster.residency.take()
+        swaps = self.cluster.residency.take_stats()
         return merge_stats([*parts, swaps, {"time/sync": Total(time.perf_counter() - begun)}])
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coalign.cluster.base import footprint
-from coalign.cluster.functions import bind, name_of
+from coalign.cluster.base import find_footprint
+from coalign.cluster.functions import bind_columns, name_of
 from coalign.config.schema import RunConfig
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
@@ -41,7 +41,7 @@ def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mappi
     """
     if not len(batch):
         return batch, {}
-    kept = keep(*bind(keep, batch), **arguments)
+    kept = keep(*bind_columns(keep, batch), **arguments)
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (len(batch),):
         found = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
         raise ValueError(f"filter `{name_of(keep)}` returned {found}; expected torch.bool [{len(batch)}]")
@@ -164,7 +164,7 @@ def rounds_of_a_response(config: RunConfig) -> int:
 def replicas(config: RunConfig) -> int:
     """Replicas that generate side by side; 0 without a policy."""
     policy = config.models.get("policy")
-    return 0 if policy is None else footprint("policy", policy).parts
+    return 0 if policy is None else find_footprint("policy", policy).parts
 
 
 def max_age(config: RunConfig) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.base import planned
-from coalign.cluster.start import kind
+from coalign.cluster.base import plan_slots
+from coalign.cluster.base import choose_cluster
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.roles import Rollout
@@ -31,12 +31,12 @@ def check_transport(recipe: type[Engine], models: Mapping[str, ModelConfig], con
     name = config.sync.transport
     if name not in ("broadcast", "cuda_ipc"):
         return
-    if kind(config) == "local":
+    if choose_cluster(config) == "local":
         raise ValueError(
             f"sync.transport: `{name}` is for models in processes of their own, and here all of them run in this one; "
             "leave it out, or set runtime.cluster: ray"
         )
-    slots = planned(models, config.runtime.colocation)
+    slots = plan_slots(models, config.runtime.colocation)
     for source, target in recipe.sync:
         gpus = [slots[each].footprints[each].total for each in (source, target)]
         together = slots[source] is slots[target]
@@ -66,7 +66,7 @@ def check_sections(config: RunConfig, recipe: type[Engine]) -> None:
 
 def check_functions_are_imported(config: RunConfig) -> None:
     """Refuse functions and classes that only this process finds, where other processes would call them."""
-    if kind(config) == "ray":
+    if choose_cluster(config) == "ray":
         bound = [(key, text) for key, text in _texts(config.model_dump(), "") if is_bound_to_process(text)]
         if bound:
             key, name = bound[0]

@@ -31,7 +31,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 }
 
 
-def accelerator(resource: str) -> Accelerator:
+def find_accelerator(resource: str) -> Accelerator:
     """Of a Ray resource; one that is not known stands for devices on a machine without any."""
     return ACCELERATORS.get(resource, STAND_IN)
 
@@ -39,7 +39,7 @@ def accelerator(resource: str) -> Accelerator:
 PCI = Path("/sys/bus/pci/devices")
 
 
-def device_domains(names: Sequence[str], buses: Mapping[str, str], pci: Path = PCI) -> list[list[str]]:
+def group_devices(names: Sequence[str], buses: Mapping[str, str], pci: Path = PCI) -> list[list[str]]:
     """Devices by NUMA node, in each by their way through the PCI tree; those of which nothing is known come last.
 
     ``buses`` gives the PCI address of a device (`0000:3b:00.0`), by any of its names.
@@ -55,7 +55,7 @@ def device_domains(names: Sequence[str], buses: Mapping[str, str], pci: Path = P
     return [list(near) for _, near in groupby(ordered, key=lambda name: place(name)[0])]
 
 
-def nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict[str, str]:
+def read_nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict[str, str]:
     """{index or UUID: PCI address} of this machine's NVIDIA devices; empty without their driver."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
     try:

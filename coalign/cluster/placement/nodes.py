@@ -36,7 +36,7 @@ class ProcessPlacement:
     devices: tuple[str, ...] = ()
 
 
-def assign(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
+def assign_nodes(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
     """The node of each place, by slot. ValueError, with what is asked and what is there, if the devices cannot hold
     them; processes on CPU find room anywhere, where the fewest are for its cores."""
     units = _device_units(slots)
@@ -56,7 +56,7 @@ def assign(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
     return {name: tuple(places) for name, places in where.items()}
 
 
-def seats(
+def place_processes(
     slots: Sequence[Slot], where: Mapping[str, Nodes], devices: Sequence[Sequence[Domain]]
 ) -> dict[str, list[ProcessPlacement]]:
     """The seat of each process, by model and rank: ``devices[node]`` are the reserved ones, in domains.

@@ -116,7 +116,7 @@ class Slot:
             yield
 
 
-def plan(footprints: Mapping[str, Footprint], colocation: Sequence[Sequence[str]]) -> dict[str, Slot]:
+def pack_slots(footprints: Mapping[str, Footprint], colocation: Sequence[Sequence[str]]) -> dict[str, Slot]:
     """The slot of each model.
 
     Raises ConfigError for a group of which some models are to be packed and others spread. The schema has seen to it
@@ -136,7 +136,7 @@ def plan(footprints: Mapping[str, Footprint], colocation: Sequence[Sequence[str]
     return slots | {name: _slot(name, {name: footprints[name]}) for name in alone}
 
 
-def distinct(slots: Mapping[str, Slot]) -> list[Slot]:
+def list_slots(slots: Mapping[str, Slot]) -> list[Slot]:
     """Each slot once, in the order of their models."""
     return list({id(slot): slot for slot in slots.values()}.values())
 
