@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from coalign.backends.base import Module
-from coalign.cluster.base import Cluster
+from coalign.cluster.base import Cluster, start_cluster
 from coalign.cluster.future import Future
-from coalign.cluster.base import start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.engine.hooks.timeline import Timeline

@@ -1,4 +1,4 @@
-"""Calls pure functions on the columns of batches: positional parameters name columns, keyword-only ones are settings."""
+"""Calls pure functions on columns of batches: positional parameters name columns, keyword-only ones are settings."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ class PayloadJoin:
 class BatchRef:
     """A reference to a batch in a Store: row i is row ``rows[i]`` of ``payloads[which[i]]`` (i64[N] both).
 
-    ``lengths`` i64[N]; ``group`` i64[N] and ``status`` u8[N] (None without that column); ``work`` i64[N] is the relative
-    cost of generating from each row (None: the same for all).
+    ``lengths`` i64[N]; ``group`` i64[N] and ``status`` u8[N] (None without that column); ``work`` i64[N] is the
+    relative cost of generating from each row (None: the same for all).
 
     Example: the first ten sequences, fetched into this process: ``ref.slice(0, 10).fetch()``.
     """
@@ -165,8 +165,10 @@ class BatchRef:
 
     @staticmethod
     def join(refs: list[BatchRef]) -> BatchRef:
-        """Combine the columns of batches of the same sequences; nothing moved. A later column replaces an earlier one of
-        the same name. ValueError if the sequences differ."""
+        """Combine the columns of batches of the same sequences; nothing moved. ValueError if they differ.
+
+        A later column replaces an earlier one of the same name.
+        """
         base = refs[0]
         for position, other in enumerate(refs[1:], start=2):
             check_same_sequences(base, other, position)
@@ -197,9 +199,11 @@ class WorkerFailure:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryUse:
-    """Device memory of one process, in bytes by model and part: what is ``on_device``, and what each part that is
-    ``on_host`` would need there (models that move by their own means report none). ``before`` and ``peak`` are the bytes
-    of all models before a call and at its peak."""
+    """Device memory of one process, in bytes by model and part.
+
+    ``on_host``: what parts on the host would need on the device (models that move by their own means report none).
+    ``before`` and ``peak`` are the bytes of all models before a call and at its peak.
+    """
 
     on_device: Mapping[str, Mapping[str, int]]
     on_host: Mapping[str, Mapping[str, int]]
@@ -211,8 +215,8 @@ class DeviceMemoryUse:
 class Meta:
     """Describes one worker's result to the driver; small, whatever the size of the payload.
 
-    ``lengths`` i64[N], ``group`` i64[N], ``work`` i64[N], ``status`` u8[N] and ``columns`` describe the stored batch (None
-    or empty without one). ``stats`` is None unless the call returned some; ``value`` is a plain result. ``verb`` started
+    ``lengths`` i64[N], ``group`` i64[N], ``work`` i64[N], ``status`` u8[N] and ``columns`` describe the stored batch
+    (None or empty without one). ``stats`` is None unless the call returned some; ``value`` is a plain result. ``verb`` started
     at ``start`` (seconds since the epoch, by the worker's clock) and took ``seconds``. ``memory`` is the process's peak
     in bytes (the device's, if the module computes on one).
     """

@@ -31,11 +31,11 @@ from coalign.cluster.answers import WorkerHandle, WorkerTask
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta
+from coalign.cluster.numpy_batch import to_numpy
 from coalign.cluster.placement.devices import find_accelerator, group_devices, read_nvidia_buses
 from coalign.cluster.placement.nodes import Domain, Node, Nodes, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.cluster.stacks import StackFile, collect_stacks, listen
-from coalign.cluster.numpy_batch import to_numpy
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch

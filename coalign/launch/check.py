@@ -153,7 +153,9 @@ def _device_memory(plan: Plan) -> Iterator[str]:
         }
         if not sizes:
             continue
-        leaves = {name: list_movable_parts(models[name], slot.footprints[name].devices, colocated=True) for name in sizes}
+        leaves = {
+            name: list_movable_parts(models[name], slot.footprints[name].devices, colocated=True) for name in sizes
+        }
         turns, together = estimate_largest_phase(sizes, leaves), estimate_largest_phase(sizes, {})
         text = f"{slot.name} on each device: {_size(turns)} at most"
         yield f"{text} ({_size(together)} if nothing left it)" if turns < together else text

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.base import plan_slots
-from coalign.cluster.base import choose_cluster
+from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.roles import Rollout

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from coalign.cluster.base import Cluster
-from coalign.cluster.base import start_cluster
+from coalign.cluster.base import Cluster, start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.cluster.future import WorkerError
 from coalign.cluster.base import start_cluster
+from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context
 from coalign.types import Total
