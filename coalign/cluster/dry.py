@@ -109,28 +109,28 @@ class DryCluster:
     def apply(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """Run the function. Raises ValueError for a missing column."""
         refs = [self.resolve(value) for value in inputs]
-        source, sources = merge_columns([ref.fetch() for ref in refs]), self.sources(refs)
+        data, sources = merge_columns([ref.fetch() for ref in refs]), self.sources(refs)
         needed, optional = list_columns(function)
         reads = _by_source(sources, [name for name in (*needed, *optional) if name in sources])
-        columns, stats = apply_columns(function, source, keywords)
+        columns, stats = apply_columns(function, data, keywords)
         return self.answer(
-            Call(None, name_of(function)), source.with_(**columns), stats, reads, list(columns), sources, source
+            Call(None, name_of(function)), data.with_(**columns), stats, reads, list(columns), sources, data
         )
 
     def join(self, *inputs: BatchRef | Batch | Future) -> Future:
         """Merge the columns of all inputs; each keeps the call that made it."""
         refs = [self.resolve(value) for value in inputs]
-        source = merge_columns([ref.fetch() for ref in refs])
-        return self.answer(Call(None, "join"), source, {}, {}, [], self.sources(refs), source)
+        data = merge_columns([ref.fetch() for ref in refs])
+        return self.answer(Call(None, "join"), data, {}, {}, [], self.sources(refs), data)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
         """Run the function; every column of its result counts as made by it."""
         refs = [self.resolve(value) for value in inputs]
-        source = [ref.fetch() for ref in refs]
-        batch, stats = transform_batches(function, source, keywords)
+        data = [ref.fetch() for ref in refs]
+        batch, stats = transform_batches(function, data, keywords)
         sources = self.sources(refs)
         reads = _by_source(sources, list(sources))
-        return self.answer(Call(None, name_of(function)), batch, stats, reads, _columns(batch), {}, source[0])
+        return self.answer(Call(None, name_of(function)), batch, stats, reads, _columns(batch), {}, data[0])
 
     def shutdown(self) -> None:
         """Do nothing: nothing was started."""
@@ -160,7 +160,7 @@ class DryCluster:
         sources: Mapping[str, str],
         read: Batch | None,
     ) -> Future:
-        """Record a call; its finished Future. The columns ``made`` of ``batch`` are from this call, others from ``sources``."""
+        """Record a call, which made the columns ``made`` of ``batch``, others come from ``sources``; its finished Future."""
         node = self.graph.add(call, reads, made, read)
         result: Any = stats
         if batch is not None:
@@ -188,34 +188,34 @@ class DryModel:
     def generate(self, prompts: BatchRef | Future, *, samples: int | None = None, **_: Any) -> Future:
         """Make ``samples`` responses of three tokens to each prompt."""
         ref = self._batch("generate", prompts)
-        source, sources = ref.fetch(), self.cluster.sources([ref])
-        batch = _responses(source, samples or self.context.samples_per_prompt)
+        data, sources = ref.fetch(), self.cluster.sources([ref])
+        batch = _responses(data, samples or self.context.samples_per_prompt)
         if self.context.environment is not None:
             batch = batch.with_(turn_rewards=torch.zeros(batch.tokens_total), messages=[[] for _ in range(len(batch))])
-        reads = _by_source(sources, [name for name in _columns(source) if name in batch])
-        return self.cluster.answer(Call(self.name, "generate"), batch, {}, reads, _columns(batch), {}, source)
+        reads = _by_source(sources, [name for name in _columns(data) if name in batch])
+        return self.cluster.answer(Call(self.name, "generate"), batch, {}, reads, _columns(batch), {}, data)
 
     def top_logprobs(self, batch: BatchRef | Future) -> Future:
         """Make a teacher's columns, with two candidates for each token."""
         ref = self._batch("top_logprobs", batch)
-        source = ref.fetch()
+        data = ref.fetch()
         columns = {
-            name: torch.zeros(source.tokens_total, 2, dtype=TOKEN_COLUMNS[name])
+            name: torch.zeros(data.tokens_total, 2, dtype=TOKEN_COLUMNS[name])
             for name in ("candidates", "teacher_logprobs")
         }
         reads = _by_source(self.cluster.sources([ref]), ["tokens"])
-        made = Batch(source.lengths, columns)
-        return self.cluster.answer(Call(self.name, "top_logprobs"), made, {}, reads, list(columns), {}, source)
+        made = Batch(data.lengths, columns)
+        return self.cluster.answer(Call(self.name, "top_logprobs"), made, {}, reads, list(columns), {}, data)
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None, **_: Any) -> Future:
         """Make the module's columns; ``into`` renames the first."""
         ref = self._batch("forward_step", batch)
-        source = ref.fetch()
+        data = ref.fetch()
         names = [into or self._scores[0], *self._scores[1:]]
         per_token = self.config.head != "reward" and self.config.judge is None
-        made = Batch(source.lengths, *_zeros(source, names, per_token=per_token))
+        made = Batch(data.lengths, *_zeros(data, names, per_token=per_token))
         reads = _by_source(self.cluster.sources([ref]), ["tokens"])
-        return self.cluster.answer(Call(self.name, "forward_step"), made, {}, reads, names, {}, source)
+        return self.cluster.answer(Call(self.name, "forward_step"), made, {}, reads, names, {}, data)
 
     def train_step(self, batch: BatchRef | Future, **_: Any) -> Future:
         """Record a training step."""
@@ -232,10 +232,10 @@ class DryModel:
         if not refs:
             return self.cluster.answer(Call(self.name, method), None, {}, {}, [], {}, None)
         names: list[str] = list(getattr(getattr(find_module_class(self.config), method), "produces", ()))
-        source, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
-        made = Batch(source.lengths, *_zeros(source, names, per_token=True)) if names else None
+        data, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
+        made = Batch(data.lengths, *_zeros(data, names, per_token=True)) if names else None
         reads = _by_source(sources, list(sources))
-        return self.cluster.answer(Call(self.name, method), made, {}, reads, names, {}, source)
+        return self.cluster.answer(Call(self.name, method), made, {}, reads, names, {}, data)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         if method.startswith("_"):
@@ -256,16 +256,16 @@ class DryModel:
         )
 
 
-def _responses(source: Batch, samples: int) -> Batch:
+def _responses(data: Batch, samples: int) -> Batch:
     """Prompts with responses, in the columns of docs/design.md §3; sequence columns are repeated."""
-    rows = torch.arange(len(source)).repeat_interleave(samples)
-    lengths = source.lengths[rows] + RESPONSE
+    rows = torch.arange(len(data)).repeat_interleave(samples)
+    lengths = data.lengths[rows] + RESPONSE
     base = Batch(lengths)
     position = torch.arange(base.tokens_total) - base.offsets[base.segment]
     mask = position >= (lengths - RESPONSE)[base.segment]
-    repeated = source.only(*source.sequence).select(rows).sequence if source.sequence else {}
+    repeated = data.only(*data.sequence).select(rows).sequence if data.sequence else {}
     sequence = dict(repeated) | {
-        "index": torch.arange(samples, dtype=torch.int32).repeat(len(source)),
+        "index": torch.arange(samples, dtype=torch.int32).repeat(len(data)),
         "prompt_length": (lengths - RESPONSE).to(torch.int32),
         "status": torch.zeros(len(rows), dtype=torch.uint8),
     }
@@ -278,15 +278,15 @@ def _responses(source: Batch, samples: int) -> Batch:
     return Batch(lengths, token, sequence)
 
 
-def _zeros(source: Batch, names: list[str], per_token: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _zeros(data: Batch, names: list[str], per_token: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """(token columns, sequence columns) of zeros; names in coalign.types have their own kind and dtype."""
     token, sequence = {}, {}
     for name in names:
         of_sequence = name in SEQUENCE_COLUMNS or name.startswith("reward/")
         if name in TOKEN_COLUMNS or (per_token and not of_sequence):
-            token[name] = torch.zeros(source.tokens_total, dtype=TOKEN_COLUMNS.get(name, torch.float32))
+            token[name] = torch.zeros(data.tokens_total, dtype=TOKEN_COLUMNS.get(name, torch.float32))
         else:
-            sequence[name] = torch.zeros(len(source), dtype=SEQUENCE_COLUMNS.get(name, torch.float32))
+            sequence[name] = torch.zeros(len(data), dtype=SEQUENCE_COLUMNS.get(name, torch.float32))
     return token, sequence
 
 

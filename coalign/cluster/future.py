@@ -216,9 +216,9 @@ class Meta:
     """Describes one worker's result to the driver; small, whatever the size of the payload.
 
     ``lengths`` i64[N], ``group`` i64[N], ``work`` i64[N], ``status`` u8[N] and ``columns`` describe the stored batch
-    (None or empty without one). ``stats`` is None unless the call returned some; ``value`` is a plain result. ``verb`` started
-    at ``start`` (seconds since the epoch, by the worker's clock) and took ``seconds``. ``memory`` is the process's peak
-    in bytes (the device's, if the module computes on one).
+    (None or empty without one). ``stats`` is None unless the call returned some; ``value`` is a plain result. ``verb``
+    started at ``start`` (seconds since the epoch, by the worker's clock) and took ``seconds``. ``memory`` is the
+    process's peak in bytes (the device's, if the module computes on one).
     """
 
     lengths: Tensor | None = None
@@ -298,9 +298,9 @@ class Outcome:
 class Future:
     """A ``call`` that runs.
 
-    ``result()`` waits and returns a BatchRef, merged Stats or a plain value. It raises WorkerError if the call failed, or
-    the first error of the run. ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of the largest
-    worker) wait, too.
+    ``result()`` waits and returns a BatchRef, merged Stats or a plain value. It raises WorkerError if the call failed,
+    or the first error of the run. ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of the
+    largest worker) wait, too.
 
     ``made`` is when the call was made (seconds since the epoch), ``running`` the tasks of workers for it now, ``spans``
     their past work. ``partial_results`` is set once the tasks have started: a future for each independent part of the

@@ -1,4 +1,4 @@
-"""A batch as numpy arrays: the form in which Ray's object store shares it, so that readers map it without unpickling."""
+"""A batch as numpy arrays: Ray's object store shares them, so readers map a batch instead of unpickling it."""
 
 from __future__ import annotations
 

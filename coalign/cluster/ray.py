@@ -105,9 +105,9 @@ class RayCluster(Cluster):
     """Runs models on the Ray cluster at ``runtime.ray_address``, or on one that starts here and ends with the run.
 
     All devices of a run are reserved at once, in a placement group with one bundle per node, on the nodes that
-    coalign.cluster.placement.nodes has chosen. An environment variable shows each process its devices. Ray itself cannot
-    do that: it shares a device only in fractions and several devices only whole, so a model with two devices per process
-    could not share them with a model with one.
+    coalign.cluster.placement.nodes has chosen. An environment variable shows each process its devices. Ray itself
+    cannot do that: it shares a device only in fractions and several devices only whole, so a model with two devices per
+    process could not share them with a model with one.
     """
 
     store = RayStore()

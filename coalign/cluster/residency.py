@@ -1,8 +1,9 @@
 """Decides which parts of which models are on the devices, and moves the parts that a call needs there.
 
-The driver decides and keeps count, workers move (coalign.memory.arena, or an engine by its own means). What a process has
-on its device is what it reported after its last call. With a known capacity a part leaves only if there is no memory for
-a call otherwise, and what a later call needs is fetched ahead where it fits. Without one, models of a place take turns.
+The driver decides and keeps count, workers move (coalign.memory.arena, or an engine by its own means). What a process
+has on its device is what it reported after its last call. With a known capacity a part leaves only if there is no
+memory for a call otherwise, and what a later call needs is fetched ahead where it fits. Without one, models of a place
+take turns.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class Residency:
         moves: Mapping[ResidentModel, Sequence[str]],
         callers: Sequence[ResidentModel] = (),
     ) -> None:
-        """Move parts of several processes at once, and wait for it. Callers with a new memory limit are sent it anyway."""
+        """Move parts of several processes at once, and wait for it. A caller whose memory limit has changed is sent it."""
         with self._lock:
             new_limits = {resident: () for resident in callers if self._limit(resident) != resident.limit}
             asked = new_limits | {resident: parts for resident, parts in moves.items() if parts}

@@ -1,7 +1,7 @@
 """Reads the Python stacks of processes of this machine, also of one that hangs in a collective, a lock or C code.
 
-A worker that is busy with a call cannot answer another one, so a signal asks it: faulthandler's handler runs without the
-interpreter's lock and writes into a memory file that ends with the process. Linux only (memfd, /proc).
+A worker that is busy with a call cannot answer another one, so a signal asks it: faulthandler's handler runs without
+the interpreter's lock and writes into a memory file that ends with the process. Linux only (memfd, /proc).
 """
 
 from __future__ import annotations

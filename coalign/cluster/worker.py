@@ -1,7 +1,7 @@
 """Runs one Module in its process (or thread): executes calls, and answers each with a Meta and a payload.
 
-The same class serves the local cluster and Ray. Exceptions do not leave it; they become a WorkerFailure. The worker also
-traces calls for a profiler, and reports what was in memory when there was not enough.
+The same class serves the local cluster and Ray. Exceptions do not leave it; they become a WorkerFailure. The worker
+also traces calls for a profiler, and reports what was in memory when there was not enough.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _ROWS = 40
 
 
 def write_memory_report(error: BaseException, folder: Path, name: str) -> str:
-    """Write what is in memory after an out-of-memory error; returns what to add to its message (empty for other errors).
+    """Write what is in memory after an out-of-memory error; returns an addition to its message (empty for others).
 
     ``folder/name.txt`` is a table of the largest tensors. On CUDA, name.pickle is the allocator's snapshot (for
     pytorch.org/memory_viz).
@@ -136,8 +136,8 @@ def find_module_class(config: ModelConfig) -> type[Module]:
 
 class Worker:
     """Executes verbs on its module: ``setup``, ``call`` (a method), ``first_part`` and ``next_part`` (of a method's
-    result), ``run`` (a function), ``move``, ``start_trace``, ``stop_trace``, ``close``; ``apply`` and ``transform`` call
-    pure functions without a module.
+    result), ``run`` (a function), ``move``, ``start_trace``, ``stop_trace``, ``close``; ``apply`` and ``transform``
+    call pure functions without a module.
 
     With an ``arena``, every answer reports what the module has on its device.
     """

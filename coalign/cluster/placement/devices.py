@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A kind of device: ``device`` is torch's name, ``visible`` the environment variable that lists a process's devices."""
+    """A kind of device: torch's name for it, and the environment variable that lists a process's ``visible`` devices."""
 
     device: str
     visible: str

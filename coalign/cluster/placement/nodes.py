@@ -1,8 +1,8 @@
 """Decides on which node and which devices each process of a run is placed, before anything is reserved.
 
 First each unit (devices that must be on one node) is assigned to a node by the number of free devices. The search is
-exact: if there is an assignment it is found, otherwise the run is refused with what it needs and what there is. Once the
-devices are reserved and their names are known, each unit gets devices that are close to each other.
+exact: if there is an assignment it is found, otherwise the run is refused with what it needs and what there is. Once
+the devices are reserved and their names are known, each unit gets devices that are close to each other.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ A Slot has the devices of one colocation group, or of one model that is in no gr
 devices in time. With A on 8 devices and B and C on 4 each, B and C get different devices and run in parallel, while A
 runs alone. The places of a slot are numbers from 0; coalign.cluster.placement.nodes finds devices for them.
 
-CPU cores are not reserved: the operating system shares them, so no layout of CPU models can dead-lock. The place of a CPU
-process only decides which processes run one after the other, and, beside a device model of its group, on which node.
+CPU cores are not reserved: the operating system shares them, so no layout of CPU models can dead-lock. The place of a
+CPU process only decides which processes run one after the other, and, beside a device model of its group, on which
+node.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Footprint:
     """The processes of one model, and the devices of each process (0: it computes on CPU).
 
     ``together``: neighbouring ranks that need one node and get the same data, as a tensor-parallel group. ``alike``:
-    groups of ``together`` ranks that get the same data, on any nodes. ``spread``: over many nodes rather than few (None:
-    either).
+    groups of ``together`` ranks that get the same data, on any nodes. ``spread``: over many nodes rather than few
+    (None: either).
     """
 
     processes: int
@@ -86,8 +87,8 @@ class Footprint:
 class Slot:
     """Places that models share: ``places[model]`` are those of its processes, by rank.
 
-    The first ``devices`` places are devices, the others are for CPU processes. Each of the ``units`` must be on one node
-    (the devices of a process or of a tensor-parallel group); together they cover the slot.
+    The first ``devices`` places are devices, the others are for CPU processes. Each of the ``units`` must be on one
+    node (the devices of a process or of a tensor-parallel group); together they cover the slot.
     """
 
     name: str
