@@ -160,7 +160,7 @@ class DryCluster:
         sources: Mapping[str, str],
         read: Batch | None,
     ) -> Future:
-        """Record a call, which made the columns ``made`` of ``batch``, others come from ``sources``; its finished Future."""
+        """Record a call that made the columns ``made`` of ``batch`` (others: see ``sources``); its finished Future."""
         node = self.graph.add(call, reads, made, read)
         result: Any = stats
         if batch is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """A kind of device: torch's name for it, and the environment variable that lists a process's ``visible`` devices."""
+    """A kind of device: torch's name, and the environment variable that makes devices ``visible`` to a process."""
 
     device: str
     visible: str
