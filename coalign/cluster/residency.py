@@ -254,7 +254,7 @@ class Residency:
         moves: Mapping[ResidentModel, Sequence[str]],
         callers: Sequence[ResidentModel] = (),
     ) -> None:
-        """Move parts of several processes at once, and wait for it. Callers are sent a memory limit that has changed."""
+        """Move parts of several processes at once, and wait. Callers are sent a memory limit that has changed."""
         with self._lock:
             new_limits = {resident: () for resident in callers if self._limit(resident) != resident.limit}
             asked = new_limits | {resident: parts for resident, parts in moves.items() if parts}
