@@ -1,4 +1,4 @@
-"""How unequal the ranks of a step are: neighbours of equal tokens (``deal`` by order) against equal cost (by cost).
+"""How unequal the ranks of a step are: neighbours of equal tokens (``shard_rows`` by order) against equal cost.
 
 Prints, for the dearest rank over the mean, tokens and attention (squares of lengths), and micro-batches per rank: one
 after the other, filled until the next group is too much, against best fit. Lengths only, no model:

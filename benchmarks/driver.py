@@ -23,10 +23,10 @@ import torch
 
 from coalign.algorithms.advantages import group
 from coalign.backends.base import Module
-from coalign.cluster.answers import Running
+from coalign.cluster.answers import WorkerTask
 from coalign.cluster.dist import DistActor
 from coalign.cluster.future import Meta, WorkerRows
-from coalign.cluster.local import Cell, LocalCluster
+from coalign.cluster.local import LocalCluster, LocalReference
 from coalign.cluster.placement.slots import Slot
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
@@ -61,16 +61,16 @@ class StandIn:
     def __init__(self, where: str, store: Any) -> None:
         self.where, self.store = where, store
 
-    def execute(self, verb: str, *arguments: Any) -> Running:
+    def execute(self, verb: str, *arguments: Any) -> WorkerTask:
         begun, clock = time.thread_time(), time.time()
-        answer, cell = concurrent.futures.Future(), Cell()
+        answer, cell = concurrent.futures.Future(), LocalReference()
         batch, stats = getattr(self, verb)(*arguments)
         meta = Meta(stats=stats) if batch is None else Meta.of(batch, stats)
         answer.set_result(replace(meta, stats=stats, verb=verb, start=clock, seconds=1e-3, memory=2**30))
         cell.value = batch
         with self.counting:
             StandIn.seconds += time.thread_time() - begun
-        return Running(self.where, answer, cell)
+        return WorkerTask(self.where, answer, cell)
 
     def setup(self, *_: Any) -> tuple[None, Stats]:
         return None, {}
@@ -115,7 +115,7 @@ class StandInCluster(LocalCluster):
         ranks = [StandIn(f"{name}, {'rank' if spmd else 'replica'} {i}", self.store) for i in range(count)]
         return [DistActor(ranks, "cpu")] if spmd else [DistActor([rank], "cpu") for rank in ranks]
 
-    def _helper(self) -> StandIn:
+    def _function_worker(self) -> StandIn:
         return StandIn("functions", self.store)
 
 

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from coalign.backends.base import Module
-from coalign.cluster.base import Cluster
+from coalign.cluster.base import Cluster, start_cluster
 from coalign.cluster.future import Future
-from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.engine.hooks.timeline import Timeline
@@ -100,7 +99,7 @@ def main() -> None:
     products = products_per_ms() if arguments.compute else 0.0
     arguments.output.mkdir(parents=True, exist_ok=True)
     ratios = []
-    with start(config) as cluster:
+    with start_cluster(config) as cluster:
         for name, model in models.items():
             cluster.spawn(name, model, Context(model=name, threads=1))
         engine, timeline = GRPO(config, cluster), Timeline(arguments.output, every=1)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from coalign.backends.base import Module
-from coalign.cluster.start import start
+from coalign.cluster.base import start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SyncConfig
 from coalign.roles import Context
 from coalign.weights.sync.sync import WeightSync
@@ -121,7 +121,7 @@ def measure(label: str, verify: str, readers: int, repeats: int) -> None:
     }
     size = sum(2 * int(np.prod(shape)) for shape in shapes().values())
     config = RunConfig(algorithm="none", models=models, runtime=RuntimeConfig(cluster="ray"))
-    with start(config) as cluster, tempfile.TemporaryDirectory() as directory:
+    with start_cluster(config) as cluster, tempfile.TemporaryDirectory() as directory:
         trainer, policy = (cluster.spawn(name, each, Context(model=name)) for name, each in models.items())
         total = lambda: sum(sum(model.run(memory).result()) for model in (trainer, policy))  # noqa: E731
         before = total()

@@ -1,4 +1,4 @@
-"""The package's threads: workers with a deadline for each call, and event loops that run in a thread of their own.
+"""The package's threads: call queues, pools with a deadline for each call, and event loops in a thread of their own.
 
 All of them are daemons. Python cannot stop a thread, so one that hangs is left behind and ends with the process.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import queue
 import sys
 import threading
 import time
@@ -40,6 +41,34 @@ def start_thread(task: Callable[[], Any], name: str) -> threading.Thread:
     thread = threading.Thread(target=task, name=name, daemon=True)
     thread.start()
     return thread
+
+
+class CallQueue:
+    """One thread that runs its tasks in the order given. A task must handle its own errors."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._thread = start_thread(self._work, f"coalign-{name}")
+
+    def submit(self, task: Callable[[], Any]) -> None:
+        """Run ``task`` after all earlier ones."""
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """End the thread after the tasks submitted so far."""
+        self._tasks.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait at most ``seconds`` until the thread has ended.
+
+        A thread that is still freeing tensors while the interpreter goes away aborts the process.
+        """
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
 
 def _call(function: Callable[[], Any]) -> CallResult:

@@ -1,7 +1,7 @@
-"""Which replica gets which rows of a batch, and the order of what replicas give back.
+"""Splits a batch over replicas, and restores the order of the batch in their results.
 
-A driver knows lengths and groups of a batch, not its contents: enough to deal its rows out in shares that take equally
-long, and to put the results into the order of the batch again, whoever computed them.
+The driver knows the lengths and groups of a batch, not its contents. That is enough to split the rows into shards that
+take equally long, and to put the results back into the order of the batch.
 """
 
 from __future__ import annotations
@@ -24,41 +24,43 @@ By = Literal["work", "cost", "order"]
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """``rows[p]`` (i64) are those of part p, in the order in which it gets them; ``updates`` i32[N], of a training
-    step: which of its updates each row of the batch is for."""
+    """A batch in shards: shard i has the rows ``rows[i]`` (i64) of the batch, in this order.
 
-    given: BatchRef
+    ``updates`` i32[N], in a training step: the update to which each row of the batch belongs.
+    """
+
+    batch: BatchRef
     rows: tuple[Tensor, ...]
     updates: Tensor | None = None
 
     @property
     def parts(self) -> list[BatchRef]:
-        return [self.given.select(rows) for rows in self.rows]
+        return [self.batch.select(rows) for rows in self.rows]
 
     @property
-    def shares(self) -> list[WorkerRows]:
-        """What each part gets."""
-        shares = [part.share for part in self.parts]
+    def worker_rows(self) -> list[WorkerRows]:
+        """The shards as workers get them."""
+        shards = [part.worker_rows for part in self.parts]
         if self.updates is None:
-            return shares
-        pairs = zip(shares, self.rows, strict=True)
-        return [replace(share, update=self.updates[rows].numpy()) for share, rows in pairs]
+            return shards
+        pairs = zip(shards, self.rows, strict=True)
+        return [replace(shard, update=self.updates[rows].numpy()) for shard, rows in pairs]
 
     def order(self, metas: Sequence[Meta]) -> Tensor | None:
-        """What the parts that got any rows gave, one after the other, in the order of the batch: row i of the result is
-        row order[i] of that. None if nothing is to be moved.
+        """How to put the concatenated results of the shards with rows into the order of the batch.
 
-        A part gives a row for each of its rows, or (generation) rows of the same groups.
+        Row i is row order[i] of the results; None if they are in order already. A worker returns a row for each of its
+        rows, or (generation) rows of the same groups.
         """
-        dealt = [rows for rows in self.rows if len(rows)]
-        if not dealt or metas[0].lengths is None:
+        filled = [rows for rows in self.rows if len(rows)]
+        if not filled or metas[0].lengths is None:
             return None
         groups = [meta.group for meta in metas if meta.group is not None]
         sizes = [len(meta.lengths) for meta in metas if meta.lengths is not None]
-        if sizes == [len(rows) for rows in dealt]:
-            place = torch.cat(dealt)
-        elif self.given.group is not None and len(groups) == len(metas):
-            place = _first_rows(self.given.group, torch.cat(groups))
+        if sizes == [len(rows) for rows in filled]:
+            place = torch.cat(filled)
+        elif self.batch.group is not None and len(groups) == len(metas):
+            place = _first_rows(self.batch.group, torch.cat(groups))
         else:
             return None
         order = torch.argsort(place, stable=True)
@@ -66,41 +68,43 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """The calls that one call becomes: which rank gets which arguments. ``parts`` are those of ``deal`` (that of its
-    first batch) that they are for."""
+class ShardedCall:
+    """The calls of workers that one call of a model becomes: each with its rank, arguments and keywords.
 
-    calls: Sequence[tuple[WorkerHandle, tuple[Any, ...]]]
-    deal: Shards | None = None
-    parts: Sequence[int] = ()
+    ``shards`` are those of its first batch, ``numbers`` those that the calls are for.
+    """
 
-    def restored(self, outcome: Outcome, metas: Sequence[Meta]) -> Outcome:
-        """The outcome with its rows in the order of the batch; ``metas``: the answer for each part."""
-        if self.deal is None:
+    calls: Sequence[tuple[WorkerHandle, tuple[tuple[Any, ...], dict[str, Any]]]]
+    shards: Shards | None = None
+    numbers: Sequence[int] = ()
+
+    def restore_order(self, outcome: Outcome, metas: Sequence[Meta]) -> Outcome:
+        """The outcome with its rows in the order of the batch; ``metas``: the answer for each of the ``numbers``."""
+        if self.shards is None:
             return outcome
-        told = [meta for part, meta in zip(self.parts, metas, strict=True) if len(self.deal.rows[part])]
-        return in_order(outcome, self.deal.order(told))
+        filled = [meta for number, meta in zip(self.numbers, metas, strict=True) if len(self.shards.rows[number])]
+        return reorder(outcome, self.shards.order(filled))
 
 
-def in_order(outcome: Outcome, order: Tensor | None) -> Outcome:
-    """The outcome with row order[i] of its result as row i (None: as it is)."""
+def reorder(outcome: Outcome, order: Tensor | None) -> Outcome:
+    """The outcome with row order[i] of its result as row i (None: unchanged)."""
     return outcome if order is None else replace(outcome, result=outcome.result.select(order), order=order)
 
 
-def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """Outcomes for one batch after the other as that of all."""
+def concat_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
+    """Merge the outcomes of several batches into that of their concatenation."""
     result = BatchRef.concat([outcome.result for outcome in outcomes])
     stats = merge_stats(outcome.stats for outcome in outcomes)
     return Outcome(result, stats, max(outcome.memory for outcome in outcomes))
 
 
 def shard_rows(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True) -> Shards:
-    """The rows in ``parts`` shares, with ``whole_groups`` the groups in one piece (equal neighbours in column `group`).
+    """Split a batch into ``parts`` shards; ``whole_groups``: no group (equal neighbours in column `group`) is split.
 
-    By ``work``: what it takes to generate, and in each share the longest first, so that no long one is left for the
-    end; prompts of which nothing is known are cut into neighbours by their number. By ``cost``: what it takes to
-    compute; a part keeps its rows in the order of the batch, so on one rank nothing is moved. By ``order``: neighbours
-    of equal tokens, for methods that may give back other rows than they got.
+    By ``work``: balances the expected cost of generation, the longest first in each shard, so that none is left for the
+    end; without an estimate each shard gets neighbours, equally many. By ``cost``: balances the cost of a forward pass;
+    a shard keeps the order of the batch, so on one rank nothing is moved. By ``order``: neighbours of equal tokens, for
+    methods that may return other rows than they got.
     """
     keep = batch.group if whole_groups else None
     if by == "order" or batch.group is None or (by == "work" and batch.work is None):
@@ -119,16 +123,18 @@ def shard_rows(batch: BatchRef, parts: int, by: By, *, whole_groups: bool = True
 
 
 def shard_updates(batch: BatchRef, parts: int, updates: int, *, whole_groups: bool = True) -> Shards:
-    """The rows of a training step of so many ``updates``. Each of these is a run of the batch, as Batch.split cuts it
-    (which is what a module does that is alone), and dealt out by cost on its own: what it learns from does not depend
-    on ``parts``."""
+    """Split the batch of a training step into ``parts`` shards, each update on its own and by cost.
+
+    An update is a run of the batch as Batch.split cuts it (and as a module on one rank does), so its rows do not depend
+    on ``parts``.
+    """
     ranges = split_ranges(batch.lengths, updates, keep=batch.group)
-    dealt = [
+    split = [
         shard_rows(batch.slice(start, stop), parts, "cost", whole_groups=whole_groups).rows for start, stop in ranges
     ]
-    runs = [[start + rows for rows in each] for (start, _), each in zip(ranges, dealt, strict=True)]
+    runs = [[start + rows for rows in each] for (start, _), each in zip(ranges, split, strict=True)]
     number = torch.arange(updates, dtype=torch.int32).repeat_interleave(torch.tensor([b - a for a, b in ranges]))
-    return Shards(batch, tuple(torch.cat(of_part) for of_part in zip(*runs, strict=True)), number)
+    return Shards(batch, tuple(torch.cat(own) for own in zip(*runs, strict=True)), number)
 
 
 def _first_rows(group: Tensor, wanted: Tensor) -> Tensor:

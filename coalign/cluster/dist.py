@@ -1,7 +1,7 @@
-"""Models spread over processes: DistActor is one replica with its ranks, DistModel all replicas of a model.
+"""Models spread over processes: a DistActor is one replica with its ranks, a DistModel all replicas of a model.
 
-A call returns a Future at once. The calls of one model run in the order they were made; calls of different models run
-side by side as far as their inputs and their devices allow. Nothing here knows where the workers are.
+A call returns a Future at once. Calls of one model run in the order in which they were made; calls of different models
+run at the same time as far as their inputs and their devices allow. Nothing here depends on the kind of cluster.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from coalign.cluster.answers import (
-    Answer,
-    Running,
+    TaskFuture,
     WorkerHandle,
-    arriving,
-    by_share,
-    combine,
+    WorkerTask,
+    build_timeout_error,
     is_streamed,
-    silence,
+    merge_answers,
+    merge_parts,
+    stream_rows,
     wait,
-    when_answered,
+    watch_task,
 )
-from coalign.cluster.balance import By, Shares, in_order, joined, shard_rows, shard_updates
+from coalign.cluster.balance import By, ShardedCall, concat_outcomes, reorder, shard_rows, shard_updates
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
-from coalign.cluster.worker import module_class
+from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.memory.arena import PARTS
 from coalign.roles import Context, Rollout, Scorer, Trainable
@@ -42,14 +42,14 @@ Role = TypeVar("Role", covariant=True)  # of coalign.roles: what a model can be 
 
 @dataclass(frozen=True, slots=True)
 class DistActor:
-    """One replica: its ranks in order, their device, and where they meet (None for a single one)."""
+    """One replica: its ranks in order, their device, and the address where they meet (None for a single rank)."""
 
     ranks: Sequence[WorkerHandle]
     device: str
     rendezvous: str | None = None
 
     def contexts(self, context: Context) -> list[Context]:
-        """What each rank is told."""
+        """The context of each rank."""
         size = len(self.ranks)
         own = replace(context, world_size=size, device=self.device, rendezvous=self.rendezvous)
         return [replace(own, rank=rank) for rank in range(size)]
@@ -58,20 +58,14 @@ class DistActor:
 class DistModel(Generic[Role]):
     """All replicas of one model, in the ``Role`` that it has in the run.
 
-    A batch is dealt out in shares that take equally long (coalign.cluster.balance), prompts by the work they promise;
-    the result has the order of the batch. Other methods get neighbours. SPMD models are called on every rank, even with
-    an empty share, since their ranks meet in collectives; neighbouring ranks that compute rows together receive the
-    same share. An attribute that is not here is a method of the module: ``model.my_method(batch, key=1)``.
+    A batch is split over the replicas so that all take equally long (coalign.cluster.balance); the result has the order
+    of the batch. The ranks of an SPMD model are all called, even with an empty shard, since they meet in collectives;
+    ranks that compute rows together get the same shard. Any other attribute is a method of the module:
+    ``model.my_method(batch, key=1)``.
     """
 
     def __init__(
-        self,
-        name: str,
-        config: ModelConfig,
-        actors: Sequence[DistActor],
-        cluster: Cluster,
-        turn: Callable[..., AbstractContextManager[None]],
-        spmd: bool,
+        self, name: str, config: ModelConfig, actors: Sequence[DistActor], cluster: Cluster, spmd: bool
     ) -> None:
         self.name = name
         self.config = config
@@ -80,39 +74,40 @@ class DistModel(Generic[Role]):
         self.store = cluster.store
         self.syncing = threading.Lock()  # one weight sync at a time
         self.ready: Future  # the modules are loaded
+        module = find_module_class(config)
         self._ranks = [rank for actor in actors for rank in actor.ranks]
-        self._turn = turn  # (future, method, needs): has the model's devices for the time of one call
-        self._parts = module_class(config).needs
+        self._exclusive = module.exclusive
+        self._parts = module.needs
         self._spmd = spmd
-        self._share_of = config.shares(len(self._ranks)) if spmd else [*range(len(self._ranks))]
-        # Of the ranks that are given the same share the first one tells the result.
-        self._counted = [self._share_of.index(share) for share in range(max(self._share_of) + 1)] if spmd else None
+        self._shard_of_rank = config.shares(len(self._ranks)) if spmd else [*range(len(self._ranks))]
+        self._shards = max(self._shard_of_rank) + 1
+        # Ranks that get the same shard give the same result: the first one's counts.
+        self._counted = [self._shard_of_rank.index(shard) for shard in range(self._shards)] if spmd else None
         self._whole_groups = True
-        self._shares_each = 1 if spmd else config.shares_per_replica
         self._queue = cluster.call_queue(name)
 
     def generate(self: DistModel[Rollout], prompts: BatchRef | Future, **keywords: Any) -> Future:
-        """Responses to prompts: a BatchRef."""
+        """Generate responses to prompts: a BatchRef."""
         return self._call("generate", (prompts,), keywords, by="work")
 
     def forward_step(self: DistModel[Scorer], batch: BatchRef | Future, **keywords: Any) -> Future:
-        """Columns for the rows of ``batch``: a BatchRef of these columns alone."""
+        """Compute columns for the rows of ``batch``: a BatchRef of these columns alone."""
         return self._call("forward_step", (batch,), keywords, by="cost", by_row=True)
 
     def train_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
-        """Learn from ``batch``: Stats. Its updates are cut here, whatever the number of ranks (deal_updates)."""
+        """Learn from ``batch``: Stats. The rows of each update do not depend on the number of ranks."""
         return self._call("train_step", (batch,), keywords, by="cost", updates=self.config.updates_per_batch)
 
     def eval_step(self: DistModel[Trainable], batch: BatchRef | Future, **keywords: Any) -> Future:
-        """The loss of ``batch``, without learning: Stats."""
+        """Compute the loss of ``batch``, without learning: Stats."""
         return self._call("eval_step", (batch,), keywords, by="cost")
 
     def save(self, directory: str) -> Future:
-        """Write everything to resume bit for bit. A failure (a full disk) ends this call only, not the run."""
+        """Write everything needed to resume bit for bit. A failure (a full disk) ends this call only, not the run."""
         return self._call("save", (directory,), {}, fatal=False)
 
     def load(self, directory: str) -> Future:
-        """Take back what ``save`` wrote."""
+        """Load what ``save`` wrote."""
         return self._call("load", (directory,), {})
 
     def save_hf(self, directory: str, **keywords: Any) -> Future:
@@ -124,10 +119,10 @@ class DistModel(Generic[Role]):
         return self._call("save_adapter", (directory,), {}, fatal=False)
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Future:
-        """Any method of the module. A plain result is the first worker's.
+        """Call any method of the module. A plain result is the first worker's.
 
-        Several batches among the positional arguments are cut alike: they must hold the same sequences. A batch given
-        by keyword is cut on its own.
+        Batches among the positional arguments are split alike, so they must hold the same sequences. A batch passed by
+        keyword is split on its own.
         """
         return self._call(method, arguments, keywords)
 
@@ -144,29 +139,29 @@ class DistModel(Generic[Role]):
         parts: Sequence[str] = ("weights",),
         beside: Sequence[DistModel[Any]] = (),
     ) -> Future:
-        """``function(module, store, *arguments)`` on every rank; the result lists what each of them returned.
+        """Call ``function(module, store, *arguments)`` on every rank; the result lists what each rank returned.
 
-        It works on these ``parts`` of the model, and on the weights of the models ``beside`` it.
+        The function uses these ``parts`` of the model, and the weights of the models ``beside`` it.
         """
         needs = {self.name: parts, **{other.name: ("weights",) for other in beside}}
 
         def work(future: Future) -> Outcome:
-            running, metas = self._everywhere(future, "run", needs, function, *arguments)
-            return replace(combine(running, metas, self.store), result=[meta.value for meta in metas])
+            tasks, metas = self._call_all_ranks(future, "run", needs, function, *arguments)
+            return replace(merge_answers(tasks, metas, self.store), result=[meta.value for meta in metas])
 
-        return self.cluster.launch(Call(self.name, function.__name__), work, self._queue.submit, fatal)
+        return self.cluster.launch(Call(self.name, function.__name__), work, self._queue, fatal)
 
     def takes_turns_with(self, other: DistModel[Any]) -> bool:
-        """Whether a call of one of the two may have to wait until a call of the other one has ended."""
+        """Whether the two models share devices, so that a call of one may have to wait for a call of the other."""
         return self.cluster.slots[self.name] is self.cluster.slots[other.name]
 
     def start_trace(self, config: ProfileConfig, step: int) -> Future:
-        """Have every rank trace what it does from now on."""
-        return self._verb("start_trace", config, step)
+        """Start a trace on every rank."""
+        return self._trace("start_trace", config, step)
 
     def stop_trace(self, directory: str) -> Future:
         """End the trace; every rank writes its file. A failure (a full disk) ends this call only, not the run."""
-        return self._verb("stop_trace", directory)
+        return self._trace("stop_trace", directory)
 
     @property
     def processes(self) -> int:
@@ -182,18 +177,18 @@ class DistModel(Generic[Role]):
         ]
 
         def work(future: Future) -> Outcome:
-            with self._turn(future, "setup", {self.name: PARTS}):
+            with self._hold_devices(future, "setup", {self.name: PARTS}):
                 pairs = zip(self._ranks, contexts, strict=True)
-                running = [rank.execute("setup", self.config, each) for rank, each in pairs]
-                return self._outcome(future, "setup", running)
+                tasks = [rank.execute("setup", self.config, each) for rank, each in pairs]
+                return merge_answers(tasks, self._wait(future, "setup", tasks), self.store, self._counted)
 
-        return self.cluster.launch(Call(self.name, "setup"), work, self._queue.submit)
+        return self.cluster.launch(Call(self.name, "setup"), work, self._queue)
 
-    def release(self) -> list[Running]:
-        """Let the modules give back what they took."""
+    def release(self) -> list[WorkerTask]:
+        """Start closing the modules."""
         return [rank.execute("close") for rank in self._ranks]
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- private ---------------------------------------------------------------------------------------------------
 
     def _call(
         self,
@@ -205,73 +200,78 @@ class DistModel(Generic[Role]):
         by_row: bool = False,
         updates: int | None = None,
     ) -> Future:
+        """Call a method of the module on every replica with its shard of the batches, which is split ``by`` cost.
+
+        ``by_row``: the method computes each row on its own. ``updates`` are those of a training step.
+        """
         needs = {self.name: self._parts.get(method, PARTS)}
 
         def work(future: Future) -> Outcome:
             self.cluster.residency.announce(self.name, needs[self.name])
-            if by_row and self._takes_parts_of(arguments[0]):
-                return self._as_they_come(future, method, needs, arguments[0], keywords)
-            # No tuple from a generator that waits: a thread that looks at all objects (memory_report) would break it.
+            if by_row and self._can_stream(arguments[0]):
+                return self._call_streamed(future, method, needs, arguments[0], keywords)
+            # No tuple from a generator that waits: list_largest_tensors looks at all objects, and would break it.
             ready = [self.cluster.resolve(value) for value in arguments]
             named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
-            shares = self._shares(future.call, tuple(ready), named, by, self._shares_each, updates)
-            with self._turn(future, method, needs):
-                running, metas, counts = self._share_out(future, method, shares)
-                outcome = combine(running, metas, self.store, self._counted)
-                told = by_share(metas, counts)
-                return shares.restored(outcome, told if self._counted is None else [told[i] for i in self._counted])
+            each = 1 if self._spmd else self.config.shares_per_replica
+            sharded = self._split(future.call, tuple(ready), named, by, each, updates)
+            with self._hold_devices(future, method, needs):
+                if len(sharded.calls) > len(self._ranks):
+                    tasks, metas = self._call_free_replicas(future, method, sharded)
+                    return sharded.restore_order(merge_answers(tasks, metas, self.store), metas)
+                started: list[list[WorkerTask]] = []
+                for rank, own in sharded.calls:
+                    parts = min(self.config.parts_per_call, len(own[0][0].which)) if method == "generate" else 1
+                    if parts > 1:
+                        first = ("first_part", method, parts, *own)
+                        started.append(rank.execute_all([first] + [("next_part", method)] * (parts - 1)))
+                    else:
+                        started.append([rank.execute("call", method, *own)])
+                tasks = [task for parts in started for task in parts]
+                # Neither the rows of one rank nor a part of a group are of use alone.
+                complete = self._spmd or self.config.spread_samples
+                future.set_partial_results([] if complete else [watch_task(task) for task in tasks])
+                metas = self._wait(future, method, tasks)
+                outcome = merge_answers(tasks, metas, self.store, self._counted)
+                merged = merge_parts(metas, [len(parts) for parts in started])
+                counted = merged if self._counted is None else [merged[i] for i in self._counted]
+                return sharded.restore_order(outcome, counted)
 
-        return self.cluster.launch(Call(self.name, method), work, self._queue.submit, fatal)
+        return self.cluster.launch(Call(self.name, method), work, self._queue, fatal)
 
-    def _share_out(self, future: Future, method: str, shares: Shares) -> tuple[list[Running], list[Meta], list[int]]:
-        """Each share to its rank, all at once; or, if there are more, to whichever replica is free. What is under way,
-        what it gave, and in how many parts each share did."""
-        if len(shares.calls) <= len(self._ranks):
-            started = [self._begin(rank, method, *own) for rank, own in shares.calls]
-            running = [part for parts in started for part in parts]
-            apart = self._spmd or self.config.spread_samples  # a rank's rows mean nothing alone, nor parts of a group
-            future.comes_in([] if apart else [when_answered(each) for each in running])
-            return running, self._wait(future, method, running), [len(parts) for parts in started]
-        answers: list[Answer] = [concurrent.futures.Future() for _ in shares.calls]
-        future.comes_in([] if self.config.spread_samples else answers)
-        waiting, free = list(enumerate(own for _, own in shares.calls))[::-1], list(self._ranks)[::-1]
-        busy: dict[Any, tuple[int, WorkerHandle, Running]] = {}  # by the future of the answer
-        done: dict[int, tuple[Running, Meta]] = {}
+    def _call_free_replicas(
+        self, future: Future, method: str, sharded: ShardedCall
+    ) -> tuple[list[WorkerTask], list[Meta]]:
+        """Give each replica its next shard when it is free; the tasks and their Metas in the order of the shards."""
+        results: list[TaskFuture] = [concurrent.futures.Future() for _ in sharded.calls]
+        future.set_partial_results([] if self.config.spread_samples else results)
+        waiting, free = list(enumerate(own for _, own in sharded.calls))[::-1], list(self._ranks)[::-1]
+        busy: dict[Any, tuple[int, WorkerHandle, WorkerTask]] = {}  # by the future of the answer
+        done: dict[int, tuple[WorkerTask, Meta]] = {}
         while waiting or busy:
             while waiting and free:
                 (number, own), rank = waiting.pop(), free.pop()
-                running = rank.execute("call", method, *own)
-                busy[running.meta] = number, rank, running
-            future.running = [running for _, _, running in busy.values()]
+                task = rank.execute("call", method, *own)
+                busy[task.meta] = number, rank, task
+            future.running = [task for _, _, task in busy.values()]
             ended, _ = concurrent.futures.wait(busy, self.cluster.timeout, concurrent.futures.FIRST_COMPLETED)
             if not ended:
-                raise silence(future, future.running, self.cluster.timeout)
+                raise build_timeout_error(future, future.running, self.cluster.timeout)
             for answer in ended:
-                number, rank, running = busy.pop(answer)
-                [meta] = self._wait(future, method, [running])
-                done[number] = running, meta
-                answers[number].set_result(running)
+                number, rank, task = busy.pop(answer)
+                [meta] = self._wait(future, method, [task])
+                done[number] = task, meta
+                results[number].set_result(task)
                 free.append(rank)
-        running, metas = zip(*(done[number] for number in sorted(done)), strict=True)
-        return list(running), list(metas), [1] * len(done)
+        return [done[number][0] for number in sorted(done)], [done[number][1] for number in sorted(done)]
 
-    def _begin(
-        self, rank: WorkerHandle, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> list[Running]:
-        """A call of one rank: of `generate`, in as many parts as the model hands over."""
-        parts = min(self.config.parts_per_call, len(arguments[0].which)) if method == "generate" else 1
-        if parts <= 1:
-            return [rank.execute("call", method, arguments, keywords)]
-        first = ("first_part", method, parts, arguments, keywords)
-        return rank.in_parts([first] + [("next_part", method)] * (parts - 1))
-
-    def _takes_parts_of(self, value: Any) -> bool:
-        """Whether rows of ``value`` can be computed before the others: nothing but them would be waited for, and nobody
-        wants the devices between two parts."""
+    def _can_stream(self, value: Any) -> bool:
+        """Whether rows of ``value`` can be computed before the others come: the model is alone on its devices, so no
+        other model waits for them between two bundles of rows."""
         alone = len(self.cluster.slots[self.name].places) == 1
         return alone and not self._spmd and isinstance(value, Future) and is_streamed(value)
 
-    def _as_they_come(
+    def _call_streamed(
         self,
         future: Future,
         method: str,
@@ -279,44 +279,48 @@ class DistModel(Generic[Role]):
         batch: Future,
         keywords: dict[str, Any],
     ) -> Outcome:
-        """A call by rows on what is there of ``batch``, again and again; the result has the order of its rows."""
+        """Call a method on each bundle of rows of ``batch`` as it comes; the result has the order of its rows."""
         named = {name: self.cluster.resolve(value) for name, value in keywords.items()}
         done: dict[int, Outcome] = {}
-        for bundles in arriving(batch, self.store, len(self._ranks)):
-            shares = {at: self._shares(future.call, (rows,), named, "cost") for at, rows in bundles.items()}
-            with self._turn(future, method, needs):
-                calls = [(at, rank.execute("call", method, *own)) for at in shares for rank, own in shares[at].calls]
-                metas = self._wait(future, method, [running for _, running in calls])
-            for at in shares:
-                mine = [(running, meta) for (its, running), meta in zip(calls, metas, strict=True) if its == at]
-                running, told = zip(*mine, strict=True)
-                done[at] = shares[at].restored(combine(running, told, self.store), told)
+        for bundles in stream_rows(batch, self.store, len(self._ranks)):
+            split = {position: self._split(future.call, (rows,), named, "cost") for position, rows in bundles.items()}
+            with self._hold_devices(future, method, needs):
+                tasks = {
+                    position: [rank.execute("call", method, *own) for rank, own in sharded.calls]
+                    for position, sharded in split.items()
+                }
+                metas = iter(self._wait(future, method, [task for own in tasks.values() for task in own]))
+            for position, own in tasks.items():
+                answers = [next(metas) for _ in own]
+                done[position] = split[position].restore_order(merge_answers(own, answers, self.store), answers)
         order = batch.ended.result().order
-        return in_order(joined([done[at] for at in sorted(done)]), order)
+        return reorder(concat_outcomes([done[position] for position in sorted(done)]), order)
 
-    def _verb(self, verb: str, *arguments: Any) -> Future:
+    def _trace(self, verb: str, *arguments: Any) -> Future:
         def work(future: Future) -> Outcome:
-            return combine(*self._everywhere(future, verb, {}, *arguments), self.store)
+            return merge_answers(*self._call_all_ranks(future, verb, {}, *arguments), self.store)
 
-        return self.cluster.launch(Call(self.name, verb), work, self._queue.submit, fatal=False)
+        return self.cluster.launch(Call(self.name, verb), work, self._queue, fatal=False)
 
-    def _everywhere(
+    def _call_all_ranks(
         self, future: Future, verb: str, needs: Mapping[str, Sequence[str]], *arguments: Any
-    ) -> tuple[list[Running], list[Meta]]:
-        with self._turn(future, future.call.method, needs):
-            running = [rank.execute(verb, *arguments) for rank in self._ranks]
-            return running, self._wait(future, future.call.method, running)
+    ) -> tuple[list[WorkerTask], list[Meta]]:
+        with self._hold_devices(future, future.call.method, needs):
+            tasks = [rank.execute(verb, *arguments) for rank in self._ranks]
+            return tasks, self._wait(future, future.call.method, tasks)
 
-    def _wait(self, future: Future, method: str, running: list[Running]) -> list[Meta]:
-        metas = wait(future, running, self.cluster.timeout)
-        self.cluster.residency.note(running, metas, method)
+    def _hold_devices(
+        self, future: Future, method: str, needs: Mapping[str, Sequence[str]]
+    ) -> AbstractContextManager[None]:
+        """Reserve the devices for one call; a model that is not ``exclusive`` waits for nobody."""
+        return self.cluster.hold_devices(self.name, future, method, needs) if self._exclusive else nullcontext()
+
+    def _wait(self, future: Future, method: str, tasks: list[WorkerTask]) -> list[Meta]:
+        metas = wait(future, tasks, self.cluster.timeout)
+        self.cluster.residency.record(tasks, metas, method)
         return metas
 
-    def _outcome(self, future: Future, method: str, running: list[Running]) -> Outcome:
-        metas = self._wait(future, method, running)
-        return combine(running, metas, self.store, self._counted)
-
-    def _shares(
+    def _split(
         self,
         call: Call,
         arguments: tuple[Any, ...],
@@ -324,31 +328,35 @@ class DistModel(Generic[Role]):
         by: By,
         each: int = 1,
         updates: int | None = None,
-    ) -> Shares:
-        """Which rank gets which (arguments, keywords): batches dealt out (of a training step, each of its ``updates``),
-        everything else as it is."""
+    ) -> ShardedCall:
+        """Decide which rank gets which (arguments, keywords): batches are split into ``each`` shards per replica (in a
+        training step, each of its ``updates`` is), everything else is passed on unchanged."""
         values = {**dict(enumerate(arguments)), **keywords}
         batches = {key: value for key, value in values.items() if isinstance(value, BatchRef)}
         if not batches:
-            return Shares([(rank, (arguments, keywords)) for rank in self._ranks])
+            return ShardedCall([(rank, (arguments, keywords)) for rank in self._ranks])
         alike = [key for key in batches if key not in keywords]
         if len(sizes := {len(batches[key]) for key in alike}) > 1:
             raise ValueError(f"{call}: the batches hold {sorted(sizes)} sequences; expected the same ones in each")
-        count = (max(self._share_of) + 1) * each
-        named = "loss" in keywords  # another one than the context's, of which nothing is known here
-        whole = not self.config.spread_samples if by == "work" else self._whole_groups or named
-        own_deal = [key for key in batches if key in keywords or key == alike[0]]
-        dealt = partial(shard_updates, updates=updates) if updates else partial(shard_rows, by=by)
-        deals = {key: dealt(batches[key], count, whole_groups=whole) for key in own_deal}
-        deals |= {key: replace(deals[alike[0]], given=batches[key]) for key in alike}
-        given = {key: each.shares for key, each in deals.items()}
+        count = self._shards * each
+        other_loss = "loss" in keywords  # not the context's: it may need whole groups
+        whole = not self.config.spread_samples if by == "work" else self._whole_groups or other_loss
+        split = partial(shard_updates, updates=updates) if updates else partial(shard_rows, by=by)
+        own_split = [key for key in batches if key in keywords or key == alike[0]]
+        shards = {key: split(batches[key], count, whole_groups=whole) for key in own_split}
+        shards |= {key: replace(shards[alike[0]], batch=batches[key]) for key in alike}
+        rows = {key: own.worker_rows for key, own in shards.items()}
 
-        def share(part: int) -> tuple[Any, ...]:
-            own = {key: given[key][part] if key in given else value for key, value in values.items()}
-            return tuple(own[i] for i in range(len(arguments))), {name: own[name] for name in keywords}
+        def build_call(shard: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            own = {key: rows[key][shard] if key in rows else value for key, value in values.items()}
+            return tuple([own[i] for i in range(len(arguments))]), {name: own[name] for name in keywords}
 
-        filled = [part for part in range(count) if any(len(each.rows[part]) for each in deals.values())] or [0]
+        filled = [shard for shard in range(count) if any(len(own.rows[shard]) for own in shards.values())] or [0]
         chosen = [*range(count)] if self._spmd else filled
-        ranks = zip(self._ranks, self._share_of, strict=True) if self._spmd else zip(cycle(self._ranks), range(count))
-        calls = [(rank, share(part)) for rank, part in ranks if part in chosen]
-        return Shares(calls, next(iter(deals.values())), chosen)
+        ranks = (
+            zip(self._ranks, self._shard_of_rank, strict=True)
+            if self._spmd
+            else zip(cycle(self._ranks), range(count), strict=False)
+        )
+        calls = [(rank, build_call(shard)) for rank, shard in ranks if shard in chosen]
+        return ShardedCall(calls, next(iter(shards.values())), chosen)

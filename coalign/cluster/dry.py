@@ -1,10 +1,8 @@
-"""A cluster of stand-ins: flows run on it in milliseconds, on tiny batches of zeros, without any model.
+"""A cluster of stand-ins that records a flow as a graph, in milliseconds and without any model.
 
-Calls answer at once with the columns that the real model would give, functions really run, and every call is recorded
-in ``cluster.graph``. A flow that reads a column which nobody produced fails here, at the line that asks for it. Values
-mean nothing: everything that a model would compute is zero.
-
-What a flow does, as a graph: calls, and the columns that run from one to the next.
+Calls answer at once with the columns of the real model, all zero, on tiny batches; functions really run. Every call is
+recorded in ``cluster.graph``, with the columns that it reads and makes. A flow that reads a missing column fails here,
+at the line that reads it.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ import torch
 
 from coalign.cluster.functions import apply_columns, merge_columns, name_of, transform_batches
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
-from coalign.cluster.local import Cell, LocalStore
-from coalign.cluster.worker import module_class
+from coalign.cluster.local import LocalReference, LocalStore
+from coalign.cluster.worker import find_module_class
 from coalign.config.functions import list_columns
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
@@ -29,9 +27,9 @@ from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS, Stats
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One call: the columns it reads, by the call that made them, and those it makes. ``label`` is unique.
+    """One call: the columns that it reads, by the call that made them, and those that it makes. ``label`` is unique.
 
-    ``batch`` is its stand-in input with all columns merged (None for a call without one).
+    ``batch`` is its input with all columns merged (None for a call without one).
     """
 
     label: str
@@ -42,13 +40,13 @@ class TracedCall:
 
 
 @dataclass
-class Graph:
+class FlowGraph:
     """The calls in the order in which the flow made them; labels are unique (`gae`, `gae#2`)."""
 
     calls: list[TracedCall] = field(default_factory=list)
 
     def add(self, call: Call, reads: dict[str, list[str]], makes: list[str], batch: Batch | None = None) -> str:
-        """Record a call; the label it got."""
+        """Record a call; returns its label."""
         count = sum(each.made_by == call for each in self.calls)
         label = f"{call}#{count + 1}" if count else str(call)
         named = {source: tuple(names) for source, names in reads.items()}
@@ -61,8 +59,8 @@ class Graph:
         return [(source, call.label, names) for call in self.calls for source, names in call.reads.items()]
 
 
-def draw_graph(graph: Graph) -> str:
-    """The graph as text: a paragraph for each call, what it reads and from where, what it makes."""
+def draw_graph(graph: FlowGraph) -> str:
+    """Draw the graph as text: a paragraph for each call, with what it reads from which call and what it makes."""
     width = max((len(source) for source, _, _ in graph.edges), default=0)
     lines = []
     for call in graph.calls:
@@ -76,8 +74,8 @@ RESPONSE = 3  # tokens that a stand-in generates
 HEAD_COLUMNS = {"lm": "ref_logprobs", "value": "values", "reward": "reward"}
 
 
-class Traced(Cell):
-    """A stored batch, and which call made each of its columns."""
+class TracedBatch(LocalReference):
+    """A reference to a batch that knows which call made each column."""
 
     __slots__ = ("sources",)
 
@@ -87,55 +85,55 @@ class Traced(Cell):
 
 
 class DryCluster:
-    """The interface of coalign.cluster.base.Cluster, on stand-ins."""
+    """Has the interface of coalign.cluster.base.Cluster, on stand-ins."""
 
     store = LocalStore()
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.models: dict[str, DryModel] = {}
-        self.graph = Graph()
+        self.graph = FlowGraph()
         self.on_call: Callable[[Future], None] | None = None
 
     def spawn(self, name: str, config: ModelConfig, context: Context) -> DryModel:
-        """A stand-in; a module of one's own (a dotted path) is imported to be asked for its columns, no other is."""
+        """Add a stand-in. Only a module of the user's own (a dotted path) is imported, for the names of its columns."""
         model = self.models[name] = DryModel(name, config, context, self)
         return model
 
     def put(self, batch: Batch, label: str = "data") -> BatchRef:
-        """A batch of the driver, as a node called ``label``."""
+        """Store a batch of the driver, as a node with this ``label``."""
         names = _columns(batch)
         label = self.graph.add(Call(None, label), {}, names)
         return self._keep(batch, dict.fromkeys(names, label))
 
     def apply(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
-        """Runs the function. Raises ValueError for a column that nobody produced."""
+        """Run the function. Raises ValueError for a missing column."""
         refs = [self.resolve(value) for value in inputs]
-        given, sources = merge_columns([ref.fetch() for ref in refs]), self.sources(refs)
+        data, sources = merge_columns([ref.fetch() for ref in refs]), self.sources(refs)
         needed, optional = list_columns(function)
         reads = _by_source(sources, [name for name in (*needed, *optional) if name in sources])
-        columns, stats = apply_columns(function, given, keywords)
+        columns, stats = apply_columns(function, data, keywords)
         return self.answer(
-            Call(None, name_of(function)), given.with_(**columns), stats, reads, list(columns), sources, given
+            Call(None, name_of(function)), data.with_(**columns), stats, reads, list(columns), sources, data
         )
 
     def join(self, *inputs: BatchRef | Batch | Future) -> Future:
-        """The columns of all, each as made by whom it was made by."""
+        """Merge the columns of all inputs; each keeps the call that made it."""
         refs = [self.resolve(value) for value in inputs]
-        given = merge_columns([ref.fetch() for ref in refs])
-        return self.answer(Call(None, "join"), given, {}, {}, [], self.sources(refs), given)
+        data = merge_columns([ref.fetch() for ref in refs])
+        return self.answer(Call(None, "join"), data, {}, {}, [], self.sources(refs), data)
 
     def transform(self, function: Callable[..., Any], *inputs: BatchRef | Batch | Future, **keywords: Any) -> Future:
-        """Runs the function; every column of its result counts as made by it."""
+        """Run the function; every column of its result counts as made by it."""
         refs = [self.resolve(value) for value in inputs]
-        given = [ref.fetch() for ref in refs]
-        batch, stats = transform_batches(function, given, keywords)
+        data = [ref.fetch() for ref in refs]
+        batch, stats = transform_batches(function, data, keywords)
         sources = self.sources(refs)
         reads = _by_source(sources, list(sources))
-        return self.answer(Call(None, name_of(function)), batch, stats, reads, _columns(batch), {}, given[0])
+        return self.answer(Call(None, name_of(function)), batch, stats, reads, _columns(batch), {}, data[0])
 
     def shutdown(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
     def __enter__(self) -> DryCluster:
         return self
@@ -160,10 +158,10 @@ class DryCluster:
         reads: dict[str, list[str]],
         made: list[str],
         sources: Mapping[str, str],
-        given: Batch | None,
+        read: Batch | None,
     ) -> Future:
-        """A finished Future, recorded: ``batch`` with ``made`` from this call and the rest from ``sources``."""
-        node = self.graph.add(call, reads, made, given)
+        """Record a call that made the columns ``made`` of ``batch`` (others: see ``sources``); its finished Future."""
+        node = self.graph.add(call, reads, made, read)
         result: Any = stats
         if batch is not None:
             result = self._keep(batch, {name: node if name in made else sources[name] for name in _columns(batch)})
@@ -174,70 +172,70 @@ class DryCluster:
         return future
 
     def _keep(self, batch: Batch, sources: Mapping[str, str]) -> BatchRef:
-        return BatchRef.of(Meta.of(batch), Traced(batch, sources), self.store)
+        return BatchRef.of(Meta.of(batch), TracedBatch(batch, sources), self.store)
 
 
 class DryModel:
-    """The interface of coalign.cluster.dist.DistModel, on zeros."""
+    """Has the interface of coalign.cluster.dist.DistModel; computes zeros."""
 
     def __init__(self, name: str, config: ModelConfig, context: Context, cluster: DryCluster) -> None:
         self.name, self.config, self.context, self.cluster = name, config, context, cluster
         self.store = cluster.store
-        # Backends of Coalign import large libraries; what they add follows from the head alone, but for judges.
+        # Backends of Coalign import large libraries. The columns that they add follow from the head, except for judges.
         own = ":" in config.module or config.judge
-        self._scores = module_class(config).columns(config, context) if own else (HEAD_COLUMNS[config.head],)
+        self._scores = find_module_class(config).columns(config, context) if own else (HEAD_COLUMNS[config.head],)
 
     def generate(self, prompts: BatchRef | Future, *, samples: int | None = None, **_: Any) -> Future:
-        """``samples`` responses of three tokens to each prompt."""
+        """Make ``samples`` responses of three tokens to each prompt."""
         ref = self._batch("generate", prompts)
-        given, sources = ref.fetch(), self.cluster.sources([ref])
-        batch = _responses(given, samples or self.context.samples_per_prompt)
+        data, sources = ref.fetch(), self.cluster.sources([ref])
+        batch = _responses(data, samples or self.context.samples_per_prompt)
         if self.context.environment is not None:
             batch = batch.with_(turn_rewards=torch.zeros(batch.tokens_total), messages=[[] for _ in range(len(batch))])
-        reads = _by_source(sources, [name for name in _columns(given) if name in batch])
-        return self.cluster.answer(Call(self.name, "generate"), batch, {}, reads, _columns(batch), {}, given)
+        reads = _by_source(sources, [name for name in _columns(data) if name in batch])
+        return self.cluster.answer(Call(self.name, "generate"), batch, {}, reads, _columns(batch), {}, data)
 
     def top_logprobs(self, batch: BatchRef | Future) -> Future:
-        """What a teacher tells, of two candidates."""
+        """Make a teacher's columns, with two candidates for each token."""
         ref = self._batch("top_logprobs", batch)
-        given = ref.fetch()
+        data = ref.fetch()
         columns = {
-            name: torch.zeros(given.tokens_total, 2, dtype=TOKEN_COLUMNS[name])
+            name: torch.zeros(data.tokens_total, 2, dtype=TOKEN_COLUMNS[name])
             for name in ("candidates", "teacher_logprobs")
         }
         reads = _by_source(self.cluster.sources([ref]), ["tokens"])
-        made = Batch(given.lengths, columns)
-        return self.cluster.answer(Call(self.name, "top_logprobs"), made, {}, reads, list(columns), {}, given)
+        made = Batch(data.lengths, columns)
+        return self.cluster.answer(Call(self.name, "top_logprobs"), made, {}, reads, list(columns), {}, data)
 
     def forward_step(self, batch: BatchRef | Future, *, into: str | None = None, **_: Any) -> Future:
-        """The module's columns, zero; ``into`` renames the first."""
+        """Make the module's columns; ``into`` renames the first."""
         ref = self._batch("forward_step", batch)
-        given = ref.fetch()
+        data = ref.fetch()
         names = [into or self._scores[0], *self._scores[1:]]
         per_token = self.config.head != "reward" and self.config.judge is None
-        made = Batch(given.lengths, *_zeros(given, names, per_token=per_token))
+        made = Batch(data.lengths, *_zeros(data, names, per_token=per_token))
         reads = _by_source(self.cluster.sources([ref]), ["tokens"])
-        return self.cluster.answer(Call(self.name, "forward_step"), made, {}, reads, names, {}, given)
+        return self.cluster.answer(Call(self.name, "forward_step"), made, {}, reads, names, {}, data)
 
     def train_step(self, batch: BatchRef | Future, **_: Any) -> Future:
-        """Nothing is learned."""
+        """Record a training step."""
         return self._consume("train_step", batch)
 
     def eval_step(self, batch: BatchRef | Future, **_: Any) -> Future:
-        """No metrics."""
+        """Record an evaluation step."""
         return self._consume("eval_step", batch)
 
     def call(self, method: str, *arguments: Any, **keywords: Any) -> Future:
-        """A method of one's own: columns if it says which (``method.produces = ("name", ...)``), else no result."""
+        """Call a method of the user's own; its columns are those of ``method.produces`` (without it: no result)."""
         refs = [self.cluster.resolve(value) for value in (*arguments, *keywords.values())]
         refs = [ref for ref in refs if isinstance(ref, BatchRef)]
         if not refs:
             return self.cluster.answer(Call(self.name, method), None, {}, {}, [], {}, None)
-        names: list[str] = list(getattr(getattr(module_class(self.config), method), "produces", ()))
-        given, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
-        made = Batch(given.lengths, *_zeros(given, names, per_token=True)) if names else None
+        names: list[str] = list(getattr(getattr(find_module_class(self.config), method), "produces", ()))
+        data, sources = merge_columns([ref.fetch() for ref in refs]), self.cluster.sources(refs)
+        made = Batch(data.lengths, *_zeros(data, names, per_token=True)) if names else None
         reads = _by_source(sources, list(sources))
-        return self.cluster.answer(Call(self.name, method), made, {}, reads, names, {}, given)
+        return self.cluster.answer(Call(self.name, method), made, {}, reads, names, {}, data)
 
     def __getattr__(self, method: str) -> Callable[..., Future]:
         if method.startswith("_"):
@@ -258,16 +256,16 @@ class DryModel:
         )
 
 
-def _responses(given: Batch, samples: int) -> Batch:
-    """Prompt and response with the columns of docs/design.md §3; sequence columns are repeated."""
-    rows = torch.arange(len(given)).repeat_interleave(samples)
-    lengths = given.lengths[rows] + RESPONSE
+def _responses(data: Batch, samples: int) -> Batch:
+    """Prompts with responses, in the columns of docs/design.md §3; sequence columns are repeated."""
+    rows = torch.arange(len(data)).repeat_interleave(samples)
+    lengths = data.lengths[rows] + RESPONSE
     base = Batch(lengths)
     position = torch.arange(base.tokens_total) - base.offsets[base.segment]
     mask = position >= (lengths - RESPONSE)[base.segment]
-    repeated = given.only(*given.sequence).select(rows).sequence if given.sequence else {}
+    repeated = data.only(*data.sequence).select(rows).sequence if data.sequence else {}
     sequence = dict(repeated) | {
-        "index": torch.arange(samples, dtype=torch.int32).repeat(len(given)),
+        "index": torch.arange(samples, dtype=torch.int32).repeat(len(data)),
         "prompt_length": (lengths - RESPONSE).to(torch.int32),
         "status": torch.zeros(len(rows), dtype=torch.uint8),
     }
@@ -280,15 +278,15 @@ def _responses(given: Batch, samples: int) -> Batch:
     return Batch(lengths, token, sequence)
 
 
-def _zeros(given: Batch, names: list[str], per_token: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(token columns, sequence columns) of zeros; declared names have their own kind and dtype."""
+def _zeros(data: Batch, names: list[str], per_token: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(token columns, sequence columns) of zeros; names in coalign.types have their own kind and dtype."""
     token, sequence = {}, {}
     for name in names:
         of_sequence = name in SEQUENCE_COLUMNS or name.startswith("reward/")
         if name in TOKEN_COLUMNS or (per_token and not of_sequence):
-            token[name] = torch.zeros(given.tokens_total, dtype=TOKEN_COLUMNS.get(name, torch.float32))
+            token[name] = torch.zeros(data.tokens_total, dtype=TOKEN_COLUMNS.get(name, torch.float32))
         else:
-            sequence[name] = torch.zeros(len(given), dtype=SEQUENCE_COLUMNS.get(name, torch.float32))
+            sequence[name] = torch.zeros(len(data), dtype=SEQUENCE_COLUMNS.get(name, torch.float32))
     return token, sequence
 
 
@@ -297,7 +295,7 @@ def _columns(batch: Batch) -> list[str]:
 
 
 def _by_source(sources: Mapping[str, str], names: list[str]) -> dict[str, list[str]]:
-    """Columns grouped by the call that made them."""
+    """Group columns by the call that made them."""
     reads: dict[str, list[str]] = {}
     for name in names:
         reads.setdefault(sources[name], []).append(name)

@@ -1,7 +1,4 @@
-"""A pure function on the columns of batches: positional parameters are column names, keyword-only ones configuration.
-
-Runs wherever it is called; the cluster decides where that is.
-"""
+"""Calls pure functions on columns of batches: positional parameters name columns, keyword-only ones are settings."""
 
 from __future__ import annotations
 
@@ -19,18 +16,18 @@ from coalign.types import Metric, Stats
 if TYPE_CHECKING:
     from coalign.cluster.future import BatchRef
 
-DERIVED = ("segment", "lengths")  # columns that every batch can make
+DERIVED = ("segment", "lengths")  # columns that every batch has
 
 
 def apply_columns(
     function: Callable[..., Any], batch: Batch, keywords: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Stats]:
-    """Call ``function`` on columns of a batch; the columns and the metrics that it returns.
+    """Call ``function`` on columns of a batch; returns its columns and its metrics.
 
     The function returns a mapping: tensors and lists are columns, values of the metrics' types are metrics. Raises
-    ValueError for a column that nobody produced, and for a result of another kind.
+    ValueError for a missing column and for a result of another kind.
     """
-    result = function(*bind(function, batch), **keywords)
+    result = function(*bind_columns(function, batch), **keywords)
     if not isinstance(result, Mapping):
         raise ValueError(
             f"{name_of(function)} returned a {type(result).__name__}; expected a dict of columns and metrics"
@@ -56,7 +53,7 @@ def transform_batches(
 
 
 def merge_columns(batches: Sequence[Batch]) -> Batch:
-    """One batch with the columns of all; of one name, the later. Same sequences throughout."""
+    """Merge the columns of batches of the same sequences; a later column replaces an earlier one of the same name."""
     base = batches[0]
     for position, other in enumerate(batches[1:], start=2):
         check_same_sequences(base, other, position)
@@ -76,8 +73,8 @@ def check_same_sequences(base: Batch | BatchRef, other: Batch | BatchRef, positi
         )
 
 
-def bind(function: Callable[..., Any], batch: Batch) -> list[Any]:
-    """The columns that the function's positional parameters name; one with a default may be absent."""
+def bind_columns(function: Callable[..., Any], batch: Batch) -> list[Any]:
+    """The columns that the function's positional parameters name; a column with a default may be missing."""
     needed, optional = list_columns(function)
     there = {*batch.token, *batch.sequence, *DERIVED}
     for name in needed:
@@ -91,7 +88,7 @@ def bind(function: Callable[..., Any], batch: Batch) -> list[Any]:
 
 
 def sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Metric], dict[str, Any]]:
-    """(columns, metrics, everything else) of a result."""
+    """Sort the values of a result into (columns, metrics, everything else)."""
     columns = {k: v for k, v in result.items() if isinstance(v, Tensor | list)}
     metrics = {k: v for k, v in result.items() if isinstance(v, Metric)}
     others = {k: v for k, v in result.items() if k not in columns and k not in metrics}
@@ -99,5 +96,5 @@ def sort_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Me
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """How messages and metrics call a function."""
+    """The name of a function in messages and metrics."""
     return getattr(function, "__name__", type(function).__name__)

@@ -1,16 +1,12 @@
-"""What a call on a model gives back: a Future at once, and later a reference to a batch, statistics or a value.
+"""The records of a call: the Future that it returns at once, its result, and references to batches of other processes.
 
-Payloads never lie here: a BatchRef knows where the rows are, how long they are and how they group, which is all that a
-driver needs to cut them up and hand them on.
-
-Threads that never keep the process from ending, even when a task hangs.
+The driver never holds the rows of a batch. A BatchRef says where they are stored, how long they are and how they are
+grouped; that is enough to split the batch and to pass it on.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,36 +21,40 @@ from coalign.data.batch import Batch
 from coalign.types import Stats, Status, Total
 
 if TYPE_CHECKING:
-    from coalign.cluster.answers import Running
+    from coalign.cluster.answers import TaskFuture, WorkerTask
 
 
-# What a driver knows of each row beside its length, where there is such a column: fields of BatchRef and Meta.
-KNOWN = ("group", "work", "status")
-MOVE = "move"  # the verb that makes room for a call, or has what it needs come (coalign.cluster.residency)
+ROW_FIELDS = ("group", "work", "status")  # optional columns that the driver keeps, as fields of BatchRef and Meta
+MOVE = "move"  # the worker's verb that moves parts of a model between host and device (coalign.cluster.residency)
 
 
 class Store(Protocol):
-    """Where payloads lie: this process's memory, or Ray's object store. References are opaque, freed when dropped."""
+    """Stores payloads in this process's memory or in Ray's object store.
 
-    in_process: bool  # True: what is put is handed on as the same live object, nothing copied
+    References are opaque; the payload is freed when the last reference is dropped.
+    """
+
+    in_process: bool  # True: readers get the same live object, nothing is copied
 
     def put(self, value: Any) -> Any:
-        """Keep a batch or any other value; its reference."""
+        """Store a batch or any other value; returns its reference."""
         ...
 
     def get(self, ref: Any) -> Any:
-        """The value behind a reference made by ``put``."""
+        """Return the value behind a reference made by ``put``."""
         ...
 
     def rows(self, ref: Any, rows: np.ndarray) -> Batch:
-        """Some sequences of a stored batch, in this order (i64)."""
+        """Return the sequences ``rows`` (i64) of a stored batch, in this order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRows:
-    """Rows on their way to a worker: the stored batches, and for each row which of them it is in (i64[N]), and where
-    there (i64[N]); ``update`` i32[N] becomes a column, if there is one."""
+    """The rows that a worker gets: row i is row ``rows[i]`` of ``payloads[which[i]]`` (i64[N] both).
+
+    ``update`` i32[N], if given, becomes a column of the batch.
+    """
 
     payloads: tuple[Any, ...]
     which: np.ndarray
@@ -62,7 +62,7 @@ class WorkerRows:
     update: np.ndarray | None = None
 
     def gather(self, store: Store) -> Batch:
-        """The rows, in their order."""
+        """Fetch the rows as a batch, in their order."""
         by_payload = np.argsort(self.which, kind="stable")
         cuts = np.searchsorted(self.which[by_payload], np.arange(1, len(self.payloads)))
         rows = np.split(self.rows[by_payload], cuts)
@@ -76,27 +76,29 @@ class WorkerRows:
 
 @dataclass(frozen=True, slots=True)
 class PayloadJoin:
-    """A payload that nobody has stored: its columns lie in several shares, each of the same sequences. Of one name, the
-    later column counts."""
+    """A payload whose columns are stored in several batches of the same sequences; a later column replaces an earlier
+    one of the same name."""
 
-    shares: tuple[WorkerRows, ...]
+    sources: tuple[WorkerRows, ...]
 
     def gather(self, store: Store, rows: np.ndarray) -> Batch:
-        """Some sequences, in this order (i64)."""
+        """Fetch the sequences ``rows`` (i64), in this order."""
         parts = []
-        for share in self.shares:
-            used, which = np.unique(share.which[rows], return_inverse=True)  # others may lie on another node
-            payloads = tuple(share.payloads[number] for number in used) or share.payloads[:1]
-            parts.append(WorkerRows(payloads, which, share.rows[rows]).gather(store))
+        for source in self.sources:
+            used, which = np.unique(source.which[rows], return_inverse=True)  # others may be stored on another node
+            payloads = tuple(source.payloads[number] for number in used) or source.payloads[:1]
+            parts.append(WorkerRows(payloads, which, source.rows[rows]).gather(store))
         return merge_columns(parts)
 
 
 @dataclass(frozen=True)
 class BatchRef:
-    """A batch that lies elsewhere: row i is row ``rows[i]`` of ``payloads[which[i]]`` (i64[N] both).
+    """A reference to a batch in a Store: row i is row ``rows[i]`` of ``payloads[which[i]]`` (i64[N] both).
 
-    lengths i64[N], group i64[N] and status u8[N] (None without that column), and ``work`` i64[N]: what it will take to
-    generate each row, in comparison (None: the same for all).
+    ``lengths`` i64[N]; ``group`` i64[N] and ``status`` u8[N] (None without that column); ``work`` i64[N] is the
+    relative cost of generating from each row (None: the same for all).
+
+    Example: the first ten sequences, fetched into this process: ``ref.slice(0, 10).fetch()``.
     """
 
     payloads: tuple[Any, ...] = field(repr=False)
@@ -118,14 +120,14 @@ class BatchRef:
 
     @staticmethod
     def of(meta: Meta, payload: Any, store: Store) -> BatchRef:
-        """A whole stored batch, from its description."""
+        """Refer to a whole stored batch, from its description."""
         assert meta.lengths is not None, "the description of a batch has its lengths"
         rows, lengths = torch.arange(len(meta.lengths)), meta.lengths
         which = torch.zeros_like(rows)
         return BatchRef((payload,), which, rows, lengths, meta.group, meta.columns, store, meta.work, meta.status)
 
     @property
-    def share(self) -> WorkerRows:
+    def worker_rows(self) -> WorkerRows:
         return WorkerRows(self.payloads, self.which.numpy(), self.rows.numpy())
 
     def slice(self, start: int, stop: int) -> BatchRef:
@@ -133,24 +135,24 @@ class BatchRef:
         return self.select(slice(start, stop))
 
     def select(self, rows: Tensor | slice) -> BatchRef:
-        """The sequences ``rows`` (i64, in any order), nothing moved. None of them is still a batch with its columns."""
+        """The sequences ``rows`` (i64, in any order), nothing moved. An empty selection keeps the columns."""
         used, which = torch.unique(self.which[rows], return_inverse=True)
         payloads = tuple(self.payloads[number] for number in used.tolist()) or self.payloads[:1]
-        known = {name: None if (own := getattr(self, name)) is None else own[rows] for name in KNOWN}
+        known = {name: None if (own := getattr(self, name)) is None else own[rows] for name in ROW_FIELDS}
         return replace(self, payloads=payloads, which=which, rows=self.rows[rows], lengths=self.lengths[rows], **known)
 
     def fetch(self, rows: int | None = None) -> Batch:
-        """Bring the first ``rows`` sequences (None: all) into this process."""
+        """Fetch the first ``rows`` sequences (None: all) into this process."""
         wanted = self if rows is None else self.slice(0, min(rows, len(self)))
-        return wanted.share.gather(self.store)
+        return wanted.worker_rows.gather(self.store)
 
     @staticmethod
     def concat(refs: list[BatchRef]) -> BatchRef:
-        """One after the other; empty ones, which may lack columns, leave no trace unless all are empty."""
+        """Concatenate batches. Empty ones, which may lack columns, are skipped unless all are empty."""
         refs = [ref for ref in refs if len(ref)] or refs[:1]
         number = {id(payload): payload for ref in refs for payload in ref.payloads}
         at = {key: index for index, key in enumerate(number)}
-        known = {name: [getattr(ref, name) for ref in refs] for name in KNOWN}
+        known = {name: [getattr(ref, name) for ref in refs] for name in ROW_FIELDS}
         return BatchRef(
             tuple(number.values()),
             torch.cat([torch.tensor([at[id(payload)] for payload in ref.payloads])[ref.which] for ref in refs]),
@@ -163,19 +165,22 @@ class BatchRef:
 
     @staticmethod
     def join(refs: list[BatchRef]) -> BatchRef:
-        """The columns of all, of one name the later; nothing moved. ValueError if the sequences are not the same."""
+        """Combine the columns of batches of the same sequences; nothing moved. ValueError if they differ.
+
+        A later column replaces an earlier one of the same name.
+        """
         base = refs[0]
         for position, other in enumerate(refs[1:], start=2):
             check_same_sequences(base, other, position)
         if len(refs) == 1:
             return base
-        payload = PayloadJoin(tuple(ref.share for ref in refs))
-        known = {name: own for name in KNOWN for ref in refs if (own := getattr(ref, name)) is not None}
+        payload = PayloadJoin(tuple(ref.worker_rows for ref in refs))
+        known = {name: own for name in ROW_FIELDS for ref in refs if (own := getattr(ref, name)) is not None}
         columns = tuple(dict.fromkeys(name for ref in refs for name in ref.columns))
         return BatchRef.of(Meta(base.lengths, columns=columns, **known), payload, base.store)
 
     def without_errors(self) -> tuple[BatchRef, Stats]:
-        """The rows whose status is not ERROR, nothing moved, and how many the others were (`samples/dropped`)."""
+        """Leave out the rows whose status is ERROR, nothing moved; their number is the metric `samples/dropped`."""
         if self.status is None:
             return self, {}
         good = self.status != Status.ERROR
@@ -184,7 +189,7 @@ class BatchRef:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """An exception that crossed a process boundary: always printable, whole if it could be pickled."""
+    """An exception of a worker as text, and as ``exception`` if it could be pickled."""
 
     kind: str
     message: str
@@ -194,25 +199,26 @@ class WorkerFailure:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryUse:
-    """What the models of a process have on its device: bytes by model and part of what is there (``held``), and what
-    each other part would bring (``away``; of models that move by means of their own, nothing). ``before`` a call, and
-    at its ``peak``: bytes of all of them."""
+    """Device memory of one process, in bytes by model and part.
 
-    held: Mapping[str, Mapping[str, int]]
-    away: Mapping[str, Mapping[str, int]]
+    ``on_host``: what parts on the host would need on the device (models that move by their own means report none).
+    ``before`` and ``peak`` are the bytes of all models before a call and at its peak.
+    """
+
+    on_device: Mapping[str, Mapping[str, int]]
+    on_host: Mapping[str, Mapping[str, int]]
     before: int
     peak: int
 
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What a driver learns of one worker's result; small, whatever the size of the payload.
+    """Describes one worker's result to the driver; small, whatever the size of the payload.
 
-    lengths i64[N], group i64[N], work i64[N], status u8[N] and columns describe the stored batch (None / empty without
-    one);
-    ``stats`` is None unless the call gave some; ``value`` is a plain result; ``verb``, ``start`` (seconds since the
-    epoch, by the worker's clock) and ``seconds`` say what was done, and when; ``memory`` is the process's peak in bytes
-    (the device's, if the module computes on one).
+    ``lengths`` i64[N], ``group`` i64[N], ``work`` i64[N], ``status`` u8[N] and ``columns`` describe the stored batch
+    (None or empty without one). ``stats`` is None unless the call returned some; ``value`` is a plain result. ``verb``
+    started at ``start`` (seconds since the epoch, by the worker's clock) and took ``seconds``. ``memory`` is the
+    process's peak in bytes (the device's, if the module computes on one).
     """
 
     lengths: Tensor | None = None
@@ -226,14 +232,14 @@ class Meta:
     start: float = 0.0
     seconds: float = 0.0
     memory: int = 0
-    use: DeviceMemoryUse | None = None  # where somebody looks after the device's memory (coalign.cluster.residency)
+    use: DeviceMemoryUse | None = None  # of a process whose device memory is managed (coalign.cluster.residency)
     failure: WorkerFailure | None = None
 
     @staticmethod
     def of(batch: Batch, stats: Stats | None = None) -> Meta:
-        """The description of a batch that is about to be stored."""
-        given = [batch[name].long() for name in ("expected_tokens", "samples") if name in batch]
-        work = torch.stack(given).prod(0) if given else None
+        """Describe a batch that is about to be stored."""
+        factors = [batch[name].long() for name in ("expected_tokens", "samples") if name in batch]
+        work = torch.stack(factors).prod(0) if factors else None
         columns = (*batch.token, *batch.sequence)
         return Meta(batch.lengths, batch.get("group"), work, batch.get("status"), columns, stats)
 
@@ -250,9 +256,9 @@ class Call:
 
 
 class WorkerError(RuntimeError):
-    """A call failed in a worker. Says which call, model, replica and rank, with the traceback from there.
+    """A call failed in a worker. The message names the call, model, replica and rank, and has the worker's traceback.
 
-    ``cause`` is the worker's own exception where it could travel (None if the process died or timed out).
+    ``cause`` is the worker's own exception, None if it could not be pickled or if the process died or timed out.
     """
 
     def __init__(self, call: Call, where: str, failure: WorkerFailure) -> None:
@@ -267,8 +273,8 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one worker did for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch)
-    for ``seconds``; ``where`` as in errors."""
+    """One worker's work for a call: a ``verb`` of coalign.cluster.worker, from ``start`` (seconds since the epoch) for
+    ``seconds``. ``where`` names the worker as errors do."""
 
     where: str
     verb: str
@@ -278,8 +284,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished call: its result and the peak of its largest worker in bytes. Row i of the result is row ``order[i]``
-    of what the workers gave, one after the other (None: as they gave it)."""
+    """A finished call: its result, its metrics and the memory peak of its largest worker in bytes.
+
+    Row i of the result is row ``order[i]`` of the workers' concatenated results (None: the same order).
+    """
 
     result: Any
     stats: Stats
@@ -288,23 +296,23 @@ class Outcome:
 
 
 class Future:
-    """A ``call`` under way.
+    """A ``call`` that runs.
 
-    ``result()`` waits: a BatchRef, merged Stats or a plain value; WorkerError (or the first error of the run, if that
-    ended this call) otherwise. After it ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of
-    the largest worker) are there; before, they wait too.
+    ``result()`` waits and returns a BatchRef, merged Stats or a plain value. It raises WorkerError if the call failed,
+    or the first error of the run. ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of the
+    largest worker) wait, too.
 
-    ``made`` is when the call was made (seconds since the epoch), ``running`` what workers are doing for it now, and
-    ``spans`` what they have done. ``answers`` comes once the call is under way: what each independent replica does for
-    it, when it has done it (empty if the rows are of no use before all are there).
+    ``made`` is when the call was made (seconds since the epoch), ``running`` the tasks of workers for it now, ``spans``
+    their past work. ``partial_results`` is set once the tasks have started: a future for each independent part of the
+    result, done when that part is (empty if the rows are of no use before all are there).
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.made = time.time()
-        self.running: list[Running] = []
+        self.running: list[WorkerTask] = []
         self.spans: list[Span] = []
-        self.answers: concurrent.futures.Future[list[concurrent.futures.Future[Running]]] = concurrent.futures.Future()
+        self.partial_results: concurrent.futures.Future[list[TaskFuture]] = concurrent.futures.Future()
         self.ended: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
 
     def result(self) -> Any:
@@ -330,10 +338,10 @@ class Future:
     def peak_memory(self) -> int:
         return self.ended.result().memory
 
-    def comes_in(self, answers: list[concurrent.futures.Future[Running]]) -> None:
-        """The call is under way: set ``answers``. Only the first time counts."""
-        if not self.answers.done():
-            self.answers.set_result(answers)
+    def set_partial_results(self, parts: list[TaskFuture]) -> None:
+        """Set ``partial_results``: the tasks have started. Only the first call counts."""
+        if not self.partial_results.done():
+            self.partial_results.set_result(parts)
 
     def succeed(self, outcome: Outcome) -> None:
         """Set the outcome, unless an error of the run came first."""
@@ -343,47 +351,10 @@ class Future:
         """End with ``error``, unless the call has ended already."""
         self._settle(lambda: self.ended.set_exception(error))
 
-    def _settle(self, settle: Any) -> None:
+    def _settle(self, settle: Callable[[], None]) -> None:
         try:
             settle()
         except concurrent.futures.InvalidStateError:
             return  # two threads may end a call: its own queue, and the one that saw the run's first error
         self.running = []
-        self.comes_in([])
-
-
-Task = Callable[[], None]  # must not raise: whoever submits it handles its errors
-
-
-def start_thread(task: Task) -> None:
-    """Run ``task`` beside everything else."""
-    threading.Thread(target=task, name="coalign-task", daemon=True).start()
-
-
-class CallQueue:
-    """One thread that runs its tasks in the order given."""
-
-    def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"coalign-{name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, task: Task) -> None:
-        """Run ``task`` after all earlier ones."""
-        self._tasks.put(task)
-
-    def close(self) -> None:
-        """End once the tasks given so far are done."""
-        self._tasks.put(None)
-
-    def join(self, seconds: float) -> None:
-        """Wait until the thread has ended, or this long.
-
-        A thread that is still freeing tensors while the interpreter goes away aborts the process.
-        """
-        if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
+        self.set_partial_results([])

@@ -1,9 +1,9 @@
-"""Who is on the devices: before a call of a model, the parts of it that the call needs are there, after others left.
+"""Decides which parts of which models are on the devices, and moves the parts that a call needs there.
 
-The driver decides and counts, workers move (coalign.memory.arena, or an engine's own way). Processes that share places
-are their tenants; what they have there is what they said after their last call. With a known capacity somebody leaves
-only if there is no room otherwise, and what an announced call needs comes before its turn if there is room for it;
-without, the models of a place take turns.
+The driver decides and keeps count, workers move (coalign.memory.arena, or an engine by its own means). What a process
+has on its device is what it reported after its last call. With a known capacity a part leaves only if there is no
+memory for a call otherwise, and what a later call needs is fetched ahead where it fits. Without one, models of a place
+take turns.
 """
 
 from __future__ import annotations
@@ -15,58 +15,62 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from coalign.cluster.answers import Running, WorkerHandle, wait
+from coalign.cluster.answers import WorkerHandle, WorkerTask, wait
 from coalign.cluster.future import DeviceMemoryUse, Future, Meta
 from coalign.cluster.placement.slots import Slot
 from coalign.config.schema import ModelConfig
 from coalign.memory.arena import PARTS
 from coalign.types import Max, Stats, Total
 
-GROWTH = 1.25  # what a call takes grows with its samples: room is made for so much more than it took so far
-LEAVING = ("optimizer", "gradients", "kv", "weights")  # in this order: fewest calls need what is first
+GROWTH = 1.25  # a call's memory grows with its samples: so much more is kept free than it took so far
+EVICTION_ORDER = ("optimizer", "gradients", "kv", "weights")  # first the parts that the fewest calls need
 SlotPlace = tuple[str, int]  # (slot, number)
 Sizes = Mapping[str, int]  # bytes of each part
 
 
 @dataclass(eq=False)
 class ResidentModel:
-    """One process of a model. ``held``: the parts on its devices, ``away``: the others, with what they would bring.
+    """One process of a model: the parts that are ``on_device``, and those ``on_host`` with the bytes they would need.
 
-    ``movable``: the parts that may leave. ``extra``: the most that a method had beyond what was there before it.
+    ``movable``: the parts that may leave the device. ``extra``: by method, the most bytes that a call took beyond what
+    was there before it.
     """
 
     model: str
     places: tuple[SlotPlace, ...]
     worker: WorkerHandle
     movable: frozenset[str]
-    held: Sizes = field(default_factory=dict)
-    away: Sizes = field(default_factory=dict)
+    on_device: Sizes = field(default_factory=dict)
+    on_host: Sizes = field(default_factory=dict)
     extra: dict[str, int] = field(default_factory=dict)
-    reports: Collection[str] = ()  # the models of its process
-    limit: int | None = None  # bytes that it was told it may have
-    last: int = 0  # the number of its last call
-    coming: Running | None = None  # what an announced call needs
-    going: Running | None = None  # what is on its way to the host
+    process_models: Collection[str] = ()  # that its process reports
+    limit: int | None = None  # bytes that the process may use, as last sent to it
+    last_call: int = 0  # number of its last call
+    fetch: WorkerTask | None = None  # of parts that an announced call needs
+    eviction: WorkerTask | None = None  # of parts to the host
 
     @property
     def size(self) -> float:
         """Bytes on each of its devices."""
-        return sum(self.held.values()) / len(self.places)
+        return sum(self.on_device.values()) / len(self.places)
 
     def missing(self, parts: Iterable[str]) -> list[str]:
-        return [part for part in parts if part in self.away]
+        return [part for part in parts if part in self.on_host]
 
 
-def movable(config: ModelConfig, devices: int, colocated: bool) -> frozenset[str]:
-    """The parts of a model that may leave: of one that computes on so many ``devices`` per process."""
+def list_movable_parts(config: ModelConfig, devices: int, colocated: bool) -> frozenset[str]:
+    """The parts that may leave the ``devices`` of each process of a model."""
     if config.offload != "auto":
         return frozenset(config.offload)
     return frozenset(PARTS) if devices and colocated else frozenset()
 
 
 class Residency:
-    """Looks after every slot of which something may leave, and with a ``capacity`` (bytes of one place) after all slots
-    of devices; if there are none, CPUs stand for them. ``timeout``: seconds that a move may take."""
+    """Manages the device memory of every slot from which parts may leave.
+
+    With a ``capacity`` (bytes of one place) it manages all slots with devices; if there are none, CPU slots take their
+    part. ``timeout``: seconds that a move may take.
+    """
 
     def __init__(
         self, slots: Mapping[str, Slot], models: Mapping[str, ModelConfig], capacity: int | None, timeout: float
@@ -74,90 +78,94 @@ class Residency:
         self.capacity = capacity
         self.timeout = timeout
         self.movable = {
-            name: movable(models[name], slot.footprints[name].devices, len(slot.places) > 1)
+            name: list_movable_parts(models[name], slot.footprints[name].devices, len(slot.places) > 1)
             for name, slot in slots.items()
         }
         limited = [slot for slot in slots.values() if slot.devices] or list(slots.values())
         leaves = [slot for name, slot in slots.items() if self.movable[name] and len(slot.places) > 1]
         self.slots = {slot.name for slot in ([] if capacity is None else limited) + leaves}
-        self._tenants: dict[str, list[ResidentModel]] = {}
-        self._at: dict[SlotPlace, list[ResidentModel]] = {}
-        self._where: dict[str, ResidentModel] = {}
+        self._residents: dict[str, list[ResidentModel]] = {}
+        self._by_place: dict[SlotPlace, list[ResidentModel]] = {}
+        self._by_name: dict[str, ResidentModel] = {}
         self._computing: dict[SlotPlace, tuple[ResidentModel, str]] = {}
         self._numbers = count(1)
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._peak = self._waited = 0.0
-        self._books = threading.Lock()
+        self._lock = threading.Lock()
 
     def add(self, model: str, slot: Slot, workers: Sequence[WorkerHandle]) -> None:
-        """A model's processes have been started; nothing, if its slot is not looked after."""
+        """Register the processes of a model; does nothing if its slot is not managed."""
         if slot.name not in self.slots:
             return
-        self._tenants[model] = []
+        self._residents[model] = []
         for some, worker in zip(slot.places[model], workers, strict=True):
-            tenant = ResidentModel(model, tuple((slot.name, place) for place in some), worker, self.movable[model])
-            self._tenants[model].append(tenant)
-            self._where[worker.where] = tenant
-            for place in tenant.places:
-                self._at.setdefault(place, []).append(tenant)
+            resident = ResidentModel(model, tuple((slot.name, place) for place in some), worker, self.movable[model])
+            self._residents[model].append(resident)
+            self._by_name[worker.where] = resident
+            for place in resident.places:
+                self._by_place.setdefault(place, []).append(resident)
 
     # ---- around a call ---------------------------------------------------------------------------------------------
 
     def announce(self, model: str, parts: Sequence[str]) -> None:
-        """A call that needs these parts waits for its inputs. They come now, beside whoever computes there, if there is
-        room for them without anybody leaving."""
-        tenants = [tenant for tenant in self._tenants.get(model, ()) if tenant.missing(parts)]
-        with self._books:
-            if not all(self._fits_beside(tenant, parts) for tenant in tenants):
+        """Fetch the parts of a call that waits for its inputs, if they fit on the devices beside the call that runs."""
+        residents = [resident for resident in self._residents.get(model, ()) if resident.missing(parts)]
+        with self._lock:
+            if not all(self._fits_beside(resident, parts) for resident in residents):
                 return
-            for tenant in tenants:
-                tenant.coming = self._send(tenant, "device", tenant.missing(parts))
+            for resident in residents:
+                resident.fetch = self._send(resident, "device", resident.missing(parts))
 
     def prepare(self, future: Future, model: str, method: str, needs: Mapping[str, Sequence[str]]) -> None:
-        """Have the parts that ``needs`` names, of this and of other models, on the places of ``model``, which are held.
+        """Move the parts in ``needs`` (by model) to the devices before a call; the caller has reserved the places.
 
-        Raises WorkerError if a process cannot move what it has.
+        Raises WorkerError if a process cannot move its parts.
         """
-        callers = self._tenants.get(model, ())
-        wanted = {t: parts for name, parts in needs.items() if parts for t in self._tenants.get(name, ())}
+        callers = self._residents.get(model, ())
+        wanted = {r: parts for name, parts in needs.items() if parts for r in self._residents.get(name, ())}
         if not wanted:
             return
-        begun = time.perf_counter()
-        self._arrive(future, wanted)
+        start = time.perf_counter()
+        self._await_fetches(future, wanted)
         asked: set[tuple[ResidentModel, str]] = set()
-        while leaving := self._leaving(callers, method, wanted, asked):
+        while leaving := self._choose_evictions(callers, method, wanted, asked):
             self._move(future, "host", leaving)
-        neighbours = {tenant for caller in callers for tenant in self._neighbours(caller)}
-        wait(future, [tenant.going for tenant in neighbours if tenant.going], self.timeout)  # for somebody else
-        self._move(future, "device", {tenant: tenant.missing(parts) for tenant, parts in wanted.items()}, callers)
-        with self._books:
-            self._waited += time.perf_counter() - begun
-            for tenant in callers:
-                tenant.last = next(self._numbers)
-                self._computing |= dict.fromkeys(tenant.places, (tenant, method))
+        neighbours = {resident for caller in callers for resident in self._neighbours(caller)}
+        evictions = [resident.eviction for resident in neighbours if resident.eviction]  # for other calls
+        wait(future, evictions, self.timeout)
+        self._move(future, "device", {resident: resident.missing(parts) for resident, parts in wanted.items()}, callers)
+        with self._lock:
+            self._waited += time.perf_counter() - start
+            for resident in callers:
+                resident.last_call = next(self._numbers)
+                self._computing |= dict.fromkeys(resident.places, (resident, method))
 
-    def done(self, model: str) -> None:
-        """The call that was prepared is over."""
-        with self._books:
-            for place in (place for tenant in self._tenants.get(model, ()) for place in tenant.places):
-                self._computing.pop(place, None)
+    def release(self, model: str) -> None:
+        """End the call that was prepared."""
+        with self._lock:
+            for resident in self._residents.get(model, ()):
+                for place in resident.places:
+                    self._computing.pop(place, None)
 
-    def note(self, running: Sequence[Running], metas: Sequence[Meta], method: str | None = None) -> None:
-        """What workers said of their memory after a call of ``method``, or after a move. The places are still held."""
-        with self._books:
-            for each, meta in zip(running, metas, strict=True):
-                tenant = self._where.get(each.where)
-                if tenant is not None and meta.use is not None:
-                    self._take_over(tenant, meta.use)
+    def record(self, tasks: Sequence[WorkerTask], metas: Sequence[Meta], method: str | None = None) -> None:
+        """Record what workers reported of their memory after a call of ``method``, or after a move (None)."""
+        with self._lock:
+            for task, meta in zip(tasks, metas, strict=True):
+                resident = self._by_name.get(task.where)
+                if resident is not None and meta.use is not None:
+                    self._record_use(resident, meta.use)
                     if method is not None:
-                        tenant.extra[method] = max(tenant.extra.get(method, 0), meta.use.peak - meta.use.before)
+                        resident.extra[method] = max(resident.extra.get(method, 0), meta.use.peak - meta.use.before)
 
-    def take(self) -> Stats:
-        """What happened since this was last asked: `swaps/<model>/in` and `…/out` (how often something of it moved),
-        `swaps/<model>/ahead` (of the former, before its turn), `swaps/mib` moved, `time/swaps`: seconds that calls
-        waited for them, and `memory/device`: the peak of a place in MiB."""
-        with self._books:
-            if not self._tenants:
+    def take_stats(self) -> Stats:
+        """The metrics since the last call of this method.
+
+        `swaps/<model>/in` and `…/out`: how often parts of it moved; `swaps/<model>/ahead`: how often they were fetched
+        ahead; `swaps/mib`: MiB moved; `time/swaps`: seconds that calls waited; `memory/device`: the peak of a place in
+        MiB.
+        """
+        with self._lock:
+            if not self._residents:
                 return {}
             stats: Stats = {f"swaps/{name}": Total(float(number)) for name, number in self._counts.items()}
             stats |= {"memory/device": Max(self._peak / 2**20), "time/swaps": Total(self._waited)}
@@ -167,65 +175,73 @@ class Residency:
 
     # ---- decisions -------------------------------------------------------------------------------------------------
 
-    def _leaving(
+    def _choose_evictions(
         self,
         callers: Sequence[ResidentModel],
         method: str,
         wanted: Mapping[ResidentModel, Sequence[str]],
         asked: set[tuple[ResidentModel, str]],
     ) -> dict[ResidentModel, list[str]]:
-        """Who leaves the callers' places, with which parts: nobody if all that is wanted fits, or nobody is left to be
-        ``asked``. What leaves may give less room than it has (what it shares stays), so this is asked until it fits."""
+        """Which parts leave the callers' places: none if everything that is wanted fits.
+
+        A part may free less memory than its size (tensors that it shares stay), so this is called until everything
+        fits; ``asked`` has the parts that were already chosen.
+        """
         leaving: dict[ResidentModel, list[str]] = {}
-        with self._books:
+        with self._lock:
             for caller in callers:
-                room = self._room(caller, method, wanted)
-                for tenant, part in self._candidates(caller, wanted):
-                    if tenant is caller if room is None else room >= 0:
+                free = self._free_bytes(caller, method, wanted)
+                for resident, part in self._candidates(caller, wanted):
+                    if resident is caller if free is None else free >= 0:
                         break
-                    if (tenant, part) not in asked:
-                        asked.add((tenant, part))
-                        leaving.setdefault(tenant, []).append(part)
-                        room = None if room is None else room + tenant.held[part] / len(tenant.places)
+                    if (resident, part) not in asked:
+                        asked.add((resident, part))
+                        leaving.setdefault(resident, []).append(part)
+                        free = None if free is None else free + resident.on_device[part] / len(resident.places)
         return leaving
 
-    def _room(self, caller: ResidentModel, method: str, wanted: Mapping[ResidentModel, Sequence[str]]) -> float | None:
-        """Bytes left on the fullest of a caller's places when all that is wanted has come and the call is at its peak;
-        None: who knows."""
+    def _free_bytes(
+        self, caller: ResidentModel, method: str, wanted: Mapping[ResidentModel, Sequence[str]]
+    ) -> float | None:
+        """Bytes free on the fullest of a caller's places when all wanted parts are there and the call is at its peak;
+        None if unknown."""
         if self.capacity is None or method not in caller.extra:
             return None
         extra = GROWTH * caller.extra[method] / len(caller.places)
         return min(self.capacity - self._load(place, wanted) - extra for place in caller.places)
 
     def _load(self, place: SlotPlace, wanted: Mapping[ResidentModel, Sequence[str]]) -> float:
-        """Bytes at a place once all that is wanted has come."""
-        tenants = self._at[place]
-        coming = sum(sum(t.away[part] for part in t.missing(wanted.get(t, ()))) / len(t.places) for t in tenants)
-        return coming + sum(tenant.size for tenant in tenants)
+        """Bytes at a place once all wanted parts are there."""
+        residents = self._by_place[place]
+        coming = sum(sum(r.on_host[part] for part in r.missing(wanted.get(r, ()))) / len(r.places) for r in residents)
+        return coming + sum(resident.size for resident in residents)
 
     def _candidates(
         self, caller: ResidentModel, wanted: Mapping[ResidentModel, Sequence[str]]
     ) -> Iterator[tuple[ResidentModel, str]]:
-        """What may leave the caller's places. A step is a cycle, so who was called last is needed last, and goes first;
-        then who is about to be called; at last the caller's own parts that this call does not need."""
-        order = sorted(self._neighbours(caller), key=lambda t: (t is caller, t.coming is not None, -t.last))
-        for tenant in order:
-            for part in LEAVING:
-                if part in tenant.movable and part in tenant.held and part not in wanted.get(tenant, ()):
-                    yield tenant, part
+        """The parts that may leave the caller's places, in order.
+
+        A training step is a cycle, so the model that was called last is needed last and leaves first. Models that were
+        announced follow, then the caller's own parts that this call does not need.
+        """
+        order = sorted(self._neighbours(caller), key=lambda r: (r is caller, r.fetch is not None, -r.last_call))
+        for resident in order:
+            for part in EVICTION_ORDER:
+                if part in resident.movable and part in resident.on_device and part not in wanted.get(resident, ()):
+                    yield resident, part
 
     def _neighbours(self, caller: ResidentModel) -> list[ResidentModel]:
-        """Everybody at a tenant's places, itself included."""
-        return list(dict.fromkeys(tenant for place in caller.places for tenant in self._at[place]))
+        """The processes at a resident's places, itself included."""
+        return list(dict.fromkeys(resident for place in caller.places for resident in self._by_place[place]))
 
-    def _fits_beside(self, tenant: ResidentModel, parts: Sequence[str]) -> bool:
-        """Whether parts of a tenant can come while its places compute."""
+    def _fits_beside(self, resident: ResidentModel, parts: Sequence[str]) -> bool:
+        """Whether parts of a resident fit on its places beside the call that runs there."""
         if self.capacity is None:
             return False
-        for place in tenant.places:
+        for place in resident.places:
             computing, method = self._computing.get(place, (None, ""))
             extra = 0 if computing is None else computing.extra.get(method)
-            if extra is None or self._load(place, {tenant: parts}) + GROWTH * extra > self.capacity:
+            if extra is None or self._load(place, {resident: parts}) + GROWTH * extra > self.capacity:
                 return False
         return True
 
@@ -238,60 +254,63 @@ class Residency:
         moves: Mapping[ResidentModel, Sequence[str]],
         callers: Sequence[ResidentModel] = (),
     ) -> None:
-        """Move parts of several tenants at once, and wait for it. Callers whose room has changed hear of it anyway."""
-        with self._books:
-            told = {tenant: () for tenant in callers if self._limit(tenant) != tenant.limit}
-            asked = told | {tenant: parts for tenant, parts in moves.items() if parts}
-            running = {tenant: self._send(tenant, to, parts) for tenant, parts in asked.items()}
-            for tenant in running if to == "host" else ():
-                tenant.going = running[tenant]
-        metas = wait(future, list(running.values()), self.timeout)
-        self.note(list(running.values()), metas)
-        self._count(running, metas, "out" if to == "host" else "in")
-        for tenant in running:
-            tenant.going = None
+        """Move parts of several processes at once, and wait. Callers are sent a memory limit that has changed."""
+        with self._lock:
+            new_limits = {resident: () for resident in callers if self._limit(resident) != resident.limit}
+            asked = new_limits | {resident: parts for resident, parts in moves.items() if parts}
+            tasks = {resident: self._send(resident, to, parts) for resident, parts in asked.items()}
+            for resident in tasks if to == "host" else ():
+                resident.eviction = tasks[resident]
+        metas = wait(future, list(tasks.values()), self.timeout)
+        self.record(list(tasks.values()), metas)
+        self._count(tasks, metas, "out" if to == "host" else "in")
+        for resident in tasks:
+            resident.eviction = None
 
-    def _arrive(self, future: Future, tenants: Iterable[ResidentModel]) -> None:
-        """Wait for what has been announced. What it says of its memory may be old by now."""
-        running = {tenant: tenant.coming for tenant in tenants if tenant.coming}
-        metas = wait(future, list(running.values()), self.timeout)
-        self._count(running, metas, "in", "ahead")
-        for tenant in running:
-            tenant.coming = None
+    def _await_fetches(self, future: Future, residents: Iterable[ResidentModel]) -> None:
+        """Wait for parts that were fetched ahead. Their memory reports may be outdated, so they are not recorded."""
+        tasks = {resident: resident.fetch for resident in residents if resident.fetch}
+        metas = wait(future, list(tasks.values()), self.timeout)
+        self._count(tasks, metas, "in", "ahead")
+        for resident in tasks:
+            resident.fetch = None
 
-    def _send(self, tenant: ResidentModel, to: str, parts: Sequence[str]) -> Running:
-        """Ask for a move; the books take it as done."""
-        if to == "device":
-            tenant.held = {**tenant.held, **{part: tenant.away[part] for part in parts}}
-            tenant.away = {part: size for part, size in tenant.away.items() if part not in parts}
-        else:
-            tenant.away = {**tenant.away, **{part: tenant.held[part] for part in parts}}
-            tenant.held = {part: size for part, size in tenant.held.items() if part not in parts}
-        tenant.limit = self._limit(tenant)
-        return tenant.worker.execute("move", to, tuple(parts), tenant.limit)
+    def _send(self, resident: ResidentModel, to: str, parts: Sequence[str]) -> WorkerTask:
+        """Start a move; from now on it counts as done."""
+        on_device, on_host = dict(resident.on_device), dict(resident.on_host)
+        source, target = (on_host, on_device) if to == "device" else (on_device, on_host)
+        target |= {part: source.pop(part) for part in parts}
+        resident.on_device, resident.on_host = on_device, on_host
+        resident.limit = self._limit(resident)
+        return resident.worker.execute("move", to, tuple(parts), resident.limit)
 
-    def _limit(self, tenant: ResidentModel) -> int | None:
-        """Bytes that a process may have on its devices beside what other processes have there (None: nothing new)."""
-        if self.capacity is None or not tenant.reports:
-            return tenant.limit
-        others = (t.size for place in tenant.places for t in self._at[place] if t.model not in tenant.reports)
-        return int(self.capacity * len(tenant.places) - sum(others))
+    def _limit(self, resident: ResidentModel) -> int | None:
+        """Bytes that a process may use on its devices beside other processes (None: no limit is known)."""
+        if self.capacity is None or not resident.process_models:
+            return resident.limit
+        others = (
+            other.size
+            for place in resident.places
+            for other in self._by_place[place]
+            if other.model not in resident.process_models
+        )
+        return int(self.capacity * len(resident.places) - sum(others))
 
-    def _take_over(self, tenant: ResidentModel, use: DeviceMemoryUse) -> None:
-        """A process tells of all models that it has on its devices."""
-        neighbours = self._neighbours(tenant)
+    def _record_use(self, resident: ResidentModel, use: DeviceMemoryUse) -> None:
+        """Record a process's report, which has all models that it has on its devices."""
+        neighbours = self._neighbours(resident)
         for other in neighbours:
-            if other.model in use.held:
-                other.reports = use.held.keys()
-                other.held = use.held[other.model]
-                other.away = use.away.get(other.model, other.away)
-        elsewhere = [other.size for other in neighbours if other.model not in use.held]
-        self._peak = max(self._peak, use.peak / len(tenant.places) + sum(elsewhere))
+            if other.model in use.on_device:
+                other.process_models = use.on_device.keys()
+                other.on_device = use.on_device[other.model]
+                other.on_host = use.on_host.get(other.model, other.on_host)
+        elsewhere = [other.size for other in neighbours if other.model not in use.on_device]
+        self._peak = max(self._peak, use.peak / len(resident.places) + sum(elsewhere))
 
     def _count(self, moved: Iterable[ResidentModel], metas: Sequence[Meta], *names: str) -> None:
-        """Once for a model, whatever the number of its processes and parts, if any byte of it moved."""
-        with self._books:
-            sizes = [(tenant.model, meta.value) for tenant, meta in zip(moved, metas, strict=True)]
+        """Count one move of each model of which any byte moved, whatever the number of its processes and parts."""
+        with self._lock:
+            sizes = [(resident.model, meta.value) for resident, meta in zip(moved, metas, strict=True)]
             self._counts["mib"] += sum(size for _, size in sizes) / 2**20
             for model in {model for model, size in sizes if size}:
                 for name in names:

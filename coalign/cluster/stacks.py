@@ -1,8 +1,7 @@
-"""The Python stacks of a process of this machine, also of one that hangs: in a collective, in a lock, in C code that
-holds the interpreter.
+"""Reads the Python stacks of processes of this machine, also of one that hangs in a collective, a lock or C code.
 
-A worker that is busy with a call cannot answer another one, so it is asked by a signal: faulthandler's handler runs
-without the interpreter and writes into a piece of memory that goes with the process. Linux only (memfd, /proc).
+A worker that is busy with a call cannot answer another one, so a signal asks it: faulthandler's handler runs without
+the interpreter's lock and writes into a memory file that ends with the process. Linux only (memfd, /proc).
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TextIO
 
-_PATIENCE = 5.0  # seconds that a process may take to answer; one that is stopped never does
-_PAUSE = 0.05  # seconds without a new line: it has answered
+_PATIENCE = 5.0  # seconds that a process may take to answer; a stopped one never does
+_PAUSE = 0.05  # seconds without a new line, after which a process has finished
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
-    """Where a process writes its stacks when it is asked: it, and a file that it has open."""
+class StackFile:
+    """Where a process writes its stacks: its id, and the number of a file that it has open."""
 
     pid: int
     file: int
 
 
-def listen() -> Listening:
-    """From now on SIGUSR1 makes this process write the stacks of all its threads."""
+def listen() -> StackFile:
+    """Make this process write the stacks of all its threads at every SIGUSR1."""
     file = os.memfd_create("coalign-stacks")
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    return Listening(os.getpid(), file)
+    return StackFile(os.getpid(), file)
 
 
-def ask(processes: Mapping[str, Listening]) -> dict[str, str]:
-    """The stacks of other processes of this machine, most recent call first; or why there are none."""
+def collect_stacks(processes: Mapping[str, StackFile]) -> dict[str, str]:
+    """Read the stacks of other processes of this machine, most recent call first; or say why there are none."""
     with ExitStack() as stack:
         texts, files = {}, {}
         for name, process in processes.items():
@@ -55,7 +54,7 @@ def ask(processes: Mapping[str, Listening]) -> dict[str, str]:
 
 
 def _read(files: dict[str, TextIO], texts: dict[str, str]) -> None:
-    """Add what comes to the texts, until nobody writes any more or _PATIENCE is over."""
+    """Add what the processes write to the texts, until they have finished or _PATIENCE is over."""
     deadline = time.monotonic() + _PATIENCE
     while files and time.monotonic() < deadline:
         time.sleep(_PAUSE)
@@ -65,7 +64,7 @@ def _read(files: dict[str, TextIO], texts: dict[str, str]) -> None:
             texts[name] += text
 
 
-def own() -> str:
+def format_own_stacks() -> str:
     """The stacks of this process, most recent call last, with the names of its threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []

@@ -1,4 +1,4 @@
-"""A batch of each kind in miniature, of zeros: what `coalign check` sends through a flow instead of data."""
+"""Tiny batches of zeros, one for each kind of data: `coalign check` sends them through a flow."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ def prompts() -> Batch:
 
 
 def conversations() -> Batch:
-    """Two conversations of six tokens, half of them to learn."""
-    return _answered([0, 1])
+    """Two conversations of six tokens, half of them learned."""
+    return _make_responses([0, 1])
 
 
 def documents() -> Batch:
-    """Two documents, of which the first is in two pieces."""
-    batch = _answered([0, 0, 1], index=[0, 1, 0], prompt_length=[1, 1, 1])
+    """Two documents; the first is in two pieces."""
+    batch = _make_responses([0, 0, 1], index=[0, 1, 0], prompt_length=[1, 1, 1])
     return batch.with_(loss_mask=torch.tensor([False, *[True] * (PROMPT + RESPONSE - 1)] * 3))
 
 
 def preferences() -> Batch:
     """Two prompts, each with a chosen and a rejected response."""
-    return _answered([0, 0, 1, 1], index=[0, 1] * 2, preference=[1, 0] * 2, margin=[0] * 4)
+    return _make_responses([0, 0, 1, 1], index=[0, 1] * 2, preference=[1, 0] * 2, margin=[0] * 4)
 
 
 def labelled() -> Batch:
     """Two prompts, one with a desirable response and one with an undesirable one."""
-    return _answered([0, 1], index=[0, 0], preference=[1, 0])
+    return _make_responses([0, 1], index=[0, 0], preference=[1, 0])
 
 
 def steps() -> Batch:
     """Two solutions of three steps."""
-    batch = _answered([0, 1], index=[0, 0])
+    batch = _make_responses([0, 1], index=[0, 0])
     total = batch.tokens_total
     return batch.with_(label=torch.zeros(total), candidates=torch.zeros(total, 2, dtype=torch.int32))
 
 
-def _answered(group: list[int], **columns: list[int]) -> Batch:
-    """Prompts with responses to learn."""
+def _make_responses(group: list[int], **columns: list[int]) -> Batch:
+    """Prompts with responses, whose tokens are learned."""
     n = len(group)
     columns = {"group": group, "prompt_length": [PROMPT] * n} | columns
     return Batch(torch.full((n,), PROMPT + RESPONSE)).with_(

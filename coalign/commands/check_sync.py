@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table
 
-from coalign.cluster.start import start
+from coalign.cluster.base import start_cluster
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
 from coalign.launch.build import build
@@ -46,7 +46,7 @@ def check_run(config: RunConfig, display: Display) -> bool:
     if not pairs:
         raise ValueError(f"algorithm: in `{config.algorithm}` no weights travel from one model to another")
     plan = prepare(config).restrict([name for pair in pairs for name in pair])
-    with start(config) as cluster:
+    with start_cluster(config) as cluster:
         engine = build(plan, cluster)
         engine.training.sync(0)
         good = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count, islice
 from pathlib import Path
 
-from coalign.cluster.start import start
+from coalign.cluster.base import start_cluster
 from coalign.commands.inspect_data import describe, split_groups
 from coalign.config.schema import RunConfig
 from coalign.engine.hooks.run_folder import flatten_stats
@@ -27,7 +27,7 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
         main = config.models[names[0]].model_copy(update=changes)
         config = config.model_copy(update={"models": {**config.models, names[0]: main}})
     plan = prepare(config).restrict(names)
-    with start(config) as cluster:
+    with start_cluster(config) as cluster:
         engine = build(plan, cluster)
         assert engine.evaluator is not None  # the configuration has evaluation data
         stats, _ = engine.evaluator.evaluate()

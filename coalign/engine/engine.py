@@ -104,7 +104,7 @@ class Trainer:
         """
         begun = time.perf_counter()
         parts = [sync(version) for sync in self.syncs]
-        swaps = self.cluster.residency.take()
+        swaps = self.cluster.residency.take_stats()
         return merge_stats([*parts, swaps, {"time/sync": Total(time.perf_counter() - begun)}])
 
 
@@ -292,7 +292,7 @@ class Engine:
 
     @property
     def advantage(self) -> Callable[..., Any]:
-        """The function of the section `advantage` with its arguments, for ``apply``. ValueError without that section."""
+        """The function of the section `advantage` with its arguments. ValueError without that section."""
         if self.plan.advantage is None:
             raise ValueError(f"advantage: `{self.config.algorithm}` needs it; name a function (`group`, `gae`, …)")
         return self.plan.advantage

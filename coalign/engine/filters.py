@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from coalign.cluster.base import footprint
-from coalign.cluster.functions import bind, name_of
+from coalign.cluster.base import find_footprint
+from coalign.cluster.functions import bind_columns, name_of
 from coalign.config.schema import RunConfig
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
@@ -38,7 +38,7 @@ def filter_groups(batch: Batch, *, keep: Callable[..., Tensor], arguments: Mappi
     """
     if not len(batch):
         return batch, {}
-    kept = keep(*bind(keep, batch), **arguments)
+    kept = keep(*bind_columns(keep, batch), **arguments)
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != (len(batch),):
         found = f"{kept.dtype} {list(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
         raise ValueError(f"filter `{name_of(keep)}` returned {found}; expected torch.bool [{len(batch)}]")
@@ -193,6 +193,6 @@ def build_group_selection(plan: Plan, cluster: Cluster, loader: Loader) -> Group
         filter=plan.filter,
         replay=Replay(cluster, plan.replay, config.replay.steps) if plan.replay and config.replay else None,
         curriculum=Curriculum(config.curriculum, loader) if config.curriculum else None,
-        lengths=ResponseLengths() if policy and footprint("policy", policy).parts > 1 else None,
+        lengths=ResponseLengths() if policy and find_footprint("policy", policy).parts > 1 else None,
         add_budgets=budgets,
     )

@@ -12,11 +12,11 @@ from rich.table import Table
 from coalign.algorithms.aggregate import LossTotals
 from coalign.backends.base import Module
 from coalign.backends.objective import Objective, loss_input
-from coalign.cluster.base import Cluster, planned
-from coalign.cluster.dry import DryCluster, Graph, TracedCall, draw_graph
-from coalign.cluster.placement.devices import accelerator
-from coalign.cluster.placement.slots import distinct
-from coalign.cluster.residency import movable
+from coalign.cluster.base import Cluster, plan_slots
+from coalign.cluster.dry import DryCluster, FlowGraph, TracedCall, draw_graph
+from coalign.cluster.placement.devices import find_accelerator
+from coalign.cluster.placement.slots import list_slots
+from coalign.cluster.residency import list_movable_parts
 from coalign.cluster.standins import STANDINS
 from coalign.config import locate_problems
 from coalign.config.functions import resolve_class
@@ -60,7 +60,7 @@ def check(config: RunConfig, display: Display) -> None:
     display.show("\nno problem found")
 
 
-def trace(plan: Plan) -> Graph:
+def trace(plan: Plan) -> FlowGraph:
     """The calls of one step, from a run of the flows on stand-ins. ValueError for a column that nobody produces, a loss
     that cannot do with what it gets, or a guard on what the loss does not report."""
     with DryCluster(plan.config) as cluster:
@@ -76,7 +76,7 @@ def trace(plan: Plan) -> Graph:
             reported = _try_loss(model, model.objective, call)
             if model is plan.learning[0]:
                 check_reported(plan.config.runtime.guards, reported)
-    return Graph(training)
+    return FlowGraph(training)
 
 
 def _try_loss(model: PlannedModel, objective: Objective, call: TracedCall) -> list[str]:
@@ -106,7 +106,7 @@ def _try_loss(model: PlannedModel, objective: Objective, call: TracedCall) -> li
 
 def _check_backend(model: PlannedModel, config: RunConfig) -> None:
     """Raise what the setup of a model would raise before it reads weights."""
-    device = torch.device(accelerator(config.runtime.accelerator).device if model.config.num_gpu else "cpu")
+    device = torch.device(find_accelerator(config.runtime.accelerator).device if model.config.num_gpu else "cpu")
     # A cache, or a template to read by, and the backend behind it.
     for module in dict.fromkeys((model.module, resolve_class(model.config.module, "coalign.backends"))):
         module.check_settings(model.config, model.name, device)
@@ -146,14 +146,16 @@ def _memory_table(plan: Plan) -> Table:
 def _device_memory(plan: Plan) -> Iterator[str]:
     """What models that share devices take of each, and whether that is there."""
     models, runtime = plan.configs, plan.config.runtime
-    slots = planned(models, runtime.colocation)
-    for slot in (slot for slot in distinct(slots) if len(slot.places) > 1):
+    slots = plan_slots(models, runtime.colocation)
+    for slot in (slot for slot in list_slots(slots) if len(slot.places) > 1):
         sizes = {
             name: _estimate_per_device(plan.models[name], plan.config) for name in slot.places if models[name].load
         }
         if not sizes:
             continue
-        leaves = {name: movable(models[name], slot.footprints[name].devices, colocated=True) for name in sizes}
+        leaves = {
+            name: list_movable_parts(models[name], slot.footprints[name].devices, colocated=True) for name in sizes
+        }
         turns, together = estimate_largest_phase(sizes, leaves), estimate_largest_phase(sizes, {})
         text = f"{slot.name} on each device: {_size(turns)} at most"
         yield f"{text} ({_size(together)} if nothing left it)" if turns < together else text

@@ -7,16 +7,16 @@ from itertools import groupby
 
 from rich.table import Table
 
-from coalign.cluster.base import planned
+from coalign.cluster.base import plan_slots
 from coalign.cluster.placement.nodes import Node, ProcessPlacement
-from coalign.cluster.placement.slots import Footprint, Slot, distinct
+from coalign.cluster.placement.slots import Footprint, Slot, list_slots
 from coalign.config.schema import ModelConfig, RunConfig
 
 
 def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConfig) -> Table:
     """Describe what each model needs and with which it shares devices. ConfigError for numbers that do not divide."""
-    slots = planned(models, config.runtime.colocation)
-    needed = sum(slot.devices for slot in distinct(slots))
+    slots = plan_slots(models, config.runtime.colocation)
+    needed = sum(slot.devices for slot in list_slots(slots))
     devices = f"{needed} devices ({config.runtime.accelerator})" if needed else "no devices"
     table = Table(box=None, pad_edge=False, title=f"placement: {devices}", title_justify="left")
     for column in ("model", "processes", "shares of a batch", "on", "in turn with"):
@@ -34,14 +34,14 @@ def describe_requested_layout(models: Mapping[str, ModelConfig], config: RunConf
 
 
 def describe_assigned_layout(
-    slots: Mapping[str, Slot], seats: Mapping[str, Sequence[ProcessPlacement]], nodes: Sequence[Node]
+    slots: Mapping[str, Slot], placements: Mapping[str, Sequence[ProcessPlacement]], nodes: Sequence[Node]
 ) -> list[str]:
     """Return a line for each model: where its processes are, by rank."""
     lines = []
-    for name, ranks in seats.items():
+    for name, ranks in placements.items():
         where = []
-        for node, neighbours in groupby(ranks, key=lambda seat: seat.node):
-            there = [",".join(seat.devices) for seat in neighbours]
+        for node, neighbours in groupby(ranks, key=lambda placement: placement.node):
+            there = [",".join(placement.devices) for placement in neighbours]
             where.append(f"{nodes[node].name} " + ("".join(f"[{d}]" for d in there) if there[0] else f"× {len(there)}"))
         turn = f"; in turn with {', '.join(others)}" if (others := list_models_sharing_devices(slots, name)) else ""
         lines.append(f"{name}: {_processes(slots[name].footprints[name])} on {', '.join(where)}{turn}")

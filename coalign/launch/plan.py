@@ -17,7 +17,7 @@ from coalign.algorithms.kl import AdaptiveKL, FixedKL
 from coalign.backends.base import Module, TrainableModule
 from coalign.backends.objective import Objective
 from coalign.backends.scorers.reward import resolve_reward
-from coalign.cluster.worker import module_class
+from coalign.cluster.worker import find_module_class
 from coalign.config import check_names, locate_problems
 from coalign.config.errors import suggest
 from coalign.config.functions import bind, resolve, resolve_class
@@ -248,7 +248,7 @@ def _plan_models(
     for name, role in roles.items():
         model = configs[name]
         own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
-        module = module_class(model)
+        module = find_module_class(model)
         learns_by_loss = role is Trainable and _is_trained_by_loss(model, module)
         if learns_by_loss and own is None:
             raise ValueError(f"loss: models.{name} trains and no loss is given for it")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coalign.cluster.start import kind, start
+from coalign.cluster.base import choose_cluster, start_cluster
 from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine, Hook
@@ -45,11 +45,12 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
     folder = RunFolder(config.output)
     with _logged(folder, display):
         with locate_problems(config):
-            cluster = start(config, plan.started)
+            cluster = start_cluster(config, plan.started)
         try:
-            if kind(config) == "ray":
+            if choose_cluster(config) == "ray":
                 log.info(
-                    "placement:\n%s", "\n".join(describe_assigned_layout(cluster.slots, cluster.seats, cluster.nodes))
+                    "placement:\n%s",
+                    "\n".join(describe_assigned_layout(cluster.slots, cluster.placements, cluster.nodes)),
                 )
             with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
                 engine = build(plan, cluster)

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from coalign.cluster.base import planned
-from coalign.cluster.start import kind
+from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.roles import Rollout
@@ -31,12 +30,12 @@ def check_transport(syncs: Sequence[tuple[str, str]], models: Mapping[str, Model
     name = config.sync.transport
     if name not in ("broadcast", "cuda_ipc"):
         return
-    if kind(config) == "local":
+    if choose_cluster(config) == "local":
         raise ValueError(
             f"sync.transport: `{name}` is for models in processes of their own, and here all of them run in this one; "
             "leave it out, or set runtime.cluster: ray"
         )
-    slots = planned(models, config.runtime.colocation)
+    slots = plan_slots(models, config.runtime.colocation)
     for source, target in syncs:
         gpus = [slots[each].footprints[each].total for each in (source, target)]
         together = slots[source] is slots[target]
@@ -66,7 +65,7 @@ def check_sections(config: RunConfig, recipe: type[Engine]) -> None:
 
 def check_functions_are_imported(config: RunConfig) -> None:
     """Refuse functions and classes that other processes would call and cannot import."""
-    if kind(config) == "ray":
+    if choose_cluster(config) == "ray":
         bound = [(key, text) for key, text in _texts(config.model_dump(), "") if is_bound_to_process(text)]
         if bound:
             key, name = bound[0]

@@ -4,7 +4,7 @@ import pytest
 
 from coalign.backends import pretrained
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.cluster.base import footprint
+from coalign.cluster.base import find_footprint
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig
 from tests.tiny import tiny_model_dir
@@ -72,7 +72,7 @@ def test_what_can_be_cut(tmp_path, model, config):
 def test_a_module_says_in_which_ways_it_can_be_cut():
     config = ModelConfig(module="native", context_parallel=2)
     with pytest.raises(ConfigError, match=r"policy\.context_parallel: is 2, and the module `native` is not cut"):
-        footprint("policy", config)
+        find_footprint("policy", config)
 
 
 def test_the_processes_of_a_frozen_model_are_one_group_only_if_they_share_it():

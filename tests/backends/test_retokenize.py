@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from coalign.backends.scorers.retokenize import RetokenizeModule
-from coalign.cluster.worker import module_class
+from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.data.sources import BadRow
@@ -58,7 +58,7 @@ def policy(tmp_path_factory):
 
 def open_module(judge, policy, **changes):
     config = ModelConfig(**{"load": str(judge), "head": "reward", "frozen": True, "chat_template": "auto"} | changes)
-    module = module_class(config)(config, Context(model="helpful", tokenizer=str(policy)))
+    module = find_module_class(config)(config, Context(model="helpful", tokenizer=str(policy)))
     module.setup()
     return module
 

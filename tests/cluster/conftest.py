@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from coalign.cluster.base import Cluster
-from coalign.cluster.start import start
+from coalign.cluster.base import Cluster, start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -66,7 +65,7 @@ def _maker(kind: str) -> Iterator[Callable[..., Cluster]]:
     def build(models: dict[str, dict[str, object]], **runtime: object) -> Cluster:
         configs = {n: ModelConfig(**(m | {"module": f"{HERE}:{m['module']}"})) for n, m in models.items()}
         settings = RuntimeConfig(**({"cluster": kind, "threads": 1, "call_timeout": 60.0} | runtime))
-        cluster = start(RunConfig(algorithm="none", models=configs, runtime=settings))
+        cluster = start_cluster(RunConfig(algorithm="none", models=configs, runtime=settings))
         clusters.append(cluster)
         for name, config in configs.items():
             cluster.spawn(name, config, Context(model=name, threads=1))

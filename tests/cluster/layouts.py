@@ -15,7 +15,7 @@ import torch
 from ray.cluster_utils import Cluster as Machines
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from coalign.cluster.start import start
+from coalign.cluster.base import start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
@@ -52,7 +52,7 @@ LAYOUTS: dict[str, tuple[dict[str, dict[str, Any]], list[list[str]], dict[str, A
 def cluster(models: dict[str, dict[str, Any]], colocation: list[list[str]], kind: str = "ray", **runtime: Any) -> Any:
     configs = {n: ModelConfig(module=f"tests.cluster.modules:{MODULES[n]}", **m) for n, m in models.items()}
     settings = RuntimeConfig(cluster=kind, colocation=colocation, threads=1, call_timeout=300.0, **runtime)
-    running = start(RunConfig(algorithm="none", models=configs, runtime=settings))
+    running = start_cluster(RunConfig(algorithm="none", models=configs, runtime=settings))
     for name, config in configs.items():
         running.spawn(name, config, Context(model=name, threads=1))
     return running
@@ -91,9 +91,11 @@ def layouts(names: dict[str, str]) -> dict[str, Any]:
             time.sleep(0.1)  # until the last one has given back everything
         with cluster(models, colocation, **runtime) as running:
             where = {name: model.run(seen).result() for name, model in running.models.items()}
-            seats = {name: [[running.nodes[s.node].name, *s.devices] for s in running.seats[name]] for name in models}
+            planned = {
+                name: [[running.nodes[p.node].name, *p.devices] for p in running.placements[name]] for name in models
+            }
             told = {name: [[names[node], *rest] for node, *rest in ranks] for name, ranks in where.items()}
-            found[layout] = {"told": told, "planned": seats, "flow": flow(running)}
+            found[layout] = {"told": told, "planned": planned, "flow": flow(running)}
     return found
 
 
@@ -114,7 +116,7 @@ def refusals() -> dict[str, Any]:
         found["held"] = str(error)
     threading.Timer(7.0, lambda: remove_placement_group(other)).start()
     with cluster({"policy": {"num_gpu": 8}}, [], wait_for_devices=120.0) as running:
-        found["waited"] = len(running.seats["policy"])
+        found["waited"] = len(running.placements["policy"])
     return found
 
 

@@ -112,7 +112,7 @@ def stored_payloads(ref: BatchRef | WorkerRows) -> list[object]:
     found = []
     for payload in ref.payloads:
         joined = isinstance(payload, PayloadJoin)
-        found += [each for share in payload.shares for each in stored_payloads(share)] if joined else [payload]
+        found += [each for share in payload.sources for each in stored_payloads(share)] if joined else [payload]
     return found
 
 
@@ -134,7 +134,7 @@ def test_a_function_stores_its_own_columns_alone(cluster, prompts):
 def test_a_join_stores_nothing_and_waits_for_no_worker(cluster, prompts, monkeypatch):
     given = cluster.put(prompts)
     scores = cluster.models["judge"].forward_step(given).result()
-    monkeypatch.setattr(cluster, "_helper", lambda: pytest.fail("a worker was called"))
+    monkeypatch.setattr(cluster, "_function_worker", lambda: pytest.fail("a worker was called"))
     out = cluster.join(given, scores).result()
     assert stored_payloads(out) == [*given.payloads, *scores.payloads]
     expected = merge_columns([prompts, scores.fetch()])

@@ -113,9 +113,9 @@ def test_reference_slices_cut_across_parts():
         Batch(torch.tensor([3])).with_(tokens=torch.tensor([3, 4, 5])),
     ]
     from coalign.cluster.future import Meta
-    from coalign.cluster.local import Cell, LocalStore
+    from coalign.cluster.local import LocalReference, LocalStore
 
-    ref = BatchRef.concat([BatchRef.of(Meta.of(b), Cell(b), LocalStore()) for b in halves])
+    ref = BatchRef.concat([BatchRef.of(Meta.of(b), LocalReference(b), LocalStore()) for b in halves])
     assert ref.slice(1, 3).fetch()["tokens"].tolist() == [1, 2, 3, 4, 5]
     assert ref.slice(2, 3).fetch()["tokens"].tolist() == [3, 4, 5]
     assert ref.slice(1, 1).fetch()["tokens"].tolist() == []

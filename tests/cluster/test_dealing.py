@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.backends.layout import pack
-from coalign.cluster.balance import in_order, shard_rows, shard_updates
+from coalign.cluster.balance import reorder, shard_rows, shard_updates
 from coalign.cluster.future import BatchRef, Meta, Outcome
 from coalign.cluster.local import LocalStore
-from coalign.cluster.stored import StoredBatch
+from coalign.cluster.numpy_batch import NumpyBatch
 from coalign.data.balance import estimate_costs
 from coalign.data.batch import Batch
 
@@ -54,11 +54,11 @@ def test_a_long_sequence_costs_more_than_its_tokens():
 
 
 def test_by_work_the_longest_come_first():
-    dealt = rows(batch([1] * 5, work=[2, 9, 3, 4, 5]), 2, "work")
-    assert sorted(row for part in dealt for row in part) == list(range(5))
+    shards = rows(batch([1] * 5, work=[2, 9, 3, 4, 5]), 2, "work")
+    assert sorted(row for part in shards for row in part) == list(range(5))
     work = torch.tensor([2, 9, 3, 4, 5])
-    assert sorted(int(work[part].sum()) for part in dealt) == [11, 12]
-    assert all(work[part].tolist() == sorted(work[part].tolist(), reverse=True) for part in dealt)
+    assert sorted(int(work[part].sum()) for part in shards) == [11, 12]
+    assert all(work[part].tolist() == sorted(work[part].tolist(), reverse=True) for part in shards)
     assert rows(batch([1] * 3, work=[1, 3, 2]), 1, "work") == [[1, 2, 0]]
 
 
@@ -97,8 +97,8 @@ def meta(ref: BatchRef) -> Meta:
     return Meta.of(ref.fetch())
 
 
-def restored(dealt, results):
-    return in_order(Outcome(BatchRef.concat(results), {}), dealt.order([meta(ref) for ref in results])).result
+def restored(shards, results):
+    return reorder(Outcome(BatchRef.concat(results), {}), shards.order([meta(ref) for ref in results])).result
 
 
 @settings(deadline=None, max_examples=50)
@@ -109,14 +109,14 @@ def test_results_have_the_order_of_the_batch(groups, parts, data):
     work = data.draw(st.none() | st.lists(st.integers(0, 50), min_size=len(lengths), max_size=len(lengths)))
     ref = batch(lengths, group, work)
     by = data.draw(st.sampled_from(["work", "cost", "order"]))
-    dealt = shard_rows(ref, parts, by)
-    assert sorted(torch.cat(dealt.rows).tolist()) == list(range(len(lengths)))
-    used = [part for part in dealt.parts if len(part)]
-    scores = restored(dealt, [scored(part) for part in used])
+    shards = shard_rows(ref, parts, by)
+    assert sorted(torch.cat(shards.rows).tolist()) == list(range(len(lengths)))
+    used = [part for part in shards.parts if len(part)]
+    scores = restored(shards, [scored(part) for part in used])
     assert scores.fetch()["score"] == [10 * i for i in range(len(lengths))]
     prompts = batch([1] * len(groups), range(100, 100 - len(groups), -1), [length for length, _ in groups])
-    dealt = shard_rows(prompts, parts, "work")
-    out = restored(dealt, [generated(part, 2) for part in dealt.parts if len(part)]).fetch()
+    shards = shard_rows(prompts, parts, "work")
+    out = restored(shards, [generated(part, 2) for part in shards.parts if len(part)]).fetch()
     assert out["rows"] == [i for i in range(len(groups)) for _ in range(2)]
     assert out["index"].tolist() == [0, 1] * len(groups)
 
@@ -188,7 +188,7 @@ def test_rows_of_the_object_store_are_those_of_the_batch(chosen):
         score=torch.tensor([0.5, 1.5, 2.5]),
         rows=["a", "b", "c"],
     )
-    found = StoredBatch.of(made).select(np.array(chosen, dtype=np.int64))
+    found = NumpyBatch.of(made).select(np.array(chosen, dtype=np.int64))
     expected = made.select(chosen)
     assert torch.equal(found.lengths, expected.lengths) and found["rows"] == expected["rows"]
     for name in ("tokens", "half", "score"):
@@ -207,7 +207,7 @@ def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, p
     group = [100 - i for i, (_, count) in enumerate(groups) for _ in range(count)]
     ref = batch([length for length, count in groups for _ in range(count)], group)
     expected = [part["rows"] for part in ref.fetch().split(updates, keep="group")]
-    shares = [share.gather(STORE) for share in shard_updates(ref, parts, updates, whole_groups=whole).shares]
+    shares = [share.gather(STORE) for share in shard_updates(ref, parts, updates, whole_groups=whole).worker_rows]
     assert all(share["rows"] == sorted(share["rows"]) for share in shares)
     for number, rows_of_update in enumerate(expected):
         mine = [share.select(share["update"] == number) for share in shares]
@@ -217,9 +217,9 @@ def test_an_update_holds_the_same_rows_on_any_number_of_ranks(groups, updates, p
             assert len(found) == len(set(found))
 
 
-def test_every_update_is_dealt_out_by_cost():
+def test_every_update_is_split_by_cost():
     """Ranks meet at every one of them, so it is not enough that their shares of the batch are equal."""
     ref = batch([8, 2, 6, 8, 2, 6])
-    one, other = shard_updates(ref, 2, 2).shares
+    one, other = shard_updates(ref, 2, 2).worker_rows
     assert [share.update.tolist() for share in (one, other)] == [[0, 1], [0, 0, 1, 1]]
     assert [share.rows.tolist() for share in (one, other)] == [[0, 3], [1, 2, 4, 5]]

@@ -116,13 +116,13 @@ def test_shutdown_ends_the_actors(make_ray):
 
 RUN = """
 import sys
-from coalign.cluster.start import start
+from coalign.cluster.base import start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context
 
 config = ModelConfig(module="tests.cluster.modules:SumModule")
 runtime = RuntimeConfig(cluster="ray", threads=1)
-with start(RunConfig(algorithm="none", models={"judge": config}, runtime=runtime)) as cluster:
+with start_cluster(RunConfig(algorithm="none", models={"judge": config}, runtime=runtime)) as cluster:
     judge = cluster.spawn("judge", config, Context(model="judge", threads=1))
     print("pid", judge.process().result(), flush=True)
     if sys.argv[1] == "fail":

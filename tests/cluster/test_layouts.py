@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one program for al
 pytest.importorskip("ray")
 
 A, B = ([f"{node} {device}" for device in range(4)] for node in "ab")
-SEATS = {
+PLACEMENTS = {
     "exclusive": {"policy": ["a 0,1"], "judge": ["a 2", "a 3"], "trainer": B},
     "shared": {"policy": ["a 0,1", "a 2,3"], "judge": A, "trainer": A},
     "partly": {"policy": ["a 0,1,2,3"], "judge": B, "trainer": A + B},
@@ -45,7 +45,7 @@ def test_every_process_sees_its_devices_alone(found, layout):
     for model, ranks in told.items():
         planned = found["layouts"][layout]["planned"][model]
         assert [[node, *(visible.split(",") if visible else [])] for node, _, visible in ranks] == planned
-    expected = SEATS[layout]
+    expected = PLACEMENTS[layout]
     assert {model: [f"{node} {visible}" for node, _, visible in told[model]] for model in expected} == expected
     device = "cpu" if LAYOUTS[layout][2] else "cuda"
     assert {rank[1] for model in expected for rank in told[model]} == {device}

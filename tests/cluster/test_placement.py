@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.cluster.placement.nodes import Node, assign, seats
-from coalign.cluster.placement.slots import Footprint, distinct, plan
+from coalign.cluster.placement.nodes import Node, assign_nodes, place_processes
+from coalign.cluster.placement.slots import Footprint, list_slots, pack_slots
 
 
 def nodes(*free: int, cores: float = 8.0) -> list[Node]:
@@ -20,11 +20,14 @@ def nodes(*free: int, cores: float = 8.0) -> list[Node]:
 
 def placed(footprints, colocation, *free, domains=None):
     """{model: ["node:devices" of each process]} on nodes with so many devices, called 0, 1, 2, …"""
-    slots = distinct(plan(footprints, colocation))
-    where = assign(slots, nodes(*free))
+    slots = list_slots(pack_slots(footprints, colocation))
+    where = assign_nodes(slots, nodes(*free))
     known = domains or [[[str(i) for i in range(number)]] for number in free]
-    found = seats(slots, where, known)
-    return {model: [f"{seat.node}:{','.join(seat.devices)}" for seat in ranks] for model, ranks in found.items()}
+    found = place_processes(slots, where, known)
+    return {
+        model: [f"{placement.node}:{','.join(placement.devices)}" for placement in ranks]
+        for model, ranks in found.items()
+    }
 
 
 def ranks(processes, together=1, spread=None):
@@ -94,19 +97,19 @@ def test_units_take_devices_that_lie_close_together():
 
 
 def test_cpu_processes_go_where_cores_are_free():
-    on_cpu = distinct(plan({"trainer": ranks(4), "reward": Footprint(3, 0)}, []))
+    on_cpu = list_slots(pack_slots({"trainer": ranks(4), "reward": Footprint(3, 0)}, []))
     machines = [Node("gpus", 4, 4, cores=4), Node("cpus", 0, 0, cores=4)]
-    assert assign(on_cpu, machines) == {"trainer": (0, 0, 0, 0), "reward": (1, 1, 1)}
-    packed = distinct(plan({"reward": Footprint(3, 0, spread=False)}, []))
-    assert assign(packed, [Node("a", 0, 0, 8), Node("b", 0, 0, 16)]) == {"reward": (1, 1, 1)}
-    spread = distinct(plan({"reward": Footprint(3, 0)}, []))
-    assert assign(spread, [Node("a", 0, 0, 8), Node("b", 0, 0, 16)]) == {"reward": (1, 0, 1)}
-    assert assign(spread, [Node("a", 0, 0, 8, processes=9), Node("b", 0, 0, 8)]) == {"reward": (1, 1, 1)}
+    assert assign_nodes(on_cpu, machines) == {"trainer": (0, 0, 0, 0), "reward": (1, 1, 1)}
+    packed = list_slots(pack_slots({"reward": Footprint(3, 0, spread=False)}, []))
+    assert assign_nodes(packed, [Node("a", 0, 0, 8), Node("b", 0, 0, 16)]) == {"reward": (1, 1, 1)}
+    spread = list_slots(pack_slots({"reward": Footprint(3, 0)}, []))
+    assert assign_nodes(spread, [Node("a", 0, 0, 8), Node("b", 0, 0, 16)]) == {"reward": (1, 0, 1)}
+    assert assign_nodes(spread, [Node("a", 0, 0, 8, processes=9), Node("b", 0, 0, 8)]) == {"reward": (1, 1, 1)}
 
 
 def test_a_cpu_model_of_a_group_is_beside_its_devices():
-    slots = distinct(plan({"trainer": ranks(2), "scorer": Footprint(2, 0)}, [["trainer", "scorer"]]))
-    assert assign(slots, [Node("empty", 0, 0, 64), Node("gpus", 2, 2, 2)]) == {"trainer+scorer": (1, 1)}
+    slots = list_slots(pack_slots({"trainer": ranks(2), "scorer": Footprint(2, 0)}, [["trainer", "scorer"]]))
+    assert assign_nodes(slots, [Node("empty", 0, 0, 64), Node("gpus", 2, 2, 2)]) == {"trainer+scorer": (1, 1)}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_a_cpu_model_of_a_group_is_beside_its_devices():
 )
 def test_what_does_not_fit_is_refused_with_what_is_asked_and_what_is_there(footprints, machines, message):
     with pytest.raises(ValueError, match=message):
-        assign(distinct(plan(footprints, [])), machines)
+        assign_nodes(list_slots(pack_slots(footprints, [])), machines)
 
 
 models = st.one_of(
@@ -149,28 +152,28 @@ models = st.one_of(
 def test_any_plan_keeps_its_promises_and_any_refusal_is_right(given_models, free, shared):
     footprints = {f"m{i}": footprint for i, footprint in enumerate(given_models)}
     colocation = [[*footprints][:2]] if shared and len({f.spread for f in given_models[:2]} - {None}) < 2 else []
-    slots = plan(footprints, colocation)
+    slots = pack_slots(footprints, colocation)
     try:
-        where = assign(distinct(slots), nodes(*free))
+        where = assign_nodes(list_slots(slots), nodes(*free))
     except ValueError:
-        assert not _possible(tuple(len(u) for s in distinct(slots) for u in _device_units(s)), tuple(free))
+        assert not _possible(tuple(len(u) for s in list_slots(slots) for u in _device_units(s)), tuple(free))
         return
     names = [[[f"{node}.{i}" for i in range(number)]] for node, number in enumerate(free)]
-    found = seats(distinct(slots), where, names)
+    found = place_processes(list_slots(slots), where, names)
     held = Counter()
-    for slot in distinct(slots):
-        used = {device for model in slot.places for seat in found[model] for device in seat.devices}
+    for slot in list_slots(slots):
+        used = {device for model in slot.places for placement in found[model] for device in placement.devices}
         held.update(used)
         assert len(used) == slot.devices
     assert all(count == 1 for count in held.values()), "a device is held by one slot alone"
     for model, footprint in footprints.items():
-        assert [len(seat.devices) for seat in found[model]] == [footprint.devices] * footprint.processes
-        mine = [device for seat in found[model] for device in seat.devices]
+        assert [len(placement.devices) for placement in found[model]] == [footprint.devices] * footprint.processes
+        mine = [device for placement in found[model] for device in placement.devices]
         assert len(set(mine)) == len(mine)
-        for seat in found[model]:
-            assert all(device.startswith(f"{seat.node}.") for device in seat.devices)
+        for placement in found[model]:
+            assert all(device.startswith(f"{placement.node}.") for device in placement.devices)
         for first in range(0, footprint.processes, footprint.together):
-            assert len({seat.node for seat in found[model][first : first + footprint.together]}) == 1
+            assert len({placement.node for placement in found[model][first : first + footprint.together]}) == 1
     for a, b in product(footprints, footprints):
         if a < b and not _take_turns(slots, a, b):
             assert not {d for s in found[a] for d in s.devices} & {d for s in found[b] for d in s.devices}
@@ -198,6 +201,6 @@ def _possible(sizes, free):
 
 def test_a_large_cluster_is_planned_at_once():
     footprints = {"policy": Footprint(128, 8), "trainer": ranks(1024), "reference": Footprint(256, 4)}
-    slots = distinct(plan(footprints, [[*footprints]]))
-    where = assign(slots, nodes(*[8] * 128))
+    slots = list_slots(pack_slots(footprints, [[*footprints]]))
+    where = assign_nodes(slots, nodes(*[8] * 128))
     assert where["policy+trainer+reference"] == tuple(i // 8 for i in range(1024))

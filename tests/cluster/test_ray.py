@@ -142,14 +142,14 @@ def test_threads_are_set_however_many_cores_are_reserved(wide):
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_gpus_that_are_not_there_are_refused_at_once(kind, request):
-    from coalign.cluster.start import start
+    from coalign.cluster.base import start_cluster
 
     if kind == "ray":
         request.getfixturevalue("ray_here")
     models = {"policy": ModelConfig(module="tests.cluster.modules:EchoModule", num_gpu=64)}
     config = RunConfig(algorithm="none", models=models, runtime=RuntimeConfig(cluster=kind))
     with pytest.raises(ValueError, match=r"the models ask for 64 devices \(policy: 64\); there are \d+ on 1 node"):
-        start(config)
+        start_cluster(config)
 
 
 def test_one_process_refuses_several(make_local):
@@ -169,10 +169,10 @@ def test_one_process_refuses_several(make_local):
     ],
 )
 def test_auto(runtime, model, expected):
-    from coalign.cluster.start import kind
+    from coalign.cluster.base import choose_cluster
 
     config = RunConfig(algorithm="none", models={"m": ModelConfig(**model)}, runtime=RuntimeConfig(**runtime))
-    assert kind(config) == expected
+    assert choose_cluster(config) == expected
 
 
 def test_the_process_of_functions_starts_with_the_models(make_ray, prompts):

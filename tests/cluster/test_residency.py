@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from coalign.cluster.answers import Running
+from coalign.cluster.answers import WorkerTask
 from coalign.cluster.future import Call, DeviceMemoryUse, Future, Meta, WorkerError, WorkerFailure
-from coalign.cluster.placement.slots import Footprint, plan
-from coalign.cluster.residency import PARTS, Residency, movable
+from coalign.cluster.placement.slots import Footprint, pack_slots
+from coalign.cluster.residency import PARTS, Residency, list_movable_parts
 from coalign.config.schema import ModelConfig
 
 MIB = 2**20
@@ -28,7 +28,7 @@ class Process:
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         self.where = f"{name}, rank 0"
         self.name, self.sizes = name, sizes
-        self.held, self.away = dict(sizes), {}
+        self.on_device, self.on_host = dict(sizes), {}
         self.moves: list[tuple[str, tuple[str, ...]]] = []
         self.limits: list[int | None] = []
         self.failure: WorkerFailure | None = None
@@ -37,19 +37,21 @@ class Process:
         assert verb == "move"
         self.moves.append((to, parts))
         self.limits.append(limit)
-        there, here = (self.held, self.away) if to == "host" else (self.away, self.held)
+        there, here = (self.on_device, self.on_host) if to == "host" else (self.on_host, self.on_device)
         moved = {part: there.pop(part) for part in parts if part in there}
         here |= moved
         return self.answer(Meta(value=sum(moved.values()), use=self.use(), failure=self.failure))
 
     def use(self, extra: int = 0) -> DeviceMemoryUse:
-        before = sum(self.held.values())
-        return DeviceMemoryUse({self.name: dict(self.held)}, {self.name: dict(self.away)}, before, before + extra)
+        before = sum(self.on_device.values())
+        return DeviceMemoryUse(
+            {self.name: dict(self.on_device)}, {self.name: dict(self.on_host)}, before, before + extra
+        )
 
-    def answer(self, meta: Meta) -> Running:
+    def answer(self, meta: Meta) -> WorkerTask:
         done: concurrent.futures.Future[Meta] = concurrent.futures.Future()
         done.set_result(meta)
-        return Running(self.where, done, None)
+        return WorkerTask(self.where, done, None)
 
 
 class Run:
@@ -57,7 +59,7 @@ class Run:
 
     def __init__(self, capacity: int | None = None, sizes=SIZES, offload="auto") -> None:
         models = {name: ModelConfig(offload=offload) for name in sizes}
-        slots = plan({name: Footprint(1, 1) for name in sizes}, [list(sizes)])
+        slots = pack_slots({name: Footprint(1, 1) for name in sizes}, [list(sizes)])
         self.residency = Residency(slots, models, capacity, timeout=10.0)
         self.processes = {name: Process(name, own) for name, own in sizes.items()}
         for name in sizes:
@@ -70,9 +72,9 @@ class Run:
         self.residency.prepare(Future(f"{model}.{method}"), model, method, needs)
         process = self.processes[model]
         for name, wanted in needs.items():
-            assert not {*wanted} & {*self.processes[name].away}, "computes with what is on the host"
-        self.residency.note([process.answer(Meta())], [Meta(use=process.use(extra))], method)
-        self.residency.done(model)
+            assert not {*wanted} & {*self.processes[name].on_host}, "computes with what is on the host"
+        self.residency.record([process.answer(Meta())], [Meta(use=process.use(extra))], method)
+        self.residency.release(model)
 
     def step(self, kv=0, gradients=0):
         """What GRPO does: the policy samples, the reference scores, the trainer learns, and the policy gets weights."""
@@ -84,7 +86,7 @@ class Run:
 
     def taken(self) -> dict[str, float]:
         """What is told of swaps and of memory, but for the time that they took."""
-        told = self.residency.take()
+        told = self.residency.take_stats()
         assert told.pop("time/swaps").value >= 0.0
         return {name: metric.value for name, metric in told.items()}
 
@@ -129,7 +131,7 @@ def test_only_the_parts_that_a_call_needs_come():
     run.call("reference", "forward_step", ("weights",))
     run.call("trainer", "export", ("weights",))
     assert run.processes["trainer"].moves[-1] == ("device", ("weights",))
-    assert run.processes["trainer"].away == {"optimizer": 2 * MIB}
+    assert run.processes["trainer"].on_host == {"optimizer": 2 * MIB}
 
 
 def test_weights_of_another_model_stay_beside_a_call():
@@ -137,7 +139,9 @@ def test_weights_of_another_model_stay_beside_a_call():
     run.call("trainer", "train_step", TRAIN)
     run.taken()
     run.call("policy", "install", ("weights",), beside=["trainer"])
-    assert run.processes["trainer"].held == {"weights": MIB} and run.processes["policy"].held == {"weights": MIB}
+    assert run.processes["trainer"].on_device == {"weights": MIB} and run.processes["policy"].on_device == {
+        "weights": MIB
+    }
     assert run.taken() == {"swaps/trainer/out": 1.0, "swaps/policy/in": 1.0, "swaps/mib": 3.0, "memory/device": 2.0}
 
 
@@ -183,18 +187,18 @@ def test_the_caller_gives_up_its_own_parts_last():
         run.call("trainer", "forward_step", ("weights",))
         run.call("trainer", "train_step", TRAIN)
         run.call("policy", "forward_step", ("weights",))
-    assert run.processes["trainer"].held == {"weights": MIB, "optimizer": 2 * MIB}
+    assert run.processes["trainer"].on_device == {"weights": MIB, "optimizer": 2 * MIB}
     run.call("trainer", "forward_step", ("weights",), extra=2 * MIB)
     run.call("trainer", "forward_step", ("weights",), extra=2 * MIB)
-    assert run.processes["policy"].held == {} and run.processes["trainer"].away == {"optimizer": 2 * MIB}
+    assert run.processes["policy"].on_device == {} and run.processes["trainer"].on_host == {"optimizer": 2 * MIB}
 
 
 def test_parts_that_may_not_leave_stay():
     run = Run(offload=["optimizer"])
     run.step()
     run.call("policy", "generate", ("weights",))
-    assert run.processes["trainer"].away == {"optimizer": 2 * MIB}
-    assert run.processes["reference"].held == {"weights": MIB}
+    assert run.processes["trainer"].on_host == {"optimizer": 2 * MIB}
+    assert run.processes["reference"].on_device == {"weights": MIB}
 
 
 def test_each_process_is_told_what_is_left_for_it():
@@ -215,7 +219,7 @@ def test_a_process_hears_of_room_that_others_left_even_if_it_moves_nothing():
     assert trainer.limits[-1] == 4 * MIB  # the reference is there, too
     run.call("trainer", "train_step", TRAIN, extra=MIB)  # the books learn what it takes
     run.call("trainer", "train_step", TRAIN, extra=MIB)
-    assert run.processes["reference"].held == {} and trainer.limits[-1] == 5 * MIB
+    assert run.processes["reference"].on_device == {} and trainer.limits[-1] == 5 * MIB
 
 
 def test_what_is_announced_comes_before_its_turn_if_it_fits():
@@ -224,12 +228,12 @@ def test_what_is_announced_comes_before_its_turn_if_it_fits():
     residency, reference, trainer = run.residency, run.processes["reference"], run.processes["trainer"]
     future = Future(Call("policy", "generate"))
     residency.prepare(future, "policy", "generate", {"policy": ("weights", "kv")})
-    assert reference.held == {} and trainer.away["optimizer"]
+    assert reference.on_device == {} and trainer.on_host["optimizer"]
     residency.announce("reference", ("weights",))
-    assert reference.held == {"weights": MIB}
+    assert reference.on_device == {"weights": MIB}
     residency.announce("trainer", TRAIN)
-    assert trainer.away["optimizer"]  # no room beside the cache
-    residency.done("policy")
+    assert trainer.on_host["optimizer"]  # no room beside the cache
+    residency.release("policy")
     run.taken()
     run.call("reference", "forward_step", ("weights",))
     told = run.taken()
@@ -265,13 +269,13 @@ def test_a_process_that_cannot_move_fails_the_call_that_waits_for_it():
     ],
 )
 def test_what_may_leave_by_configuration(offload, devices, colocated, parts):
-    assert movable(ModelConfig(offload=offload), devices, colocated) == frozenset(parts)
+    assert list_movable_parts(ModelConfig(offload=offload), devices, colocated) == frozenset(parts)
 
 
 def test_slots_from_which_nothing_leaves_are_left_alone():
     models = {"a": ModelConfig(), "b": ModelConfig()}
-    slots = plan({name: Footprint(1, 0) for name in models}, [["a", "b"]])
+    slots = pack_slots({name: Footprint(1, 0) for name in models}, [["a", "b"]])
     residency = Residency(slots, models, None, 10.0)
     residency.add("a", slots["a"], [Process("a", {"weights": MIB})])
     residency.prepare(Future(Call("a", "forward_step")), "a", "forward_step", {"a": ("weights",)})
-    assert residency.slots == set() and residency.take() == {}
+    assert residency.slots == set() and residency.take_stats() == {}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coalign.cluster.placement.slots import Footprint, plan
+from coalign.cluster.placement.slots import Footprint, pack_slots
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig
 
@@ -31,43 +31,43 @@ def singles(*places: int) -> tuple[tuple[int, ...], ...]:
 
 
 def test_models_in_no_group_own_their_devices():
-    slots = plan({"a": ranks(2), "b": ranks(1)}, [])
+    slots = pack_slots({"a": ranks(2), "b": ranks(1)}, [])
     assert slots["a"] is not slots["b"]
     assert (slots["a"].devices, slots["b"].devices) == (2, 1)
 
 
 def test_a_group_needs_as_much_as_its_largest_member():
-    slots = plan({"a": ranks(8), "b": ranks(4), "c": ranks(4), "d": ranks(2)}, [["a", "b", "c"]])
+    slots = pack_slots({"a": ranks(8), "b": ranks(4), "c": ranks(4), "d": ranks(2)}, [["a", "b", "c"]])
     assert slots["a"] is slots["b"] is slots["c"] is not slots["d"]
     assert slots["a"].size == slots["a"].devices == 8
 
 
 def test_small_members_lie_side_by_side():
-    places = plan({"b": ranks(4), "a": ranks(8), "c": ranks(4)}, [["b", "a", "c"]])["a"].places
+    places = pack_slots({"b": ranks(4), "a": ranks(8), "c": ranks(4)}, [["b", "a", "c"]])["a"].places
     assert places == {"a": singles(*range(8)), "b": singles(0, 1, 2, 3), "c": singles(4, 5, 6, 7)}
 
 
 def test_processes_of_several_devices_lie_on_those_of_processes_with_one():
-    slot = plan({"trainer": ranks(4), "policy": replicas(2, 2)}, [["trainer", "policy"]])["policy"]
+    slot = pack_slots({"trainer": ranks(4), "policy": replicas(2, 2)}, [["trainer", "policy"]])["policy"]
     assert slot.places == {"trainer": singles(0, 1, 2, 3), "policy": ((0, 1), (2, 3))}
     assert slot.units == ((0, 1), (2, 3))
 
 
 def test_no_process_lies_across_two_that_need_a_node_each():
     members = {"a": ranks(8), "b": replicas(2, 3), "c": replicas(1, 2), "d": ranks(1)}
-    slot = plan(members, [list(members)])["a"]
+    slot = pack_slots(members, [list(members)])["a"]
     assert slot.places["b"] == ((0, 1, 2), (3, 4, 5))
     assert slot.places["c"] == ((6, 7),) and slot.places["d"] == singles(0)
     assert slot.units == ((0, 1, 2), (3, 4, 5), (6, 7))
 
 
 def test_tensor_parallel_ranks_need_one_node():
-    slot = plan({"a": ranks(8, together=4)}, [])["a"]
+    slot = pack_slots({"a": ranks(8, together=4)}, [])["a"]
     assert slot.places["a"] == singles(*range(8)) and slot.units == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def test_side_by_side_runs_in_parallel_and_the_large_one_excludes_both():
-    slot = plan({"a": ranks(4), "b": replicas(1, 2), "c": ranks(2)}, [["a", "b", "c"]])["a"]
+    slot = pack_slots({"a": ranks(4), "b": replicas(1, 2), "c": ranks(2)}, [["a", "b", "c"]])["a"]
     entered = threading.Event()
 
     def large():
@@ -83,7 +83,7 @@ def test_side_by_side_runs_in_parallel_and_the_large_one_excludes_both():
 
 
 def test_cpu_models_beside_devices():
-    slot = plan({"a": ranks(2), "b": on_cpu(3), "c": ranks(1)}, [["a", "b", "c"]])["a"]
+    slot = pack_slots({"a": ranks(2), "b": on_cpu(3), "c": ranks(1)}, [["a", "b", "c"]])["a"]
     assert (slot.size, slot.devices) == (3, 2)
     assert slot.places["b"] == singles(0, 1, 2)
     assert slot.places["c"] == singles(0), "a device model never lies on a place that is no device"
@@ -91,16 +91,16 @@ def test_cpu_models_beside_devices():
 
 def test_spread():
     wide = Footprint(2, 1, spread=True)
-    assert not plan({"a": ranks(2)}, [])["a"].spread
-    assert plan({"a": on_cpu(2)}, [])["a"].spread
-    assert plan({"a": wide, "b": ranks(2)}, [["a", "b"]])["b"].spread
+    assert not pack_slots({"a": ranks(2)}, [])["a"].spread
+    assert pack_slots({"a": on_cpu(2)}, [])["a"].spread
+    assert pack_slots({"a": wide, "b": ranks(2)}, [["a", "b"]])["b"].spread
     message = r"runtime.colocation\[0\]: 'a' and 'b' share devices, and only one of them asks for `placement: spread`"
     with pytest.raises(ConfigError, match=message):
-        plan({"a": wide, "c": ranks(1), "b": Footprint(2, 1, spread=False)}, [["a", "c", "b"]])
+        pack_slots({"a": wide, "c": ranks(1), "b": Footprint(2, 1, spread=False)}, [["a", "c", "b"]])
 
 
 def test_a_model_of_a_group_that_does_not_run_takes_no_place():
-    slots = plan({"a": ranks(2)}, [["a", "reference"], ["judge"]])
+    slots = pack_slots({"a": ranks(2)}, [["a", "reference"], ["judge"]])
     assert slots.keys() == {"a"} and slots["a"].name == "a"
 
 
@@ -167,7 +167,7 @@ members = st.one_of(
 @given(st.lists(members, min_size=1, max_size=5))
 def test_every_process_has_its_own_places_and_every_group_one_unit(given_members):
     footprints = {f"m{i}": footprint for i, footprint in enumerate(given_members)}
-    slot = plan(footprints, [list(footprints)])["m0"]
+    slot = pack_slots(footprints, [list(footprints)])["m0"]
     assert sorted(place for unit in slot.units for place in unit) == list(range(slot.size))
     unit_of = {place: unit for unit in slot.units for place in unit}
     assert slot.devices == max(footprint.total for footprint in given_members)

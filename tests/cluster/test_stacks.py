@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from coalign.cluster.stacks import Listening, ask, own
+from coalign.cluster.stacks import StackFile, collect_stacks, format_own_stacks
 
 STUCK = """
 import threading
@@ -35,7 +35,7 @@ waits_for_ever(lock, lambda: print(listening.pid, listening.file, flush=True))
 def stuck():
     process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
     pid, file = map(int, process.stdout.readline().split())
-    yield process, Listening(pid, file)
+    yield process, StackFile(pid, file)
     process.kill()
     process.wait()
     process.stdout.close()
@@ -44,7 +44,7 @@ def stuck():
 def test_a_process_that_hangs_tells_its_stacks_and_goes_on(stuck):
     process, listening = stuck
     for _ in range(2):  # each time all of it, and nothing of the time before
-        text = ask({"policy, replica 3": listening})["policy, replica 3"]
+        text = collect_stacks({"policy, replica 3": listening})["policy, replica 3"]
         assert text.count("in waits_for_ever") == 2 and text.count("most recent call first") == 2
     assert process.poll() is None
 
@@ -53,10 +53,10 @@ def test_processes_that_cannot_answer_are_said_to_be_so(stuck, monkeypatch):
     process, listening = stuck
     monkeypatch.setattr("coalign.cluster.stacks._PATIENCE", 0.3)
     os.kill(process.pid, signal.SIGSTOP)
-    assert ask({"one": listening}) == {"one": "no answer: the process is stopped, or deep in the kernel\n"}
+    assert collect_stacks({"one": listening}) == {"one": "no answer: the process is stopped, or deep in the kernel\n"}
     process.kill()
     process.wait()
-    assert ask({"one": listening}) == {"one": "the process is gone\n"}
+    assert collect_stacks({"one": listening}) == {"one": "the process is gone\n"}
 
 
 def test_own_stacks_name_the_threads():
@@ -69,7 +69,7 @@ def test_own_stacks_name_the_threads():
     thread = threading.Thread(target=waits, name="coalign-policy")
     thread.start()
     begun.wait()
-    text = own()
+    text = format_own_stacks()
     done.set()
     thread.join()
     assert "Thread coalign-policy:" in text and "in waits" in text and "Thread MainThread:" in text

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from coalign.cluster.placement.devices import accelerator, device_domains, nvidia_buses
+from coalign.cluster.placement.devices import find_accelerator, group_devices, read_nvidia_buses
 
 # (PCI address, NUMA node, way through the PCI tree)
 MACHINE = {
@@ -33,19 +33,19 @@ def pci(tmp_path):
 
 def test_devices_of_a_numa_node_stand_together_in_the_order_of_their_buses(pci):
     buses = {name: address for name, (address, _, _) in MACHINE.items()}
-    assert device_domains(["0", "1", "2", "3", "4"], buses, pci) == [["1", "3", "2"], ["0", "4"]]
-    assert device_domains(["4", "2"], buses, pci) == [["2"], ["4"]]
+    assert group_devices(["0", "1", "2", "3", "4"], buses, pci) == [["1", "3", "2"], ["0", "4"]]
+    assert group_devices(["4", "2"], buses, pci) == [["2"], ["4"]]
 
 
 def test_unknown_devices_keep_their_order(pci):
-    assert device_domains(["3", "1", "7"], {}, pci) == [["3", "1", "7"]]
-    assert device_domains(["7", "0"], {"0": MACHINE["0"][0]}, pci) == [["0"], ["7"]]
-    assert device_domains([], {}) == []
+    assert group_devices(["3", "1", "7"], {}, pci) == [["3", "1", "7"]]
+    assert group_devices(["7", "0"], {"0": MACHINE["0"][0]}, pci) == [["0"], ["7"]]
+    assert group_devices([], {}) == []
 
 
 def test_what_the_driver_says():
     told = "0, GPU-aaaa, 00000000:1B:00.0\n1, GPU-bbbb, 00000000:3B:00.0\n"
-    buses = nvidia_buses(lambda command, text: told)
+    buses = read_nvidia_buses(lambda command, text: told)
     assert buses == {"0": "0000:1b:00.0", "GPU-aaaa": "0000:1b:00.0", "1": "0000:3b:00.0", "GPU-bbbb": "0000:3b:00.0"}
 
 
@@ -53,7 +53,7 @@ def test_no_driver():
     def missing(*_: object, **__: object) -> str:
         raise FileNotFoundError("nvidia-smi")
 
-    assert nvidia_buses(missing) == {}
+    assert read_nvidia_buses(missing) == {}
 
 
 def test_a_driver_that_fails_is_not_hidden():
@@ -61,10 +61,10 @@ def test_a_driver_that_fails_is_not_hidden():
         raise subprocess.CalledProcessError(9, "nvidia-smi")
 
     with pytest.raises(subprocess.CalledProcessError):
-        nvidia_buses(broken)
+        read_nvidia_buses(broken)
 
 
 def test_kinds_of_devices():
-    assert (accelerator("GPU").device, accelerator("GPU").visible) == ("cuda", "CUDA_VISIBLE_DEVICES")
-    assert accelerator("NPU").visible == "ASCEND_RT_VISIBLE_DEVICES"
-    assert accelerator("chip").device == "cpu"
+    assert (find_accelerator("GPU").device, find_accelerator("GPU").visible) == ("cuda", "CUDA_VISIBLE_DEVICES")
+    assert find_accelerator("NPU").visible == "ASCEND_RT_VISIBLE_DEVICES"
+    assert find_accelerator("chip").device == "cpu"

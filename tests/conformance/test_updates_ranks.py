@@ -34,7 +34,7 @@ def share(batch: Batch | None, ranks: int, rank: int) -> Batch | None:
         return batch
     store = LocalStore()
     ref = BatchRef.of(Meta.of(batch), store.put(batch), store)
-    return shard_updates(ref, ranks, UPDATES).shares[rank].gather(store)
+    return shard_updates(ref, ranks, UPDATES).worker_rows[rank].gather(store)
 
 
 def _train(rank: int, port: int, ranks: int, path: str) -> dict[str, tuple[dict, dict]]:

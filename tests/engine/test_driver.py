@@ -42,7 +42,7 @@ def test_steps_leave_nothing_behind(loop):
     before, threads = alive(), threading.active_count()
     for _ in range(5):
         step(engine, timeline)
-    assert engine.cluster.under_way() == []
+    assert engine.cluster.list_pending_calls() == []
     assert alive() <= before + 2  # the pool's rest may have one more piece
     assert threading.active_count() <= threads + 1  # that of a call that has just ended
     assert len(timeline._ended) < 40

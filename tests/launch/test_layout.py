@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from coalign.cluster.base import planned
-from coalign.cluster.placement.nodes import Node, assign, seats
-from coalign.cluster.placement.slots import distinct
+from coalign.cluster.base import plan_slots
+from coalign.cluster.placement.nodes import Node, assign_nodes, place_processes
+from coalign.cluster.placement.slots import list_slots
 from coalign.config.errors import ConfigError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.launch.layout import describe_assigned_layout, describe_requested_layout, list_models_sharing_devices
@@ -43,10 +43,10 @@ def test_what_is_asked_for():
 
 
 def test_what_was_found():
-    slots = planned(MODELS, COLOCATION)
+    slots = plan_slots(MODELS, COLOCATION)
     nodes = [Node("a", 4, 4), Node("b", 4, 4), Node("c", 0, 0, cores=64)]
-    where = assign(distinct(slots), nodes)
-    found = seats(distinct(slots), where, [[["0", "1", "2", "3"]], [["0", "1", "2", "3"]], []])
+    where = assign_nodes(list_slots(slots), nodes)
+    found = place_processes(list_slots(slots), where, [[["0", "1", "2", "3"]], [["0", "1", "2", "3"]], []])
     assert describe_assigned_layout(slots, found, nodes) == [
         "trainer: 8 on a [0][1][2][3], b [0][1][2][3]; in turn with policy, judge",
         "policy: 2 × 2 on a [0,1][2,3]; in turn with trainer",
@@ -56,7 +56,7 @@ def test_what_was_found():
 
 
 def test_models_side_by_side_do_not_wait_for_each_other():
-    slots = planned(MODELS, COLOCATION)
+    slots = plan_slots(MODELS, COLOCATION)
     assert (
         list_models_sharing_devices(slots, "policy") == ["trainer"]
         and list_models_sharing_devices(slots, "reward") == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from coalign.cluster.start import start
+from coalign.cluster.base import start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig, SyncConfig
 from coalign.roles import Context
 from coalign.weights.sync.sync import WeightSync
@@ -23,7 +23,9 @@ def models(ray_here, tmp_path_factory):  # noqa: F811
         "trainer": ModelConfig(load=path, num_process=2),
         "policy": ModelConfig(module="native", load=path, num_process=2),
     }
-    with start(RunConfig(algorithm="none", models=configs, runtime=RuntimeConfig(cluster="ray", threads=1))) as cluster:
+    with start_cluster(
+        RunConfig(algorithm="none", models=configs, runtime=RuntimeConfig(cluster="ray", threads=1))
+    ) as cluster:
         for name, config in configs.items():
             cluster.spawn(name, config, Context(model=name, threads=1))
         yield cluster.models["trainer"], cluster.models["policy"]

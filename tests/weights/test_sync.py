@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from coalign.cluster.base import start_cluster
 from coalign.cluster.future import WorkerError
-from coalign.cluster.start import start
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context
 from coalign.types import Total
@@ -22,7 +22,7 @@ def models(request):
     given = {"trainer": "Sender", "policy": "Adopter"}
     configs = {name: ModelConfig(module=f"tests.weights.modules:{module}") for name, module in given.items()}
     runtime = RuntimeConfig(cluster="local", threads=1, call_timeout=60.0, colocation=getattr(request, "param", []))
-    with start(RunConfig(algorithm="none", models=configs, runtime=runtime)) as cluster:
+    with start_cluster(RunConfig(algorithm="none", models=configs, runtime=runtime)) as cluster:
         for name, config in configs.items():
             cluster.spawn(name, config, Context(model=name, threads=1))
         yield cluster.models["trainer"], cluster.models["policy"]

@@ -98,8 +98,8 @@ class RolloutModule(Module):
         complete; then the others are cut. A sample that is cut, or that its round ends, is PARTIAL. overrides: fields
         of SamplingConfig. progress, on_token: see coalign.backends.engines.contract.
 
-        Returns prompt + response with the columns of docs/design.md section 3. With an environment (context.environment)
-        episodes are played from their beginning, and statistics `episode/…` are returned, too (docs/environments.md).
+        Returns prompt + response with the columns of docs/design.md section 3. With an environment
+        (context.environment) episodes are played from their beginning, and statistics `episode/…` are returned, too (docs/environments.md).
 
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit and for parts of
         episodes, RuntimeError while the loaded weights are incomplete.

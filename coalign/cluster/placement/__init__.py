@@ -1,4 +1,4 @@
-"""Which process of a model gets which devices. Start with ``slots.py``: which models share devices, by configuration alone.
+"""Decides which process of a model gets which devices. Start with ``slots.py``: which models share devices.
 
-``nodes.py`` assigns slots to the nodes of a cluster; ``devices.py`` knows kinds of devices and which lie close together.
+``nodes.py`` assigns slots to the nodes of a cluster; ``devices.py`` knows kinds of devices and which are close.
 """

@@ -1,9 +1,7 @@
-"""What the kinds of devices are called: by Ray, by torch, and by the variable that shows a process its own ones.
+"""Kinds of devices, and which devices of a machine are close to each other (NUMA nodes and PCI buses).
 
-Which devices of a machine lie close to each other, as the machine itself tells: NUMA nodes and PCI buses.
-
-Neighbouring ranks talk most (a tensor-parallel group at every layer), so they get devices of one NUMA node where it
-has enough, in the order of the PCI buses: next to each other are those behind one switch, with its network card.
+Neighbouring ranks communicate most (a tensor-parallel group at every layer). So they get devices of one NUMA node where
+it has enough, in the order of the PCI buses: devices behind one switch, with its network card, are neighbours.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """``device`` is torch's name, ``visible`` an environment variable that takes the devices' names, by commas."""
+    """A kind of device: torch's name, and the environment variable that makes devices ``visible`` to a process."""
 
     device: str
     visible: str
@@ -31,16 +29,16 @@ ACCELERATORS: Mapping[str, Accelerator] = {
 }
 
 
-def accelerator(resource: str) -> Accelerator:
-    """Of a Ray resource; one that is not known stands for devices on a machine without any."""
+def find_accelerator(resource: str) -> Accelerator:
+    """The kind of device behind a Ray resource; an unknown resource stands for devices on a machine without any."""
     return ACCELERATORS.get(resource, STAND_IN)
 
 
 PCI = Path("/sys/bus/pci/devices")
 
 
-def device_domains(names: Sequence[str], buses: Mapping[str, str], pci: Path = PCI) -> list[list[str]]:
-    """Devices by NUMA node, in each by their way through the PCI tree; those of which nothing is known come last.
+def group_devices(names: Sequence[str], buses: Mapping[str, str], pci: Path = PCI) -> list[list[str]]:
+    """Group devices by NUMA node, each in the order of the PCI tree; devices that are not known come last.
 
     ``buses`` gives the PCI address of a device (`0000:3b:00.0`), by any of its names.
     """
@@ -55,8 +53,8 @@ def device_domains(names: Sequence[str], buses: Mapping[str, str], pci: Path = P
     return [list(near) for _, near in groupby(ordered, key=lambda name: place(name)[0])]
 
 
-def nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict[str, str]:
-    """{index or UUID: PCI address} of this machine's NVIDIA devices; empty without their driver."""
+def read_nvidia_buses(ask: Callable[..., str] = subprocess.check_output) -> dict[str, str]:
+    """Ask the driver for {index or UUID: PCI address} of the NVIDIA devices; empty without a driver."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
     try:
         lines = ask(command, text=True).splitlines()

@@ -1,8 +1,8 @@
-"""On which node and which devices every process of a run lives, found by us before a cluster is asked for anything.
+"""Decides on which node and which devices each process of a run is placed, before anything is reserved.
 
-First an exact assignment of units (the devices that one node must hold) to nodes by the number of their free devices:
-if there is one it is found, if there is none the run is refused with what it asks and what is there. Then, once the
-devices are reserved and their names known, each unit gets devices that lie close to each other.
+First each unit (devices that must be on one node) is assigned to a node by the number of free devices. The search is
+exact: if there is an assignment it is found, otherwise the run is refused with what it needs and what there is. Once
+the devices are reserved and their names are known, each unit gets devices that are close to each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Nodes = tuple[int, ...]  # of each place of a slot
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine: devices that nobody holds, devices in all, cores, processes of ours."""
+    """A machine: its free devices, all its devices, its cores, and the processes of this run on it."""
 
     name: str
     free: int
@@ -30,15 +30,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """Where one process lives: the number of its node, and the names of its devices there (none: on CPU)."""
+    """Where one process is placed: the number of its node, and the names of its devices there (none: on CPU)."""
 
     node: int
     devices: tuple[str, ...] = ()
 
 
-def assign(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
-    """The node of each place, by slot. ValueError, with what is asked and what is there, if the devices cannot hold
-    them; processes on CPU find room anywhere, where the fewest are for its cores."""
+def assign_nodes(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
+    """Assign each place of each slot to a node. ValueError if the nodes do not have the devices.
+
+    A process on CPU goes to the node with the fewest processes per core.
+    """
     units = _device_units(slots)
     found = _fit(units, [node.free for node in nodes])
     if found is None:
@@ -49,20 +51,19 @@ def assign(slots: Sequence[Slot], nodes: Sequence[Node]) -> dict[str, Nodes]:
         load[node] += count
     for slot in slots:
         mine = [(unit, node) for unit, node in zip(units, found, strict=True) if unit.slot is slot]
-        for unit, node in mine if slot.spread else _in_order(mine):
+        for unit, node in mine if slot.spread else _order_neighbours(mine):
             for place in unit.places:
                 where[slot.name][place] = node
-        _seat_on_cpu(slot, where[slot.name], nodes, load)
+        _place_on_cpu(slot, where[slot.name], nodes, load)
     return {name: tuple(places) for name, places in where.items()}
 
 
-def seats(
+def place_processes(
     slots: Sequence[Slot], where: Mapping[str, Nodes], devices: Sequence[Sequence[Domain]]
 ) -> dict[str, list[ProcessPlacement]]:
-    """The seat of each process, by model and rank: ``devices[node]`` are the reserved ones, in domains.
+    """Place each process, by model and rank. ``devices[node]``: the reserved devices in groups of close ones (domains).
 
-    Large units choose first: the smallest domain that holds them, so that they leave room for others; if none does, the
-    next devices in order.
+    Large units choose first, each the smallest domain that holds it. If none does, they get the next devices in order.
     """
     left = [[list(domain) for domain in domains] for domains in devices]
     names: dict[tuple[str, int], str] = {}
@@ -73,8 +74,10 @@ def seats(
     for slot in slots:
         for model, ranks in slot.places.items():
             on_device = slot.footprints[model].devices > 0
-            held = [tuple(names[slot.name, place] for place in places) if on_device else () for places in ranks]
-            found[model] = [ProcessPlacement(where[slot.name][p[0]], own) for p, own in zip(ranks, held, strict=True)]
+            devices_of = [tuple(names[slot.name, place] for place in places) if on_device else () for places in ranks]
+            found[model] = [
+                ProcessPlacement(where[slot.name][p[0]], own) for p, own in zip(ranks, devices_of, strict=True)
+            ]
     return found
 
 
@@ -85,7 +88,7 @@ class _Unit:
 
     @property
     def size(self) -> int:
-        """Devices among the places; a CPU process may stand beside them."""
+        """The number of devices among the places, which may have CPU processes, too."""
         return sum(place < self.slot.devices for place in self.places)
 
 
@@ -96,15 +99,15 @@ def _device_units(slots: Sequence[Slot]) -> list[_Unit]:
 
 
 def _fit(units: Sequence[_Unit], free: list[int]) -> list[int] | None:
-    """The node of each unit (largest first), or None if there is no way: depth first, the best-looking node first.
+    """The node of each unit (largest first), or None if they do not fit: depth first, the most promising node first.
 
-    What can follow depends only on how many devices are left, whichever nodes have them; so a dead end is met once.
-    Where each size divides the next larger one no choice is ever taken back.
+    The rest of a search depends only on how many devices are left, whichever nodes have them, so each dead end is
+    searched once. Where each size divides the next larger one, no choice is ever taken back.
     """
-    if not _room(units, free):
+    if not _can_hold(units, free):
         return None
     chosen: list[int] = []
-    held = Counter[tuple[str, int]]()  # units of a slot on a node
+    placed = Counter[tuple[str, int]]()  # units of a slot on a node
     rests = _rests(units)
     options: list[Iterator[int]] = []
     dead: set[tuple[int, tuple[int, ...]]] = set()
@@ -112,7 +115,7 @@ def _fit(units: Sequence[_Unit], free: list[int]) -> list[int] | None:
         if len(options) == len(chosen):
             unit, before = units[len(chosen)], units[len(chosen) - 1]
             last = chosen[-1] if chosen and before.slot is unit.slot else -1
-            options.append(_candidates(unit, rests[len(chosen)], last, held, free))
+            options.append(_candidates(unit, rests[len(chosen)], last, placed, free))
         node = next(options[-1], None)
         if node is None:
             dead.add((len(chosen), tuple(sorted(free))))
@@ -121,14 +124,14 @@ def _fit(units: Sequence[_Unit], free: list[int]) -> list[int] | None:
                 return None
             unit, node = units[len(chosen) - 1], chosen.pop()
             free[node] += unit.size
-            held[unit.slot.name, node] -= 1
+            placed[unit.slot.name, node] -= 1
             continue
         unit = units[len(chosen)]
         free[node] -= unit.size
         if dead and (len(chosen) + 1, tuple(sorted(free))) in dead:
             free[node] += unit.size
         else:
-            held[unit.slot.name, node] += 1
+            placed[unit.slot.name, node] += 1
             chosen.append(node)
     return chosen
 
@@ -142,8 +145,8 @@ def _rests(units: Sequence[_Unit]) -> list[int]:
     return rests[::-1]
 
 
-def _in_order(assigned: Sequence[tuple[_Unit, int]]) -> Iterator[tuple[_Unit, int]]:
-    """Units of one slot with their nodes, exchanged among those of equal size so that neighbours meet on a node."""
+def _order_neighbours(assigned: Sequence[tuple[_Unit, int]]) -> Iterator[tuple[_Unit, int]]:
+    """Exchange the nodes of equally large units of one slot, so that neighbouring units are on one node."""
     left = Counter((unit.size, node) for unit, node in assigned)
     whole = Counter()
     for unit, node in assigned:
@@ -157,9 +160,11 @@ def _in_order(assigned: Sequence[tuple[_Unit, int]]) -> Iterator[tuple[_Unit, in
         yield unit, node
 
 
-def _room(units: Sequence[_Unit], free: Sequence[int]) -> bool:
-    """Necessary: cut into pieces of any one size, the nodes hold as many as the units. Sufficient where the sizes
-    divide each other."""
+def _can_hold(units: Sequence[_Unit], free: Sequence[int]) -> bool:
+    """Whether the nodes can hold the units: cut into pieces of any one size, they have as many as the units.
+
+    A necessary condition; sufficient where the sizes divide each other.
+    """
     sizes = Counter(unit.size for unit in units)
     return all(
         sum(count * (size // piece) for size, count in sizes.items()) <= sum(number // piece for number in free)
@@ -168,31 +173,31 @@ def _room(units: Sequence[_Unit], free: Sequence[int]) -> bool:
 
 
 def _candidates(
-    unit: _Unit, rest: int, last: int, held: Mapping[tuple[str, int], int], free: Sequence[int]
+    unit: _Unit, rest: int, last: int, placed: Mapping[tuple[str, int], int], free: Sequence[int]
 ) -> Iterator[int]:
-    """Nodes with room for a unit, the best one first; of equal ones only the first.
+    """The nodes that can hold a unit, the best one first; of equal ones only the first.
 
     ``rest``: the devices that its slot still needs; ``last``: the node of its neighbour.
     """
 
     def packed(node: int) -> tuple[bool, bool, int]:
-        """Where others of its slot are; else the smallest node with room for the whole rest, or the largest."""
-        here = held[unit.slot.name, node] > 0
+        """A node with units of its slot; else the smallest node for the whole rest, or the largest."""
+        here = placed[unit.slot.name, node] > 0
         return not here, node != last, free[node] if free[node] >= rest else (1 << 30) - free[node]
 
     def spread(node: int) -> tuple[int, int]:
-        return held[unit.slot.name, node], -free[node]
+        return placed[unit.slot.name, node], -free[node]
 
-    roomy = [node for node in range(len(free)) if free[node] >= unit.size]
+    fitting = [node for node in range(len(free)) if free[node] >= unit.size]
     met = set()
-    for node in sorted(roomy, key=spread if unit.slot.spread else packed):
+    for node in sorted(fitting, key=spread if unit.slot.spread else packed):
         if free[node] not in met:
             met.add(free[node])
             yield node
 
 
-def _seat_on_cpu(slot: Slot, where: list[int], nodes: Sequence[Node], load: list[int]) -> None:
-    """Nodes for the places of a slot that are no devices: for each unit the one with the fewest processes per core."""
+def _place_on_cpu(slot: Slot, where: list[int], nodes: Sequence[Node], load: list[int]) -> None:
+    """Assign the CPU places of a slot: each unit to the node with the fewest processes per core."""
     latest: int | None = None
     for places in slot.units:
         if places[0] < slot.devices:
@@ -207,24 +212,24 @@ def _seat_on_cpu(slot: Slot, where: list[int], nodes: Sequence[Node], load: list
 
 
 def _take(domains: list[Domain], count: int) -> list[str]:
-    """``count`` devices out of the domains of a node."""
-    roomy = [domain for domain in domains if len(domain) >= count]
-    if roomy:
-        domain = min(roomy, key=len)
+    """Take ``count`` devices out of the domains of a node."""
+    fitting = [domain for domain in domains if len(domain) >= count]
+    if fitting:
+        domain = min(fitting, key=len)
         taken, domain[:] = domain[:count], domain[count:]
         return taken
     return [_take([next(domain for domain in domains if domain)], 1)[0] for _ in range(count)]
 
 
 def _refusal(slots: Sequence[Slot], units: Sequence[_Unit], nodes: Sequence[Node]) -> str:
-    """Why there is no room: what is asked, and what is there."""
+    """The message for models that do not fit: what they need, and what there is."""
     asked = {slot.name: slot.devices for slot in slots if slot.devices}
     total, free = sum(node.total for node in nodes), sum(node.free for node in nodes)
     wanted = ", ".join(f"{name}: {number}" for name, number in asked.items())
     there = f"there are {total} on {len(nodes)} node(s)"
     if free < total:
-        held = ", ".join(f"{node.name}: {node.free} of {node.total}" for node in nodes if node.total)
-        there += f", of which other jobs leave {free} free ({held})"
+        by_node = ", ".join(f"{node.name}: {node.free} of {node.total}" for node in nodes if node.total)
+        there += f", of which other jobs leave {free} free ({by_node})"
     if sum(asked.values()) > free:
         return (
             f"the models ask for {sum(asked.values())} devices ({wanted}); {there}. Lower num_gpu, or let models share "

@@ -1,13 +1,12 @@
 """Which models share which devices, decided from the configuration alone.
 
-A Slot owns devices: those of one colocation group, or of one model that is in no group. Models of a slot time-share it.
-Inside a slot unequal models are packed: with A on 8 devices and B, C on 4 each, B and C lie side by side and run in
-parallel, while A excludes both. Nothing here knows Ray or a machine: the places of a slot are numbers from 0, and
-coalign.cluster.placement.nodes finds devices of nodes for them.
+A Slot has the devices of one colocation group, or of one model that is in no group. The models of a slot share its
+devices in time. With A on 8 devices and B and C on 4 each, B and C get different devices and run in parallel, while A
+runs alone. The places of a slot are numbers from 0; coalign.cluster.placement.nodes finds devices for them.
 
-Cores are not devices: the operating system shares them among processes, so a CPU model never waits for a core and no
-layout of CPU models can dead-lock. The place of a CPU process only orders who computes; beside a device model of its
-group it also says on which node.
+CPU cores are not reserved: the operating system shares them, so no layout of CPU models can dead-lock. The place of a
+CPU process only decides which processes run one after the other, and, beside a device model of its group, on which
+node.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from math import prod
 from coalign.config.errors import ConfigError, ConfigProblem
 from coalign.config.schema import ModelConfig
 
-# The ways of cutting that share the ranks of a trained model out, for rows and for experts.
+# The settings that divide the ranks of a trained model: for rows, and for experts.
 ROWS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "dp_replicate")
 EXPERTS = ("expert_parallel", "dp_replicate")
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Processes of one model, and devices of each process (0: it computes on CPU).
+    """The processes of one model, and the devices of each process (0: it computes on CPU).
 
-    ``together``: neighbouring ranks that share a node and a share of the data: a tensor-parallel group whose ranks are
-    processes. ``spread``: over many nodes rather than few (None: either). ``alike``: groups of ``together`` that have
-    one share of the data, on any nodes.
+    ``together``: neighbouring ranks that need one node and get the same data, as a tensor-parallel group. ``alike``:
+    groups of ``together`` ranks that get the same data, on any nodes. ``spread``: over many nodes rather than few
+    (None: either).
     """
 
     processes: int
@@ -45,12 +44,12 @@ class Footprint:
 
     @property
     def parts(self) -> int:
-        """Shares that a batch is cut into: the data-parallel size."""
+        """Shards of a batch: the data-parallel size."""
         return self.processes // (self.together * self.alike)
 
     @property
     def places(self) -> int:
-        """Of each process in its slot: one for each device, one on CPU."""
+        """Places of each process in its slot: one for each device, one on CPU."""
         return max(self.devices, 1)
 
     @property
@@ -60,11 +59,10 @@ class Footprint:
 
     @staticmethod
     def of(name: str, config: ModelConfig, spmd: bool) -> Footprint:
-        """What a model needs.
+        """The footprint of a model by its configuration. ConfigError where the numbers do not divide.
 
-        The processes of an SPMD model are its ranks, one per device. Any other model has replicas, one process each,
-        with all devices of its tensor and pipeline parallel parts: num_gpu / (tensor_parallel × pipeline_parallel) of
-        them. ``num_process`` overrides both. Raises ConfigError where the numbers do not divide.
+        The processes of an SPMD model are its ranks, one per device. Any other model has num_gpu / (tensor_parallel ×
+        pipeline_parallel) replicas, one process each. ``num_process`` overrides both.
         """
         per_process = 1 if spmd else config.tensor_parallel * config.pipeline_parallel
         processes = config.num_process or max(config.num_gpu // per_process, 1)
@@ -87,10 +85,10 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Slot:
-    """Places and the models on them: ``places[model]`` are those of its processes, by rank.
+    """Places that models share: ``places[model]`` are those of its processes, by rank.
 
-    The first ``devices`` places are devices, the others are CPU processes'. ``units`` are the places that one node
-    must hold, a process's devices or a tensor-parallel group's, and together cover the slot.
+    The first ``devices`` places are devices, the others are for CPU processes. Each of the ``units`` must be on one
+    node (the devices of a process or of a tensor-parallel group); together they cover the slot.
     """
 
     name: str
@@ -103,24 +101,24 @@ class Slot:
 
     @property
     def spread(self) -> bool:
-        """Over many nodes. CPU models are, unless they ask not to be: cores are what they need."""
+        """Whether to use many nodes. The default for CPU models, which need many cores."""
         wishes = {own.spread for own in self.footprints.values() if own.spread is not None}
         return wishes.pop() if wishes else self.devices == 0
 
     @contextmanager
     def hold(self, *models: str) -> Iterator[None]:
-        """Have the models' places to oneself. They are taken in ascending order: nobody waits in a circle."""
+        """Reserve the models' places. Locks are taken in ascending order, so there is no dead-lock."""
         with ExitStack() as stack:
             for place in sorted({place for model in models for places in self.places[model] for place in places}):
                 stack.enter_context(self._locks[place])
             yield
 
 
-def plan(footprints: Mapping[str, Footprint], colocation: Sequence[Sequence[str]]) -> dict[str, Slot]:
-    """The slot of each model.
+def pack_slots(footprints: Mapping[str, Footprint], colocation: Sequence[Sequence[str]]) -> dict[str, Slot]:
+    """The slot of each model. ConfigError for a group of which some models are to be packed and others spread.
 
-    Raises ConfigError for a group of which some models are to be packed and others spread. The schema has seen to it
-    that groups name models, and none twice; those that do not run (not in ``footprints``) take no place.
+    The schema has checked that groups name models, and none twice. Models that do not run (not in ``footprints``) take
+    no place.
     """
     slots: dict[str, Slot] = {}
     for index, group in enumerate(colocation):
@@ -136,16 +134,16 @@ def plan(footprints: Mapping[str, Footprint], colocation: Sequence[Sequence[str]
     return slots | {name: _slot(name, {name: footprints[name]}) for name in alone}
 
 
-def distinct(slots: Mapping[str, Slot]) -> list[Slot]:
+def list_slots(slots: Mapping[str, Slot]) -> list[Slot]:
     """Each slot once, in the order of their models."""
     return list({id(slot): slot for slot in slots.values()}.values())
 
 
 def _slot(name: str, members: Mapping[str, Footprint]) -> Slot:
-    """Pack the members, device models first and large ones before small ones, each where the fewest others are."""
+    """Pack the members: device models first, large before small ones, each where the fewest others are."""
     devices = max(footprint.total for footprint in members.values())
     size = max(footprint.processes * footprint.places for footprint in members.values())
-    packed = _Packed(tenants=[0] * size, unit=list(range(size)))
+    packed = _Packed(models=[0] * size, unit=list(range(size)))
     places: dict[str, tuple[tuple[int, ...], ...]] = {}
     for model, footprint in sorted(members.items(), key=lambda item: (-item[1].total, -item[1].places)):
         places[model] = packed.add(footprint, limit=devices if footprint.devices else size)
@@ -156,15 +154,15 @@ def _slot(name: str, members: Mapping[str, Footprint]) -> Slot:
 
 @dataclass(slots=True)
 class _Packed:
-    """What is on each place: the number of models, and the unit it belongs to (called by its first place)."""
+    """The number of models on each place, and the unit of each place (called by the unit's first place)."""
 
-    tenants: list[int]
+    models: list[int]
     unit: list[int]
 
     def add(self, footprint: Footprint, limit: int) -> tuple[tuple[int, ...], ...]:
-        """The places of a model's processes, all below ``limit`` and neighbours: ranks stay on one node where they can.
+        """Add a model; the places of its processes, which are neighbours below ``limit``.
 
-        Best is what makes no unit larger (it would need a larger node), then where the fewest models are.
+        Best are places that make no unit larger (it would need a larger node), then those with the fewest models.
         """
         size, wide = footprint.processes * footprint.places, footprint.places * footprint.together
         sizes = Counter(self.unit)
@@ -172,13 +170,13 @@ class _Packed:
         def cost(start: int) -> tuple[int, int, int]:
             windows = (self.unit[first : first + wide] for first in range(start, start + size, wide))
             enlarged = sum(len({unit if sizes[unit] > 1 else -1 for unit in window}) > 1 for window in windows)
-            return enlarged, max(self.tenants[start : start + size]), start
+            return enlarged, max(self.models[start : start + size]), start
 
         start = min(range(limit - size + 1), key=cost)
         for first in range(start, start + size, wide) if wide > 1 else ():
-            joined = set(self.unit[first : first + wide])
-            self.unit = [min(joined) if unit in joined else unit for unit in self.unit]
+            units = set(self.unit[first : first + wide])
+            self.unit = [min(units) if unit in units else unit for unit in self.unit]
         for place in range(start, start + size):
-            self.tenants[place] += 1
+            self.models[place] += 1
         firsts = range(start, start + size, footprint.places)
         return tuple(tuple(range(first, first + footprint.places)) for first in firsts)

@@ -70,7 +70,7 @@ class Timeline(Hook):
         begun, ended = self._phases[0][0], time.time()
         events = [self._ended.popleft() for _ in range(len(self._ended))]
         events = [event for event in events if event.stop > begun]
-        events += list_running_calls(engine.cluster.under_way(), ended)
+        events += list_running_calls(engine.cluster.list_pending_calls(), ended)
         processes = {name: model.processes for name, model in engine.cluster.models.items()}
         shares = compute_idle_shares(events, processes, begun, ended)
         stats |= {f"idle/{name}": Stat(share) for name, share in shares.items()}

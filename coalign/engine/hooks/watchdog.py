@@ -64,7 +64,7 @@ class Watchdog:
 
     def look(self, now: float) -> str | None:
         """Return why the run is stalled, if it is and this has not been reported yet."""
-        calls = self.cluster.under_way()
+        calls = self.cluster.list_pending_calls()
         ages = {call: now - min(since) for call in calls if (since := _find_start_times(call))}
         self._limits = {call: limit for call, limit in self._limits.items() if call in ages}
         if ages:
@@ -91,7 +91,7 @@ class Watchdog:
 
     def _calls(self) -> Iterator[str]:
         """Yield a line for each process that is busy, and for each call that waits."""
-        for call in self.cluster.under_way():
+        for call in self.cluster.list_pending_calls():
             if not _find_start_times(call):
                 yield f"{call.call}: waits since {_clock(call.made)} (for its inputs, its turn or its devices)"
             for each in call.running:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from coalign.cluster.answers import Running
+from coalign.cluster.answers import WorkerTask
 from coalign.cluster.future import Call, Future, Outcome, Span
 from coalign.engine.hooks.timeline import (
     CallEvent,
@@ -90,7 +90,7 @@ def test_phases_last_until_the_next_one():
 
 def test_calls_under_way_count_until_now():
     future = Future(Call("policy", "generate"))
-    done, busy = (Running(f"policy, replica {i}", Future(Call(None, "")).ended, None, 10.0) for i in range(2))
+    done, busy = (WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, 10.0) for i in range(2))
     done.meta.set_result(Outcome(None, {}))
     future.running = [done, busy]
     [event] = list_running_calls([future], 13.0)
@@ -124,7 +124,7 @@ def test_it_costs_next_to_nothing():
     timeline = Timeline(None, every=0)
     spans = [Span(f"policy, replica {i}", "call", time.time(), 0.1) for i in range(8)]
     engine = type("Engine", (), {"step": 1})
-    engine.cluster = type("Cluster", (), {"models": {}, "under_way": lambda: []})
+    engine.cluster = type("Cluster", (), {"models": {}, "list_pending_calls": lambda: []})
     best = 1.0
     for _ in range(5):
         begun = time.perf_counter()

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 
-from coalign.cluster.answers import Running
+from coalign.cluster.answers import WorkerTask
 from coalign.cluster.future import Call, Future, Outcome
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from tests.cluster.threads import thread_cluster
@@ -20,7 +20,7 @@ class Calls:
     def __init__(self, *calls):
         self.calls = list(calls)
 
-    def under_way(self):
+    def list_pending_calls(self):
         return self.calls
 
     def stacks(self):
@@ -32,7 +32,7 @@ def call(label, *since):
     future = Future(Call(model, method))
     future.made = since[0] if since else 0.0
     future.running = [
-        Running(f"policy, replica {i}", Future(Call(None, "")).ended, None, each) for i, each in enumerate(since)
+        WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, each) for i, each in enumerate(since)
     ]
     return future
 

@@ -1,4 +1,4 @@
-"""A batch as numpy columns: what a store of other processes keeps, so that readers map it instead of unpickling it."""
+"""A batch as numpy arrays: Ray's object store shares them, so readers map a batch instead of unpickling it."""
 
 from __future__ import annotations
 
@@ -14,43 +14,42 @@ from coalign.data.batch import Batch, Column
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as numpy keeps it; dtypes that numpy lacks lie as integers of their size."""
+class NumpyColumn:
+    """A column as a numpy array; a dtype that numpy lacks is stored as integers of its size."""
 
     array: np.ndarray
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> Stored:
+    def of(tensor: Tensor) -> NumpyColumn:
         tensor = tensor.detach().cpu().contiguous()
         raw = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-        return Stored(raw.numpy(), tensor.dtype)
+        return NumpyColumn(raw.numpy(), tensor.dtype)
 
     def rows(self, index: np.ndarray | slice) -> Tensor:
-        """A copy of some rows, which its owner may write to."""
+        """Copy some rows; the copy may be written to."""
         rows = self.array[index]
         return torch.from_numpy(rows.copy() if isinstance(index, slice) else rows).view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBatch:
-    """A Batch as it lies in the object store."""
+class NumpyBatch:
+    """A Batch whose tensors are numpy arrays."""
 
     lengths: np.ndarray
-    token: Mapping[str, Stored]
-    sequence: Mapping[str, Stored | list[Any]]
+    token: Mapping[str, NumpyColumn]
+    sequence: Mapping[str, NumpyColumn | list[Any]]
 
     @staticmethod
-    def of(batch: Batch) -> StoredBatch:
-        keep = lambda column: Stored.of(column) if isinstance(column, Tensor) else column  # noqa: E731
-        return StoredBatch(
+    def of(batch: Batch) -> NumpyBatch:
+        return NumpyBatch(
             batch.lengths.numpy(),
-            {name: Stored.of(column) for name, column in batch.token.items()},
-            {name: keep(column) for name, column in batch.sequence.items()},
+            {name: NumpyColumn.of(column) for name, column in batch.token.items()},
+            {name: NumpyColumn.of(c) if isinstance(c, Tensor) else c for name, c in batch.sequence.items()},
         )
 
     def select(self, rows: np.ndarray) -> Batch:
-        """Some sequences, copied."""
+        """Copy the sequences ``rows`` (i64), in this order."""
         lengths, ends = self.lengths[rows], self.lengths.cumsum()
         starts = ends[rows] - lengths
         # Token t comes from where its row starts, plus its distance from where the row starts in the result.
@@ -59,13 +58,15 @@ class StoredBatch:
         tokens = (
             slice(starts[0], starts[0] + lengths.sum()) if whole else moved.repeat(lengths) + np.arange(lengths.sum())
         )
-        pick = lambda column: column.rows(rows) if isinstance(column, Stored) else [column[i] for i in rows]  # noqa: E731
-        sequence: dict[str, Column] = {name: pick(column) for name, column in self.sequence.items()}
+        sequence: dict[str, Column] = {
+            name: column.rows(rows) if isinstance(column, NumpyColumn) else [column[i] for i in rows]
+            for name, column in self.sequence.items()
+        }
         return Batch(
             torch.from_numpy(lengths), {name: column.rows(tokens) for name, column in self.token.items()}, sequence
         )
 
 
-def stored(value: Any) -> Any:
-    """A value in the form in which the object store shares it without copies."""
-    return StoredBatch.of(value) if isinstance(value, Batch) else value
+def to_numpy(value: Any) -> Any:
+    """Convert a Batch into a NumpyBatch; other values are returned unchanged."""
+    return NumpyBatch.of(value) if isinstance(value, Batch) else value
