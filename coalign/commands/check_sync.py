@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from rich.table import Table
@@ -21,7 +21,7 @@ from coalign.types import Stat
 from coalign.weights.compare import Difference, TensorDigest, WeightSet, find_differences, open_saved_weights
 
 if TYPE_CHECKING:
-    from coalign.backends.base import Module
+    from coalign.backends.base import Module, TrainableModule
     from coalign.cluster.dist import DistModel
     from coalign.cluster.future import Store
 
@@ -98,8 +98,8 @@ def fetch_tensor(module: Module, store: Store, name: str, dtypes: Mapping[str, s
     return found[0] if found else None
 
 
-def _export(module: Any, dtypes: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in module.export_weights():
+def _export(module: Module, dtypes: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in cast("TrainableModule", module).export_weights():
         yield name, tensor.detach().to(getattr(torch, dtypes[name])) if name in dtypes else tensor.detach()
 
 

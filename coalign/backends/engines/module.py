@@ -99,7 +99,7 @@ class RolloutModule(Module):
         of SamplingConfig. progress, on_token: see coalign.backends.engines.contract.
 
         Returns prompt + response with the columns of docs/design.md section 3. With an environment
-        (context.environment) episodes are played from their beginning, and statistics `episode/…` are returned, too (docs/environments.md).
+        (context.environment) episodes are played from their beginning, and statistics `episode/…` are returned, too
 
         Raises pydantic.ValidationError for a bad override, ValueError for a prompt that can never fit and for parts of
         episodes, RuntimeError while the loaded weights are incomplete.

@@ -20,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
+from torch import Tensor, nn
 
 from coalign.backends.hf.rows import RowSharding
 from coalign.backends.layout import pack
@@ -70,7 +70,9 @@ class MegatronPipeline:
         shards = [self.rows.cut(pack(micro, share_prefix=share_prefix)) for micro in (*micros, *[idle] * rest)]
         results: list[Outputs] = []
 
-        def step(numbers: Iterator[int], model: Any) -> tuple[Any, Callable[[Outputs], tuple[Tensor, Tensor, Any]]]:
+        def step(
+            numbers: Iterator[int], model: nn.Module
+        ) -> tuple[Any, Callable[[Outputs], tuple[Tensor, Tensor, Any]]]:
             number = next(numbers)
             shard = shards[number]
             layout = shard.layout.to(next(model.parameters()).device)

@@ -6,7 +6,7 @@ Their names are those of peft's files. The scaling is part of B.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast, get_args
+from typing import Any, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -55,7 +55,14 @@ def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch
             raise ValueError(f"the weights do not fit: missing ['{other}'], the other half of '{name}'")
 
 
-def install_adapters(model: Any, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
+class AdaptedModel(Protocol):
+    """vLLM's model with its LoRA layers, as far as it is used here."""
+
+    lora_manager: Any
+    embedding_modules: dict[str, str]
+
+
+def install_adapters(model: AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
     """Compute with these adapters from now on, unfinished requests included; without tensors, with none.
 
     ``model``: vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM.
@@ -67,7 +74,7 @@ def install_adapters(model: Any, config: LoRAConfig, tensors: Mapping[str, Tenso
     manager.activate_adapter(ID)
 
 
-def _read(model: Any, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
+def _read(model: AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     adapter = LoRAModel.from_lora_tensors(
         ID,
