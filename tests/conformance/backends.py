@@ -64,9 +64,10 @@ BACKENDS = [
 
 def build(backend: Backend, path: str, *, rank: int = 0, port: int = 0, **config: Any) -> TrainableModule:
     """The module of one rank, set up."""
+    config = {**backend.config, **config}
     loss = config.pop("loss", {"fn": "policy_gradient", "clip_low": LOW, "clip_high": HIGH})
     optimizer = {"lr": LR, "weight_decay": 0.1, "clip_grad_norm": CLIP}
-    model = ModelConfig(**{"module": backend.module, "load": path, "optimizer": optimizer, **backend.config, **config})
+    model = ModelConfig(**{"module": backend.module, "load": path, "optimizer": optimizer, **config})
     context = Context(
         rank=rank,
         world_size=backend.ranks,
