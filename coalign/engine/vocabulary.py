@@ -38,8 +38,7 @@ def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
 
     ``highest`` is -1 if the tokenizer has no tokens.
     """
-    file = Path(model.load or ".") / "config.json"
-    if not file.is_file():
+    if model.load is None or not (file := Path(model.load) / "config.json").is_file():
         return
     content = json.loads(file.read_text(encoding="utf-8"))
     rows = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
