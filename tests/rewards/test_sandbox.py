@@ -42,10 +42,11 @@ def machine(request, tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "_SUPERVISOR", str(jail))
     monkeypatch.setattr(tempfile, "tempdir", str(folders := tmp_path / "folders"))
     folders.mkdir()
+    before = set(children_of(os.getpid()))  # of other tests in this process
     yield request.param
-    assert list(folders.iterdir()) == []
-    assert not children_of(os.getpid())
     sandbox.find_shortfalls.cache_clear()
+    assert list(folders.iterdir()) == []
+    assert not set(children_of(os.getpid())) - before
 
 
 def children_of(pid):

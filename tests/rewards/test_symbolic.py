@@ -37,6 +37,7 @@ def test_an_endless_computation_is_killed_and_the_next_one_served():
     assert 0.5 < time.monotonic() - start < 10
     assert checker.ask("x+1", "1+x") and checker._process.pid != first
     checker._process.kill()
+    checker._process.wait()
 
 
 def test_without_math_verify_only_expressions_are_refused(monkeypatch):
