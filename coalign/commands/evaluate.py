@@ -9,8 +9,9 @@ from coalign.cluster.base import start_cluster
 from coalign.commands.inspect_data import describe, split_groups
 from coalign.config.schema import RunConfig
 from coalign.engine.hooks.run_folder import flatten_stats
+from coalign.engine.reward import list_reward_parts
 from coalign.launch.build import build, load_split, load_tokenizer
-from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.plan import find_recipe, plan_reward_models, prepare
 from coalign.report.display import Display
 
 
@@ -36,9 +37,8 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
 
 def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
     """Show the first rows of the training data as the trainer sees them; with ``tokens`` every token, too."""
-    plan = prepare(config)
-    tokenizer = load_tokenizer(plan)
-    data = load_split(plan, tokenizer, "train")
+    tokenizer = load_tokenizer(config, plan_reward_models(list_reward_parts(config), config))
+    data = load_split(config, find_recipe(config.algorithm).source, tokenizer, "train")
     drawn = list(islice((group for _ in count() for group in split_groups(data.next())), rows))
     display.show(data.report())  # after drawing: a stream knows only of rows that were drawn
     for group in drawn:

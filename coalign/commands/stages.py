@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
+from coalign.backends.objective import Objective
 from coalign.commands.generate import generate
 from coalign.commands.score import score
 from coalign.commands.select import select
@@ -21,9 +22,10 @@ from coalign.config.schema import (
     SourceConfig,
 )
 from coalign.launch.check import trace
-from coalign.launch.plan import prepare
+from coalign.launch.plan import find_recipe, prepare
 from coalign.launch.run import train
 from coalign.report.display import Display
+from coalign.roles import Trainable
 
 Settings = TypeVar("Settings", bound=Section)
 StageResult = tuple[dict[str, float], int]  # counts, exit code
@@ -140,7 +142,10 @@ STAGE_TYPES: dict[str, StageType] = {
 
 def trains_a_policy(config: RunConfig) -> bool:
     """Tell whether a run's main model is a language model, which then becomes the pipeline's current model."""
-    return prepare(config).learning[0].config.head == "lm"
+    loss = Objective.of(config.loss, "loss") if config.loss else None
+    roles = find_recipe(config.algorithm).roles(config, loss)
+    main = next(name for name, role in roles.items() if role is Trainable)
+    return config.models[main].head == "lm"
 
 
 def _path(before: Path | None, key: tuple[str, ...]) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from coalign.cluster.base import Cluster
+from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.loader import Loader, build_loader
 from coalign.engine.engine import Engine, RunData
+from coalign.engine.reward import list_reward_models
 from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_directory
 from coalign.launch.plan import Plan
 from coalign.launch.validate import check_it_learns
@@ -26,8 +29,9 @@ def build(plan: Plan, cluster: Cluster) -> Engine:
 
 def load_data(plan: Plan) -> RunData:
     """The tokenizer and the loaders of a run."""
-    config, tokenizer = plan.config, load_tokenizer(plan)
-    train, runtime = load_split(plan, tokenizer, "train"), config.runtime
+    config, source = plan.config, plan.recipe.source
+    tokenizer = load_tokenizer(config, {name: plan.configs[name] for name in list_reward_models(plan.rewards)})
+    train, runtime = load_split(config, source, tokenizer, "train"), config.runtime
     if runtime.steps is None and runtime.tokens and config.data.stream:
         steps = runtime.tokens  # a stream that ends by tokens has no other end; each step trains on one at least
     else:
@@ -42,34 +46,38 @@ def load_data(plan: Plan) -> RunData:
             batch_size=config.ptx.rows_per_step,
             seed=config.seed,
         )
-    held_out = load_split(plan, tokenizer, "eval") if config.data.eval else None
+    held_out = load_split(config, source, tokenizer, "eval") if config.data.eval else None
     return RunData(tokenizer, train, steps, held_out, ptx)
 
 
-def load_tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
-    """The run's tokenizer. ValueError names the directory if it has none."""
+def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> PreTrainedTokenizerBase:
+    """The run's tokenizer. ValueError names the directory if it has none, or a model without rows for its ids.
+
+    ``rewards``: the models of the reward; those with a chat template read text, by a tokenizer of their own.
+    """
     from transformers import AutoTokenizer  # slow to import, and `coalign check` does without
 
-    config = plan.config
     directory = find_tokenizer_directory(config)
     if not Path(directory).is_dir():
         raise ValueError(f"models: `load: {directory}` is not a directory (a Hugging Face model directory is expected)")
     trust = any(model.trust_remote_code for model in config.models.values())
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
     highest = max(tokenizer.get_vocab().values(), default=-1)
-    for name, model in (config.models | plan.configs).items():
-        if not (name in plan.models and model.head == "reward" and model.chat_template):  # these read text
+    reads_text = {name for name, model in rewards.items() if model.chat_template}
+    for name, model in config.models.items():
+        if name not in reads_text:
             check_tokens_fit(f"models.{name}.load", model, highest=highest)
     return tokenizer
 
 
-def load_split(plan: Plan, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "eval"]) -> Loader:
+def load_split(
+    config: RunConfig, kind: str, tokenizer: PreTrainedTokenizerBase, split: Literal["train", "eval"]
+) -> Loader:
     """The training or evaluation data of a run."""
-    config = plan.config
     return build_loader(
         config.data,
         tokenizer,
-        kind=plan.recipe.source,
+        kind=kind,
         split=split,
         batch_size=config.runtime.prompts_per_step,
         batch_tokens=config.runtime.tokens_per_step,

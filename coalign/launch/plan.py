@@ -211,11 +211,22 @@ def _roles_of_models(roles: Mapping[str, type], rewards: Sequence[RewardConfig])
 def _configs_of_models(
     roles: Mapping[str, type], rewards: Sequence[RewardConfig], config: RunConfig
 ) -> dict[str, ModelConfig]:
-    """Return the settings of every model. ValueError for a model that the configuration lacks.
+    """Return the settings of every model. ValueError for a model that the configuration lacks."""
+    configs = config.models | plan_reward_models(rewards, config)
+    for name, role in roles.items():
+        if name not in configs:
+            needed = f"`{config.algorithm}` needs the model `{name}` ({role.__name__})"
+            hint = "give a reward function (`reward:`) or a model" if name == "reward" else "add it"
+            raise ValueError(f"models.{name}: {needed} and the configuration has none; {hint}")
+    return {name: configs[name] for name in roles}
 
-    Models of the reward are frozen. One that cannot read the policy's tokens gets a chat template, to read text.
+
+def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> dict[str, ModelConfig]:
+    """Return the settings of the models that compute the parts of a reward. ConfigError for a function's arguments.
+
+    They are frozen. One that cannot read the policy's tokens gets a chat template, to read text.
     """
-    configs = dict(config.models)
+    configs = {}
     for i, part in enumerate(rewards):
         if part.fn:
             resolve_reward(part, f"reward.{i}")
@@ -225,12 +236,7 @@ def _configs_of_models(
             alike = is_tokenized_alike(model, find_tokenizer_directory(config))
             template = model.chat_template or (None if alike else "auto")
             configs[part.model] = model.model_copy(update={"frozen": True, "chat_template": template})
-    for name, role in roles.items():
-        if name not in configs:
-            needed = f"`{config.algorithm}` needs the model `{name}` ({role.__name__})"
-            hint = "give a reward function (`reward:`) or a model" if name == "reward" else "add it"
-            raise ValueError(f"models.{name}: {needed} and the configuration has none; {hint}")
-    return {name: configs[name] for name in roles}
+    return configs
 
 
 def _plan_models(
