@@ -1,14 +1,17 @@
-"""Files and directories on disk: atomic writes, file hashes, and names for what must not be overwritten."""
+"""Files on disk: atomic writes, records that outlast a full disk, hashes, names for what must not be overwritten."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -71,3 +74,64 @@ def move_aside(path: Path) -> Path:
     """Rename a file or directory to the first free one of NAME.before-1, NAME.before-2, …; returns the new path."""
     names = (path.with_name(f"{path.name}.before-{number}") for number in count(1))
     return path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+class Sink:
+    """Notes whether something can be written, so that a failure and its end are each logged once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.failed = False
+
+    @contextmanager
+    def survive(self, error: type[Exception] = OSError) -> Iterator[None]:
+        """Log an error of this type in place of raising it."""
+        try:
+            yield
+        except error as problem:
+            if not self.failed:
+                self.failed = True
+                log.warning("%s cannot be written: %s; training continues", self.name, problem)
+        else:
+            if self.failed:
+                self.failed = False
+                log.warning("%s can be written again", self.name)
+
+
+class RecordFile:
+    """A file to which whole records are appended. A record that cannot be written waits in memory for the next one.
+
+    Example:
+        file = RecordFile(Path("metrics.jsonl"))
+        file.append(b'{"step": 1}\n')
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[bytes] = []
+        self._sink = Sink(str(path))
+
+    def append(self, record: bytes) -> None:
+        self._waiting.append(record)
+        with self._sink.survive():
+            size = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with open(self.path, "ab") as out:
+                    out.write(b"".join(self._waiting))
+            except OSError:
+                if self.path.exists():
+                    os.truncate(self.path, size)  # a full disk takes half a record
+                raise
+            self._waiting.clear()
+
+
+class RecordHandler(logging.Handler):
+    """Writes the log to a RecordFile."""
+
+    def __init__(self, file: RecordFile) -> None:
+        super().__init__()
+        self.file = file
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.file.append(f"{self.format(record)}\n".encode())

@@ -57,16 +57,21 @@ class WorkerHandle(Protocol):
 def wait(future: Future, tasks: Sequence[WorkerTask], timeout: float) -> list[Meta]:
     """Wait for all tasks and return their Metas, in order.
 
-    WorkerError once a task failed, a worker was lost, or ``timeout`` seconds are over.
+    WorkerError once a task failed, a worker was lost, or ``timeout`` seconds are over. If an error of the run ends
+    ``future``, that error.
     """
     future.running = [*tasks]
     where = {task.meta: task.where for task in tasks}
     try:
-        for done in concurrent.futures.as_completed(where, timeout):
+        for count, done in enumerate(concurrent.futures.as_completed([*where, cast(Any, future.ended)], timeout), 1):
+            if done is future.ended:
+                done.result()  # raises
             if lost := done.exception():
                 raise WorkerError(future.call, where[done], WorkerFailure("worker lost", str(lost).strip(), ""))
             if failure := done.result().failure:
                 raise WorkerError(future.call, where[done], failure) from failure.exception
+            if count == len(tasks):
+                break
     except TimeoutError:
         raise build_timeout_error(future, tasks, timeout) from None
     metas = [task.meta.result() for task in tasks]

@@ -36,9 +36,11 @@ CLOSE_SECONDS = 5.0  # how long modules may take to release what they hold
 class Cluster(ABC):
     """Runs the models of one run in processes on devices. A context manager: at its end every worker ends.
 
-    The first error of any call ends all other calls with the same error and stops the workers. Only ``save``,
-    ``save_hf`` and weight updates may fail alone. ``on_call``, if set, is called with each new Future, on the thread
-    that makes the call; ``on_end`` with each Future and its outcome, just before others see it.
+    The first error of any call ends all other calls with the same error. Only ``save``, ``save_hf`` and weight updates
+    may fail alone. The workers go on until ``shutdown``, so that what is whole can be saved.
+
+    ``on_call``, if set, is called with each new Future, on the thread that makes the call; ``on_end`` with each Future
+    and its outcome, just before others see it.
     """
 
     store: Store
@@ -50,7 +52,8 @@ class Cluster(ABC):
         self.models: dict[str, DistModel] = {}
         self.on_call: Callable[[Future], None] | None = None
         self.on_end: Callable[[Future, Outcome], None] | None = None
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # the first one
+        self._refuses_calls = False  # because of it
         self._pending: set[Future] = set()
         self._lock = threading.Lock()
         self._queues: list[CallQueue] = []
@@ -157,9 +160,8 @@ class Cluster(ABC):
         future = Future(call)
         with self._lock:
             self._pending.add(future)
-            error = self.error
-        if error:
-            future.fail(error)
+        if self.error and self._refuses_calls:
+            future.fail(self.error)
         if self.on_call:
             self.on_call(future)
         task = partial(self._complete, future, work, fatal)
@@ -168,6 +170,10 @@ class Cluster(ABC):
         else:
             queue.submit(task)
         return future
+
+    def accept_calls(self) -> None:
+        """Accept calls again after an error. What workers still do for earlier calls comes first."""
+        self._refuses_calls = False
 
     def list_pending_calls(self) -> list[Future]:
         """The calls that have not ended, oldest first."""
@@ -257,22 +263,18 @@ class Cluster(ABC):
                     self.on_end(future, outcome)
                 future.succeed(outcome)
             except BaseException as error:
-                future.fail(error)
-                if fatal and self._cancel(error):
-                    self._kill()
+                if future.fail(error) and fatal:
+                    self._cancel(error)
         with self._lock:
             self._pending.discard(future)
 
-    def _cancel(self, error: BaseException) -> bool:
-        """End every call with ``error`` unless another error came first; whether this was the first."""
+    def _cancel(self, error: BaseException) -> None:
+        """End every call with the first error of the run: this one, unless there was one before."""
         with self._lock:
-            if self.error:
-                return False
-            self.error = error
+            self.error, self._refuses_calls = self.error or error, True
             pending = list(self._pending)
         for future in pending:
-            future.fail(error)
-        return True
+            future.fail(self.error)
 
 
 def start_cluster(config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> Cluster:

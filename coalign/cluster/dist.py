@@ -254,9 +254,12 @@ class DistModel(Generic[Role]):
                 task = rank.execute("call", method, *own)
                 busy[task.meta] = number, rank, task
             future.running = [task for _, _, task in busy.values()]
-            ended, _ = concurrent.futures.wait(busy, self.cluster.timeout, concurrent.futures.FIRST_COMPLETED)
+            either = [*busy, future.ended]
+            ended, _ = concurrent.futures.wait(either, self.cluster.timeout, concurrent.futures.FIRST_COMPLETED)
             if not ended:
                 raise build_timeout_error(future, future.running, self.cluster.timeout)
+            if future.done():
+                future.result()  # raises
             for answer in ended:
                 number, rank, task = busy.pop(answer)
                 [meta] = self._wait(future, method, [task])

@@ -347,14 +347,15 @@ class Future:
         """Set the outcome, unless an error of the run came first."""
         self._settle(lambda: self.ended.set_result(outcome))
 
-    def fail(self, error: BaseException) -> None:
-        """End with ``error``, unless the call has ended already."""
-        self._settle(lambda: self.ended.set_exception(error))
+    def fail(self, error: BaseException) -> bool:
+        """End with ``error``, unless the call has ended already; return whether it had not."""
+        return self._settle(lambda: self.ended.set_exception(error))
 
-    def _settle(self, settle: Callable[[], None]) -> None:
+    def _settle(self, settle: Callable[[], None]) -> bool:
         try:
             settle()
         except concurrent.futures.InvalidStateError:
-            return  # two threads may end a call: its own queue, and the one that saw the run's first error
+            return False  # two threads may end a call: its own queue, and the one that saw the run's first error
         self.running = []
         self.set_partial_results([])
+        return True

@@ -60,7 +60,7 @@ class Curriculum:
         return self.config.low <= share <= self.config.high
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: list(value) for key, value in self.known.items()}
+        return dict(self.known)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.known = {key: (share, step) for key, (share, step) in state.items()}

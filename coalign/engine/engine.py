@@ -198,7 +198,8 @@ class Engine:
         self.last = data.steps if data else 1
         self.stop: str | None = None  # why the loop should end before its last step
         self.healthy = True  # whether the last step was (coalign.engine.hooks.guards)
-        self.late: Stats = {}  # metrics that came up after their step was recorded: they go into the next one's
+        self.whole: dict[str, Any] | None = None  # the `snapshot` after the last step; None while one is trained
+        self.late: Stats = {}  # metrics that are in no record yet: of this step, or of an earlier one
         self.hooks: list[Hook] = []
         self.phase_listeners: list[Callable[[str], None]] = []  # told what the loop is waiting for
         self.learning = [model.name for model in plan.learning]  # the main one, the run's product, first
@@ -340,6 +341,17 @@ class Engine:
         for listener in self.phase_listeners:
             listener(name)
 
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the loop, without waiting: batches of samples stay where they are."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "environment": self.environment.snapshot(),
+            "ptx": self.ptx_loader.state_dict() if self.ptx_loader else None,
+            "rewards": self.rewards.snapshot() if self.rewards else None,
+            "recipe": self.state_dict(),
+        }
+
     def learn(self) -> None:
         """Train until the run is complete, or a hook sets ``stop``."""
         self.phase("sync")
@@ -351,6 +363,7 @@ class Engine:
             self.phase("rollout")
             batch, rollout = self.environment.next(self.step, self.served)
             self.phase("train")
+            self.whole = None
             trained = self.training.step(batch)
             if self.ptx_loader is not None and not self.ptx_loader.drawn:
                 raise ValueError("ptx: train_flow leaves it out; there, call `train_step(batch, **self.ptx())`")
@@ -359,11 +372,12 @@ class Engine:
             stats = merge_stats([self.late, rollout, trained])
             if any(hook.refuses(self, stats, batch) for hook in self.hooks):
                 continue  # before anyone generates with such weights
+            self.after_step(stats)
+            self.whole, self.late = self.snapshot(), stats
             self.phase("sync")
             if self.served == self.step or self.complete:
                 stats = merge_stats([stats, self.training.sync(self.step)])
             self.late = {}
-            self.after_step(stats)
             stats |= compute_rates(stats, time.perf_counter() - begun)
             for hook in self.hooks:
                 hook.after_step(self, stats, batch)

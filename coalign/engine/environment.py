@@ -41,11 +41,17 @@ class Round:
     batches: dict[str, Future | BatchRef] = field(default_factory=dict)
     calls: WatchedCalls = field(default_factory=WatchedCalls)
     before: Stats = field(default_factory=dict)  # metrics of what came before its calls, or before a restart
+    position: dict[str, Any] = field(default_factory=dict)  # of the loader when it began
 
     def wait(self) -> tuple[dict[str, BatchRef], Stats]:
         """Wait for all calls; return (batches, merged metrics). Raises what a call raised."""
         done = {name: b.result() if isinstance(b, Future) else b for name, b in self.batches.items()}
         return done, merge_stats([self.before, self.calls.stats()])
+
+    def is_complete(self) -> bool:
+        """Whether every call of the round has ended without an error."""
+        calls = [batch for batch in self.batches.values() if isinstance(batch, Future)]
+        return all(call.done() and call.ended.exception() is None for call in calls)
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for the round, as its weights are gone after a restart, and return what a checkpoint keeps of it."""
@@ -129,6 +135,7 @@ class Environment:
         rows = self._count_prompts(target)
         if rows == 0 and (self.ledger.min_complete == 0 or not self.ledger.carried):
             return Round(version)
+        position = self.loader.state_dict()
         prompts, drawn = self._draw(rows, step)
         self.ledger.since = step - self.selection.max_age
         batches: dict[str, Future | BatchRef] = {}
@@ -143,7 +150,7 @@ class Environment:
             if self.ledger.carries:
                 batches["ages"] = self.cluster.transform(group_ages, groups, default=version)
         self.ledger.check()
-        return Round(version, target, {"groups": groups, **batches}, calls, drawn)
+        return Round(version, target, {"groups": groups, **batches}, calls, drawn, position)
 
     def _count_prompts(self, target: int) -> int | None:
         """Return how many prompts to begin for ``target`` groups; None: those of a batch.
@@ -232,34 +239,44 @@ class Environment:
         """Forget all samples, also those under way, and go on after ``step`` steps with the loader's next rows."""
         self.buffer.restore(step, [])
         self.pool.restore([])
-        self.ledger.load_state_dict(None)
+        self.ledger.restore(None)
         if self.selection.replay:
-            self.selection.replay.load_state_dict([])
+            self.selection.replay.restore([])
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position and every batch that is not trained on yet.
-
-        Waits for rounds under way, because their weights are gone after a restart.
-        """
+    def snapshot(self) -> dict[str, Any]:
+        """Return the loader's position and references to every batch that is not trained on yet, without waiting."""
         selection = self.selection
         return {
             "loader": self.loader.state_dict(),
             "kept": self.kept_share,
-            "buffer": [
-                {"step": entry.step, "version": entry.version, "round": entry.batch.state_dict()}
-                for entry in self.buffer.entries()
-            ],
-            "pool": [{"version": ready.version, "batch": ready.batch.fetch()} for ready in self.pool.entries()],
-            "unfinished": self.ledger.state_dict(),
-            "replay": selection.replay.state_dict() if selection.replay else [],
+            "buffer": self.buffer.entries(),
+            "pool": self.pool.entries(),
+            "unfinished": self.ledger.snapshot(),
+            "replay": list(selection.replay.remembered) if selection.replay else [],
             "curriculum": selection.curriculum.state_dict() if selection.curriculum else {},
             "lengths": selection.lengths.state_dict() if selection.lengths else {},
         }
 
+    def fetch_state(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint keeps of a ``snapshot``: the batches themselves.
+
+        Waits for rounds under way, because their weights are gone after a restart.
+        """
+        unfinished = snapshot["unfinished"]
+        return snapshot | {
+            "buffer": [
+                {"step": entry.step, "version": entry.version, "round": entry.batch.state_dict()}
+                for entry in snapshot["buffer"]
+            ],
+            "pool": [{"version": ready.version, "batch": ready.batch.fetch()} for ready in snapshot["pool"]],
+            "unfinished": None if unfinished is None else self.cluster.resolve(unfinished).fetch(),
+            "replay": [batch.fetch() for batch in snapshot["replay"]],
+        }
+
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Continue where ``state_dict`` was taken, after ``step`` steps."""
+        """Continue with the result of ``fetch_state``, after ``step`` steps."""
         self.loader.load_state_dict(state["loader"])
         self.kept_share = state["kept"]
         self.buffer.restore(
@@ -270,10 +287,24 @@ class Environment:
             ],
         )
         self.pool.restore([ReadyGroups(self.cluster.put(entry["batch"]), entry["version"]) for entry in state["pool"]])
-        self.ledger.load_state_dict(state["unfinished"])
+        self.ledger.restore(state["unfinished"])
         if self.selection.replay:
-            self.selection.replay.load_state_dict(state["replay"])
+            self.selection.replay.restore(state["replay"])
         if self.selection.curriculum:
             self.selection.curriculum.load_state_dict(state["curriculum"])
         if self.selection.lengths:
             self.selection.lengths.load_state_dict(state["lengths"])
+
+
+def drop_failed_rounds(snapshot: dict[str, Any]) -> int:
+    """Remove the rounds of a ``snapshot`` that have no result, and those after them; return how many.
+
+    The loader's position becomes that of the first one, so its prompts are drawn again.
+    """
+    entries: list[BufferedBatch[Round]] = snapshot["buffer"]
+    good = next((i for i, entry in enumerate(entries) if not entry.batch.is_complete()), len(entries))
+    if good < len(entries):
+        snapshot["loader"] = entries[good].batch.position or snapshot["loader"]
+        snapshot["buffer"] = entries[:good]
+        snapshot["unfinished"] = None  # of a roll-out under way
+    return len(entries) - good

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """Keeps the unfinished groups of one policy. Only ``carried`` and ``state_dict`` wait for a roll-out under way."""
+    """Keeps the unfinished groups of one policy. Only ``carried`` waits for a roll-out under way."""
 
     def __init__(self, cluster: Cluster, config: RolloutConfig, samples: int) -> None:
         self.cluster = cluster
@@ -78,13 +78,13 @@ class Ledger:
                 f"this one calls it {calls} times (`self.policy.generate` knows nothing of them)"
             )
 
-    def state_dict(self) -> Batch | None:
-        """Return the unfinished groups."""
-        return None if self._unfinished is None else self.cluster.resolve(self._unfinished).fetch()
+    def snapshot(self) -> BatchRef | Future | None:
+        """Return where the unfinished groups are, or will be once the roll-outs begun so far have ended."""
+        return self._unfinished
 
-    def load_state_dict(self, state: Batch | None) -> None:
-        """Restore the result of ``state_dict``."""
-        self._unfinished = None if state is None else self.cluster.put(state)
+    def restore(self, unfinished: Batch | None) -> None:
+        """Continue with these unfinished groups."""
+        self._unfinished = None if unfinished is None else self.cluster.put(unfinished)
 
 
 def go_on(unfinished: Batch, prompts: Batch, *, samples: int, since: int) -> tuple[Batch, Stats]:

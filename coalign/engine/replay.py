@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.future import BatchRef, Future
+from coalign.data.batch import Batch
 
 if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
@@ -29,11 +30,7 @@ class Replay:
         self.remembered.append(batch)
         return self.cluster.transform(self.function.func, *self.remembered, **self.function.keywords)
 
-    def state_dict(self) -> list[Any]:
-        """Return the remembered batches, oldest first."""
-        return [batch.fetch() for batch in self.remembered]
-
-    def load_state_dict(self, state: list[Any]) -> None:
-        """Restore the result of ``state_dict``."""
+    def restore(self, batches: list[Batch]) -> None:
+        """Remember these batches alone, oldest first."""
         self.remembered.clear()
-        self.remembered.extend(self.cluster.put(batch) for batch in state)
+        self.remembered.extend(self.cluster.put(batch) for batch in batches)

@@ -74,12 +74,16 @@ class Reward:
             self._seen = self._cluster.transform(observe_rewards, self._seen, batch, *scored, terms=self._terms)
         return self._cluster.transform(combine_with_moments, self._seen, batch, *scored, **settings)
 
-    def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return the moments of each `running` part, as JSON. Waits for the calls made so far."""
-        if self._seen is None:
+    def snapshot(self) -> BatchRef | Future | None:
+        """Return where the moments of the `running` parts are, or will be once the calls made so far have ended."""
+        return self._seen
+
+    def fetch_state(self, seen: BatchRef | Future | None) -> dict[str, dict[str, float]]:
+        """Return the moments of each `running` part in a ``snapshot``, as JSON. Waits for its calls."""
+        if seen is None:
             return {}
-        seen = _from_batch(self._cluster.resolve(self._seen).fetch(), self._running)
-        return {name: asdict(moments) for name, moments in seen.items()}
+        moments = _from_batch(self._cluster.resolve(seen).fetch(), self._running)
+        return {name: asdict(own) for name, own in moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Restore the result of ``state_dict``; a part that was not `running` then begins anew."""

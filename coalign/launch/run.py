@@ -24,6 +24,7 @@ from coalign.engine.hooks.run_folder import RunFolder
 from coalign.engine.hooks.timeline import Timeline
 from coalign.engine.hooks.watchdog import Watchdog, run_watchdog
 from coalign.engine.reference import precompute
+from coalign.files import RecordFile, RecordHandler, Sink
 from coalign.launch.build import build
 from coalign.launch.check import trace
 from coalign.launch.layout import describe_assigned_layout
@@ -36,10 +37,22 @@ log = logging.getLogger(__name__)
 
 
 def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> int:
-    """Train as the configuration says, once a look at its flow on stand-ins has found nothing wrong; returns the exit
-    code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did.
+    """Train as the configuration says, once a look at its flow on stand-ins has found nothing wrong.
 
-    ``hooks`` see each step after evaluation and before it is recorded and saved."""
+    Returns the exit code: 0, 3 if the run's guards ended it (runtime.guards), or 128 + the signal that did. ``hooks``
+    see each step after evaluation and before it is recorded and saved.
+    """
+    with StopSignals() as signals:
+        try:
+            return _train(config, display, hooks, signals)
+        except KeyboardInterrupt:
+            if signals.first is None:  # it came from elsewhere
+                raise
+            display.note(f"{signal.Signals(signals.first).name}: stopped at once, without saving")
+            return 128 + signals.first
+
+
+def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: StopSignals) -> int:
     plan = prepare(config)
     trace(plan)
     folder = RunFolder(config.output)
@@ -54,17 +67,25 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
                 )
             with run_watchdog(cluster, folder.path / "stalls", config.runtime.stall) as watchdog:
                 engine = build(plan, cluster)
-                return _learn(engine, folder, display, watchdog, hooks)
+                return _learn(engine, folder, display, watchdog, hooks, signals)
         finally:
             display.close()
             cluster.shutdown()
             folder.close()
 
 
-def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchdog, hooks: Sequence[Hook]) -> int:
+def _learn(
+    engine: Engine,
+    folder: RunFolder,
+    display: Display,
+    watchdog: Watchdog,
+    hooks: Sequence[Hook],
+    signals: StopSignals,
+) -> int:
     config = engine.config
     checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
-    save = Save(checkpoints, config.runtime.save_every, config.runtime.best, config.runtime.best_mode)
+    runtime = config.runtime
+    save = Save(checkpoints, runtime.save_every, runtime.save_minutes, runtime.best, runtime.best_mode)
     record = MetricsRecorder(folder, display, config)
     guards = Guards(config.runtime.guards, folder, checkpoints, record.write)
     timeline = Timeline(folder.path / "timeline", config.runtime.timeline_every)
@@ -74,22 +95,30 @@ def _learn(engine: Engine, folder: RunFolder, display: Display, watchdog: Watchd
     _refuse_namesakes(engine.hooks)
     if (found := _resume_from(config, folder, checkpoints)) is not None:
         restore_engine(engine, found)
+        checkpoints.move_later_aside(engine.step)
         log.info("continuing from %s", found)
     folder.begin(dump(config), engine.step)
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
     engine.phase_listeners.extend([watchdog.phase, display.phase, *(each.phase for each in (timeline, *profile))])
-    with _stop_on_signal(engine) as caught:
+    signals.engine = engine
+    try:
         engine.learn()
+    except Exception as error:
+        if engine.whole is not None and record.newest < engine.step:
+            record.write(engine.step, engine.late)
+        save.save_after_error(engine, error)
+        raise
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
     if config.runtime.plots:
-        plot_run(folder.path)
+        with Sink("plots").survive():
+            plot_run(folder.path)
     display.finish(folder.path)
     if guards.ended:
         return UNHEALTHY
-    return 128 + caught[0] if caught else 0
+    return 128 + signals.first if signals.first else 0
 
 
 def _refuse_namesakes(hooks: Sequence[Hook]) -> None:
@@ -120,40 +149,53 @@ def _resume_from(config: RunConfig, folder: RunFolder, checkpoints: Checkpoints)
         folder.move_records_aside()
         return None
     if resume == "auto":
-        return checkpoints.find_newest()
+        found = checkpoints.find_newest()
+        if found is None:
+            folder.move_records_aside()  # of a run that has left no checkpoint
+        return found
     path = Path(resume)
     verify_checkpoint(path)
     return path
 
 
-@contextmanager
-def _stop_on_signal(engine: Engine) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM end the run after the step under way, with a checkpoint; a second one ends it at once."""
-    caught: list[int] = []
+class StopSignals:
+    """Lets Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end a run, as a context manager.
 
-    def handle(number: int, frame: Any) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        engine.stop = signal.Signals(number).name
-        log.warning("%s: finishing this step, then saving; once more to stop at once", engine.stop)
+    A run that trains ends after the step under way, with a checkpoint. A second signal, or one before training, ends it
+    at once, by a KeyboardInterrupt. ``first`` is the first signal's number.
+    """
 
-    # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
-    stops = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, handle) for number in stops}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.engine: Engine | None = None  # that trains
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        # Python lets the main thread alone handle signals; a run in another one is stopped by whoever started it.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.first is not None or self.engine is None:
+            self.first = self.first or number
+            raise KeyboardInterrupt
+        self.first = number
+        self.engine.stop = signal.Signals(number).name
+        log.warning("%s: finishing this step, then saving; once more to stop at once", self.engine.stop)
 
 
 @contextmanager
 def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
     """Send the library's log to the screen and to log.txt."""
     root = logging.getLogger("coalign")
-    to_file = logging.FileHandler(folder.path / "log.txt")
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_file = RecordHandler(RecordFile(folder.path / "log.txt"))
     screen = display.handler()
     root.setLevel(logging.INFO)
     for handler in (to_file, screen):
@@ -167,4 +209,3 @@ def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
     finally:
         for handler in (to_file, screen):
             root.removeHandler(handler)
-        to_file.close()

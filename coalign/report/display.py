@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from coalign.files import Sink
 from coalign.report.step_line import RunTotals, format_fields, format_idle, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -51,10 +52,11 @@ class Display:
 
     def __init__(self, *, quiet: bool = False, out: Console | None = None, err: Console | None = None) -> None:
         # A response may hold [brackets] and :colons:. A notebook is no terminal: it gets the lines that a pipe gets.
-        plain = partial(Console, markup=False, emoji=False, highlight=False, force_jupyter=False)
+        plain = partial(_Console, markup=False, emoji=False, highlight=False, force_jupyter=False)
         self.out = out or plain()
         self.err = err or plain(stderr=True)
         self.quiet = quiet
+        self._screen = Sink("the screen")  # a closed terminal or pipe does not end a run
         self._bar: Progress | None = None
         self._last = 0
         self._begun = time.monotonic()
@@ -100,7 +102,8 @@ class Display:
         for field in filter(None, fields):
             line.append(" │ ", style="dim").append(field)
         if not self.quiet:
-            self.out.print(line, soft_wrap=True)
+            with self._screen.survive():
+                self.out.print(line, soft_wrap=True)
         log.info("%s", line.plain)
         self._times.append((step, time.monotonic()))
         if self._bar is not None:
@@ -109,6 +112,10 @@ class Display:
     def finish(self, folder: Path) -> None:
         """Remove the bar; print a summary and where the results are."""
         self.close()
+        with self._screen.survive():
+            self._print_summary(folder)
+
+    def _print_summary(self, folder: Path) -> None:
         rows = {name: self._history[name] for name in _SUMMARY if name in self._history}
         if rows:
             table = _table("", "first", "last")
@@ -122,7 +129,8 @@ class Display:
     def close(self) -> None:
         """Remove the bar, if there is one."""
         if self._bar is not None:
-            self._bar.stop()
+            with self._screen.survive():
+                self._bar.stop()
             self._bar = None
             atexit.unregister(self.close)
 
@@ -182,6 +190,12 @@ class Display:
         return self.quiet or not console.is_terminal
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise the error, in place of ending the process as rich does."""
+        raise
+
+
 class _LogHandler(logging.Handler):
     def __init__(self, console: Console, level: int) -> None:
         super().__init__(level)
@@ -192,7 +206,8 @@ class _LogHandler(logging.Handler):
         if record.levelno >= logging.WARNING:
             style = "red" if record.levelno >= logging.ERROR else "yellow"
             text = Text(f"{record.levelname.lower()}: {self.format(record)}", style=style)
-        self._console.print(text, soft_wrap=True)
+        with suppress(OSError):  # the log file has it
+            self._console.print(text, soft_wrap=True)
 
 
 class _Rate(TextColumn):

@@ -149,16 +149,16 @@ def test_running_moments_go_from_call_to_call(cluster):
     second = reward.forward_step(responses([5.0, 5.0, 7.0, 7.0], [0, 0, 0, 0])).result().fetch()
     std = 5**0.5  # of 1, 1, 3, 3, 5, 5, 7, 7 around 4
     assert second["reward"].tolist() == pytest.approx([1 / std, 1 / std, 3 / std, 3 / std], abs=1e-4)
-    assert reward.state_dict() == {"kind": {"count": 8.0, "mean": 4.0, "squares": 40.0}}
+    assert reward.fetch_state(reward.snapshot()) == {"kind": {"count": 8.0, "mean": 4.0, "squares": 40.0}}
 
 
 def test_evaluation_and_failures_leave_no_trace_in_the_moments(cluster):
     reward = rewards(cluster, *RUNNING)
     reward.forward_step(responses([100.0] * 4, [0] * 4, group=(-1, -1, -2, -2)))
-    assert reward.state_dict() == {"kind": {"count": 0.0, "mean": 0.0, "squares": 0.0}}
+    assert reward.fetch_state(reward.snapshot()) == {"kind": {"count": 0.0, "mean": 0.0, "squares": 0.0}}
     given = responses([1.0, 3.0, 100.0, 100.0], [0, 0, NAN, 0], status=(0, 0, 0, Status.ERROR))
     assert reward.forward_step(given).result().fetch()["status"].tolist() == [0, 0, 2, 2]
-    assert reward.state_dict() == {"kind": {"count": 2.0, "mean": 2.0, "squares": 2.0}}
+    assert reward.fetch_state(reward.snapshot()) == {"kind": {"count": 2.0, "mean": 2.0, "squares": 2.0}}
 
 
 def test_what_samples_are_compared_with_is_normalised_as_they_are_and_not_remembered(cluster):
@@ -167,7 +167,7 @@ def test_what_samples_are_compared_with_is_normalised_as_they_are_and_not_rememb
     assert samples["reward"].tolist() == pytest.approx([-1, -1, 1, 1], abs=1e-4)  # mean 2, deviation 1
     greedy = reward.forward_step(responses([7.0, 2.0, 7.0, 2.0], [0] * 4), into="baseline").result().fetch()
     assert greedy["baseline"].tolist() == pytest.approx([5, 0, 5, 0], abs=1e-4)
-    assert reward.state_dict() == {"kind": {"count": 4.0, "mean": 2.0, "squares": 4.0}}
+    assert reward.fetch_state(reward.snapshot()) == {"kind": {"count": 4.0, "mean": 2.0, "squares": 4.0}}
 
 
 def test_what_is_remembered_goes_on_to_the_bit(cluster):
@@ -178,19 +178,19 @@ def test_what_is_remembered_goes_on_to_the_bit(cluster):
     for batch in batches[:2]:
         before.forward_step(batch)
     after = rewards(cluster, *RUNNING)
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    after.load_state_dict(json.loads(json.dumps(before.fetch_state(before.snapshot()))))
     found = [after.forward_step(batch).result().fetch()["reward"] for batch in batches[2:]]
     assert all(torch.equal(a, b) for a, b in zip(found, expected[2:], strict=True))
-    assert after.state_dict() == whole.state_dict()
+    assert after.fetch_state(after.snapshot()) == whole.fetch_state(whole.snapshot())
 
 
 def test_a_part_that_is_new_begins_anew(cluster):
     reward = rewards(cluster, {"model": "kind", "normalise": "running", "name": "later"})
     reward.load_state_dict({"kind": {"count": 8.0, "mean": 4.0, "squares": 40.0}})
-    assert reward.state_dict()["later"]["count"] == 0.0
+    assert reward.fetch_state(reward.snapshot())["later"]["count"] == 0.0
     plain = rewards(cluster, {"model": "kind"})
     plain.load_state_dict({"kind": {"count": 8.0, "mean": 4.0, "squares": 40.0}})
-    assert plain.state_dict() == {}
+    assert plain.fetch_state(plain.snapshot()) == {}
 
 
 def test_two_calls_are_not_normalised_each_for_itself(cluster):

@@ -114,7 +114,9 @@ class RuntimeConfig(Section):
     """`auto`: the newest good checkpoint of the run folder; `never`: start at step 0 and move the checkpoints and
     metrics of an earlier run aside; or a checkpoint directory."""
     save_every: ResultNeutral[NonNegativeInt] = 0
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints; 0: by `save_minutes` alone. The end of a run, a signal and an error save, too."""
+    save_minutes: ResultNeutral[NonNegativeFloat] = 10.0
+    """Minutes between checkpoints; 0: by `save_every` alone."""
     keep: ResultNeutral[PositiveInt] = 2
     """Number of newest checkpoints to keep, besides the best one."""
     best: str | None = None

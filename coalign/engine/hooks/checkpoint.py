@@ -18,7 +18,9 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,8 +28,9 @@ import torch
 
 from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
+from coalign.engine.environment import drop_failed_rounds
 from coalign.engine.hooks.evaluation import is_improvement
-from coalign.files import flush_path, hash_file, write_atomically
+from coalign.files import flush_path, hash_file, move_aside, write_atomically
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 
 
-class CorruptCheckpoint(RuntimeError):
+class CorruptCheckpoint(OSError):
     """A checkpoint whose files do not match its manifest."""
 
 
@@ -53,8 +56,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Their files are not verified."""
-        found = [p.name.removeprefix("step_") for p in self.directory.glob("step_*") if (p / MANIFEST).exists()]
-        return sorted(int(name) for name in found if name.isdigit())
+        return [step for step in self._list_directories() if (self.path(step) / MANIFEST).exists()]
+
+    def _list_directories(self) -> list[int]:
+        names = [path.name.removeprefix("step_") for path in self.directory.glob("step_*")]
+        return sorted(int(name) for name in names if name.isdigit())
 
     def path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
@@ -97,15 +103,32 @@ class Checkpoints:
                 shutil.rmtree(self.path(step))
 
     def find_newest(self) -> Path | None:
-        """Return the newest checkpoint that passes verification. Those that fail are logged and skipped."""
-        for step in reversed(self.steps()):
+        """Return the newest checkpoint that passes verification, None without any. Those that fail are logged.
+
+        CorruptCheckpoint if there are some and all fail.
+        """
+        problems = []
+        for step in reversed(self._list_directories()):
             try:
                 verify_checkpoint(self.path(step))
             except CorruptCheckpoint as problem:
                 log.warning("%s; trying the one before", problem)
+                problems.append(str(problem))
             else:
                 return self.path(step)
+        if problems:
+            raise CorruptCheckpoint(
+                f"no checkpoint in {self.directory} is intact ({'; '.join(problems)}). Restore one, or start anew with "
+                "`runtime.resume=never`, which moves them and the metrics aside"
+            )
         return None
+
+    def move_later_aside(self, step: int) -> None:
+        """Rename the checkpoints after ``step``: the run goes on from there, and will not continue from these."""
+        for later in self._list_directories():
+            if later > step:
+                path = self.path(later)
+                log.warning("%s comes after step %d; it is now %s", path, step, move_aside(path))
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -124,17 +147,14 @@ def verify_checkpoint(path: Path) -> None:
             raise CorruptCheckpoint(f"{path}: the contents of {name} have changed since they were written")
 
 
-def write_engine_state(engine: Engine, directory: Path) -> None:
-    """Write the files of a checkpoint, all but the manifest."""
-    environment = engine.environment.state_dict()
-    state = {
-        "step": engine.step,
-        "tokens": engine.tokens,
+def write_engine_state(engine: Engine, directory: Path, snapshot: dict[str, Any] | None = None) -> None:
+    """Write the files of a checkpoint, all but the manifest. ``snapshot`` (None: one of now) is of the newest step."""
+    state = engine.snapshot() if snapshot is None else dict(snapshot)
+    environment = engine.environment.fetch_state(state.pop("environment"))
+    state |= {
         "algorithm": engine.config.algorithm,
         "loader": environment.pop("loader"),
-        "ptx": engine.ptx_loader.state_dict() if engine.ptx_loader else None,
-        "rewards": engine.rewards.state_dict() if engine.rewards else {},
-        "recipe": engine.state_dict(),
+        "rewards": engine.rewards.fetch_state(state["rewards"]) if engine.rewards else {},
         "hooks": {type(hook).__name__: hook.state_dict() for hook in engine.hooks},
     }
     (directory / "state.json").write_text(json.dumps(state, indent=1))
@@ -211,7 +231,7 @@ def _from_plain(value: Any) -> Any:
 
 
 class Save(Hook):
-    """Writes a checkpoint every ``every`` steps, at the end, and when the loop is asked to stop.
+    """Writes a checkpoint every ``every`` steps and ``minutes``, at the end, and when the loop is asked to stop.
 
     An unhealthy step (coalign.engine.hooks.guards) is not saved unless the run ends there. A checkpoint that cannot be
     written, for whatever reason, does not end the run: a warning names the last good one. Only the first checkpoint (a
@@ -219,10 +239,18 @@ class Save(Hook):
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, every: int, best: str | None = None, mode: Literal["max", "min"] = "max"
+        self,
+        checkpoints: Checkpoints,
+        every: int,
+        minutes: float = 0.0,
+        best: str | None = None,
+        mode: Literal["max", "min"] = "max",
     ) -> None:
+        """``every``, ``minutes``: 0 for none by steps, by time."""
         self.checkpoints = checkpoints
         self.every = every
+        self.seconds = 60.0 * minutes
+        self.written = time.monotonic()  # when the newest checkpoint was
         self.metric = best
         self.mode: Literal["max", "min"] = mode
         self.best: tuple[float, int] | None = None  # value, step
@@ -235,6 +263,7 @@ class Save(Hook):
                 self.best = (value, engine.step)
         is_best = self.best is not None and self.best[1] == engine.step
         due = is_best or (self.every and engine.step % self.every == 0)
+        due = due or (self.seconds and time.monotonic() - self.written >= self.seconds)
         if not (last or (due and engine.healthy)):
             return
         engine.phase("save")
@@ -256,9 +285,37 @@ class Save(Hook):
             )
             engine.late = {"checkpoint/failed": Total(1.0)}
         else:
-            best = self.best[1] if self.best else None
-            self.checkpoints.link_model(engine.step if best is None else best)
+            self._finish(engine.step)
+        self.written = time.monotonic()
+
+    def save_after_error(self, engine: Engine, error: Exception) -> None:
+        """Write a checkpoint of the last step if the error came after it; say in ``error`` where the run continues.
+
+        Samples of roll-outs that have failed or not ended are not kept: their prompts are drawn again.
+        """
+        snapshot = engine.whole
+        steps = self.checkpoints.steps()
+        if snapshot is not None and engine.healthy and engine.step not in steps:
+            engine.cluster.accept_calls()
+            if dropped := drop_failed_rounds(snapshot["environment"]):
+                log.warning("%d roll-outs have not ended; their prompts will be drawn again", dropped)
+            try:
+                write_files = partial(write_engine_state, engine, snapshot=snapshot)
+                steps.append(int(self.checkpoints.write(engine.step, write_files).name.removeprefix("step_")))
+                self._finish(engine.step)
+            except Exception as problem:
+                error.add_note(f"step {engine.step} could not be saved: {str(problem).partition(chr(10))[0]}")
+        if steps:
+            error.add_note(f"saved up to step {max(steps)}: the same command continues there")
+
+    def _finish(self, step: int) -> None:
+        """Point `model` to the best or newest checkpoint, and delete old ones."""
+        best = self.best[1] if self.best else None
+        try:
+            self.checkpoints.link_model(step if best is None else best)
             self.checkpoints.prune(best)
+        except OSError as problem:
+            log.warning("the checkpoint of step %d is complete, but: %s", step, problem)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}

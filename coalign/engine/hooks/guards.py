@@ -16,6 +16,7 @@ from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.checkpoint import Checkpoints, rewind_engine, to_plain, write_engine_state
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
+from coalign.files import Sink
 from coalign.types import Stat, Stats, Total
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class Guards(Hook):
         message = f"step {engine.step} is unhealthy: {'; '.join(reasons)}"
         suffix = f"_after_{self.rollbacks}_rollbacks" if self.rollbacks else ""
         dump = self.folder.path / "failed" / f"step_{engine.step}{suffix}.pt"
-        write_dump(dump, engine.step, batch.fetch(), stats, reasons)
+        with Sink(str(dump)).survive():
+            write_dump(dump, engine.step, batch.fetch(), stats, reasons)
         if self.config.action == "rollback" and self.rollbacks < self.config.max_rollbacks:
             self._roll_back(engine)
             log.warning("%s. Its batch is in %s. Continuing from step %d with later data", message, dump, engine.step)
@@ -107,8 +109,7 @@ class Guards(Hook):
         self.unhealthy = 0
         engine.healthy = True
         rewind_engine(engine, newest)
-        self.folder.metrics.cut(engine.step)
-        self.folder.samples.cut(engine.step)
+        self.folder.cut(engine.step)
         # With the current data position and count: a run that is killed here must not meet the same data again.
         self.checkpoints.write(engine.step, partial(write_engine_state, engine))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coalign.cluster.future import WorkerError
 from coalign.config.schema import ProfileConfig
 from coalign.engine.engine import Hook
+from coalign.files import Sink
 from coalign.types import Stats
 
 if TYPE_CHECKING:
@@ -40,4 +42,5 @@ class StepProfiler(Hook):
         if engine.step in self.config.steps:
             directory = (self.folder / f"step_{engine.step}").resolve()
             for future in [model.stop_trace(str(directory)) for model in self.models]:
-                future.result()
+                with Sink(str(directory)).survive(WorkerError):
+                    future.result()

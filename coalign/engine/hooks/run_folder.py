@@ -1,22 +1,20 @@
 """The files of a run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, plots/, log.txt. Their names are stable.
 
-Lines are appended whole and flushed. A full disk does not stop a run: lines wait in memory and are written with the
-next. Only one run at a time may write to a folder.
+A disk that is full or away does not stop a run: what cannot be written waits in memory and is written with the next
+record. Only one run at a time may write to a folder.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from coalign.files import move_aside, write_atomically
+from coalign.files import RecordFile, move_aside, write_atomically, write_text_atomically
 from coalign.types import Metric
 
 log = logging.getLogger(__name__)
@@ -27,39 +25,42 @@ class FolderInUse(OSError):
 
 
 class StepLog:
-    """A file of one JSON object a line, each with a `step`."""
+    """A file of one JSON object a line, each with a `step`. Lines end at `\\n` alone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._waiting: list[bytes] = []
-
-    def cut(self, step: int) -> None:
-        """Remove lines of later steps (they will be made again) and a line cut in half by a crash."""
-        if not self.path.exists():
-            return
-        # Bytes, because a crash may cut a character, and because text may hold separators that JSON does not escape.
-        with open(self.path, "rb") as lines, write_atomically(self.path) as aside, open(aside, "wb") as out:
-            for line in lines:
-                try:
-                    if json.loads(line)["step"] <= step:
-                        out.write(line.rstrip(b"\n") + b"\n")
-                except (ValueError, KeyError):
-                    break
+        self._file = RecordFile(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line."""
-        self._waiting.append((json.dumps(replace_non_finite(record), ensure_ascii=False) + "\n").encode())
-        size = self.path.stat().st_size if self.path.exists() else 0
-        try:
-            with open(self.path, "ab") as out:
-                out.write(b"".join(self._waiting))
-        except OSError as problem:
-            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            os.truncate(self.path, size)
-            log.warning("%s: %s; %d lines wait in memory", self.path, problem.strerror, len(self._waiting))
-        else:
-            self._waiting.clear()
+        self._file.append((json.dumps(replace_non_finite(record), ensure_ascii=False) + "\n").encode())
+
+    def cut(self, step: int) -> None:
+        """Move the lines of later steps, which will be made again, and lines that cannot be read to `NAME.cut`."""
+        if not self.path.exists():
+            return
+        aside, broken = self.path.with_name(f"{self.path.name}.cut"), 0
+        # Bytes, because a crash may cut a character, and because text may hold separators that JSON does not escape.
+        with write_atomically(self.path) as replacement, open(self.path, "rb") as lines, open(replacement, "wb") as out:
+            for line in lines:
+                found = _read_step(line)
+                broken += found is None
+                if found is not None and found <= step:
+                    out.write(line.rstrip(b"\n") + b"\n")
+                else:
+                    with open(aside, "ab") as cut:
+                        cut.write(line.rstrip(b"\n") + b"\n")
+        if broken:
+            log.warning("%s: %d lines cannot be read; they are now in %s", self.path, broken, aside)
+
+
+def _read_step(line: bytes) -> int | None:
+    """Return the step of a line; None if it cannot be read."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def lock_file(path: Path, message: str) -> IO[bytes]:
@@ -102,8 +103,12 @@ class RunFolder:
                 log.warning("%s is of an earlier run; it is now %s", path, move_aside(path))
 
     def begin(self, config_text: str, step: int) -> None:
-        """Write config.yaml and remove what was logged after ``step``."""
-        (self.path / "config.yaml").write_text(config_text)
+        """Write config.yaml, and move what an earlier run recorded after ``step`` aside."""
+        write_text_atomically(self.path / "config.yaml", config_text)
+        self.cut(step)
+
+    def cut(self, step: int) -> None:
+        """Move what was logged after ``step`` aside."""
         self.metrics.cut(step)
         self.samples.cut(step)
 

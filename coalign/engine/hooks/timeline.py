@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from coalign.cluster.future import MOVE, Call, Future, Outcome, Span
 from coalign.engine.engine import Hook
+from coalign.files import Sink
 from coalign.types import Stat, Stats
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Timeline(Hook):
     def __init__(self, folder: Path, every: int) -> None:
         self.folder = folder
         self.every = every
+        self._sink = Sink(str(folder))
         self._ended: deque[CallEvent] = deque()
         self._phases: list[tuple[float, str]] = []  # of the step, and when each began
 
@@ -75,9 +77,10 @@ class Timeline(Hook):
         shares = compute_idle_shares(events, processes, begun, ended)
         stats |= {f"idle/{name}": Stat(share) for name, share in shares.items()}
         if self.every and engine.step % self.every == 0:
-            self.folder.mkdir(exist_ok=True)
             trace = build_trace([*build_phase_events(self._phases, ended), *events], begun, ended)
-            (self.folder / f"step_{engine.step}.json").write_text(json.dumps(trace))
+            with self._sink.survive():
+                self.folder.mkdir(exist_ok=True)
+                (self.folder / f"step_{engine.step}.json").write_text(json.dumps(trace))
 
 
 def build_phase_events(entered: Sequence[tuple[float, str]], ended: float) -> list[CallEvent]:

@@ -54,7 +54,8 @@ def test_a_manifest_that_cannot_be_read(checkpoints):
     (path / MANIFEST).write_text("{")
     with pytest.raises(CorruptCheckpoint, match=r"no readable manifest\.json"):
         verify_checkpoint(path)
-    assert checkpoints.find_newest() is None
+    with pytest.raises(CorruptCheckpoint, match=r"no checkpoint in .* is intact .*runtime\.resume=never"):
+        checkpoints.find_newest()
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(checkpoints):

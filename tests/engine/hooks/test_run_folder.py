@@ -70,9 +70,17 @@ def test_a_full_disk_keeps_lines_until_there_is_room(tmp_path, monkeypatch):
     assert [line["step"] for line in lines(file.path)] == [1, 2, 3]
 
 
-def test_any_other_error_rises(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        StepLog(tmp_path / "missing" / "metrics.jsonl").append({"step": 1})
+def test_lines_after_a_broken_one_are_kept(tmp_path, caplog):
+    file = StepLog(tmp_path / "metrics.jsonl")
+    for number in (1, 2, 3):
+        file.append({"step": number})
+        with open(file.path, "ab") as out:
+            out.write([b'{"step": \n', b"null\n", b"[" * 100_000 + b"\n"][number - 1])
+    file.cut(2)
+    assert lines(file.path) == [{"step": 1}, {"step": 2}]
+    aside = (tmp_path / "metrics.jsonl.cut").read_bytes().split(b"\n")
+    assert aside == [b'{"step": ', b"null", b'{"step":3}'.replace(b":", b": "), b"[" * 100_000, b""]
+    assert "3 lines cannot be read" in caplog.text
 
 
 def test_two_runs_cannot_share_a_folder(tmp_path):
