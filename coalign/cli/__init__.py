@@ -54,7 +54,8 @@ def main() -> None:
         problem = _find_user_error(error)
         if problem is None:
             raise
-        typer.secho(f"error: {_describe(problem)}", fg="red", err=True)
+        lines = [_describe(problem), *getattr(error, "__notes__", ())]
+        typer.secho(f"error: {chr(10).join(lines)}", fg="red", err=True)
         raise SystemExit(2) from error
 
 

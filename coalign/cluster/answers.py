@@ -28,13 +28,14 @@ class WorkerTask:
     """A verb that runs in one worker: the future of its Meta, and the reference under which its payload is stored.
 
     The future raises only if the worker itself is lost. ``since``: when the task was submitted, in seconds since the
-    epoch.
+    epoch; ``begun``: by the monotonic clock.
     """
 
     where: str
     meta: concurrent.futures.Future[Meta]
     payload: Any
     since: float = field(default_factory=time.time)
+    begun: float = field(default_factory=time.monotonic)
 
 
 TaskFuture = concurrent.futures.Future[WorkerTask]  # a task, once it is done

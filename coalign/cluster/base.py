@@ -54,6 +54,7 @@ class Cluster(ABC):
         self.on_end: Callable[[Future, Outcome], None] | None = None
         self.error: BaseException | None = None  # the first one
         self._refuses_calls = False  # because of it
+        self._defers_errors = False
         self._pending: set[Future] = set()
         self._lock = threading.Lock()
         self._queues: list[CallQueue] = []
@@ -171,6 +172,20 @@ class Cluster(ABC):
             queue.submit(task)
         return future
 
+    @contextmanager
+    def defer_errors(self) -> Iterator[None]:
+        """Let the error of a call end the others only after this block, so that a training step ends whole.
+
+        Calls that need the result of the failed one still fail at once.
+        """
+        self._defers_errors = True
+        try:
+            yield
+        finally:
+            self._defers_errors = False
+            if self.error:
+                self._cancel(self.error)
+
     def accept_calls(self) -> None:
         """Accept calls again after an error. What workers still do for earlier calls comes first."""
         self._refuses_calls = False
@@ -271,7 +286,10 @@ class Cluster(ABC):
     def _cancel(self, error: BaseException) -> None:
         """End every call with the first error of the run: this one, unless there was one before."""
         with self._lock:
-            self.error, self._refuses_calls = self.error or error, True
+            self.error = self.error or error
+            if self._defers_errors:
+                return
+            self._refuses_calls = True
             pending = list(self._pending)
         for future in pending:
             future.fail(self.error)

@@ -302,14 +302,15 @@ class Future:
     or the first error of the run. ``stats``, ``seconds`` (the slowest worker's) and ``peak_memory`` (bytes, of the
     largest worker) wait, too.
 
-    ``made`` is when the call was made (seconds since the epoch), ``running`` the tasks of workers for it now, ``spans``
-    their past work. ``partial_results`` is set once the tasks have started: a future for each independent part of the
-    result, done when that part is (empty if the rows are of no use before all are there).
+    ``made`` is when the call was made (seconds since the epoch; ``begun``: by the monotonic clock), ``running`` the
+    tasks of workers for it now, ``spans`` their past work. ``partial_results`` is set once the tasks have started: a
+    future for each independent part of the result, done when that part is (empty if the rows are of no use before all
+    are there).
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.made = time.time()
+        self.made, self.begun = time.time(), time.monotonic()
         self.running: list[WorkerTask] = []
         self.spans: list[Span] = []
         self.partial_results: concurrent.futures.Future[list[TaskFuture]] = concurrent.futures.Future()

@@ -93,9 +93,11 @@ class Trainer:
     def step(self, batch: BatchRef) -> Stats:
         """Train on one batch, and wait until every model has taken its step."""
         begun = time.perf_counter()
-        with watch(self.cluster) as calls:
-            self.flow(batch)
-        return merge_stats([calls.stats(self.main), {"time/train": Total(time.perf_counter() - begun)}])
+        with self.cluster.defer_errors():
+            with watch(self.cluster) as calls:
+                self.flow(batch)
+            stats = calls.stats(self.main)
+        return merge_stats([stats, {"time/train": Total(time.perf_counter() - begun)}])
 
     def sync(self, version: int) -> Stats:
         """Send the weights of ``version`` to every target, which serves them only once they are verified.

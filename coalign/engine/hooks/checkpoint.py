@@ -263,7 +263,8 @@ class Save(Hook):
                 self.best = (value, engine.step)
         is_best = self.best is not None and self.best[1] == engine.step
         due = is_best or (self.every and engine.step % self.every == 0)
-        due = due or (self.seconds and time.monotonic() - self.written >= self.seconds)
+        late = self.seconds and time.monotonic() - self.written >= self.seconds
+        due = due or (late and engine.served == engine.step)  # between two syncs the engines have older weights
         if not (last or (due and engine.healthy)):
             return
         engine.phase("save")

@@ -38,8 +38,8 @@ class Watchdog:
         self.cluster = cluster
         self.folder = folder
         self.seconds = math.inf if seconds is None else seconds
-        self._phase, self._since = "start", time.time()
-        self._busy = time.time()  # when a process was last seen computing
+        self._phase, self._since = "start", time.monotonic()
+        self._busy = time.monotonic()  # when a process was last seen computing
         self._limits: dict[Future, float] = {}  # of the calls reported: seconds until the next report
         self._idle_limit = self.seconds
         self._asked = threading.Event()
@@ -56,14 +56,14 @@ class Watchdog:
 
     def phase(self, name: str) -> None:
         """Set the phase that reports name."""
-        self._phase, self._since = name, time.time()
+        self._phase, self._since = name, time.monotonic()
 
     def report_now(self, *_: Any) -> None:
         """Have the thread write a report at once (a signal handler may call this)."""
         self._asked.set()
 
     def look(self, now: float) -> str | None:
-        """Return why the run is stalled, if it is and this has not been reported yet."""
+        """Return why the run is stalled by ``now`` (of the monotonic clock), if this has not been reported yet."""
         calls = self.cluster.list_pending_calls()
         ages = {call: now - min(since) for call in calls if (since := _find_start_times(call))}
         self._limits = {call: limit for call, limit in self._limits.items() if call in ages}
@@ -82,7 +82,11 @@ class Watchdog:
         """Write the calls under way and all stacks; return the folder they are in."""
         folder = self.folder / time.strftime("%Y%m%d-%H%M%S")
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [f"{reason}; phase `{self._phase}` since {_clock(self._since)}", *self._calls(), f"stacks: {folder}"]
+        lines = [
+            f"{reason}; phase `{self._phase}` since {_describe_time(self._since)}",
+            *self._calls(),
+            f"stacks: {folder}",
+        ]
         log.warning("%s", "\n  ".join(lines))
         (folder / "report.txt").write_text("\n".join(lines) + "\n")
         for where, text in self.cluster.stacks().items():
@@ -93,17 +97,17 @@ class Watchdog:
         """Yield a line for each process that is busy, and for each call that waits."""
         for call in self.cluster.list_pending_calls():
             if not _find_start_times(call):
-                yield f"{call.call}: waits since {_clock(call.made)} (for its inputs, its turn or its devices)"
+                yield f"{call.call}: waits since {_describe_time(call.begun)} (for its inputs, its turn or its devices)"
             for each in call.running:
                 if not each.meta.done():
-                    yield f"{call.call}: at {each.where} since {_clock(each.since)}"
+                    yield f"{call.call}: at {each.where} since {_describe_time(each.begun)}"
 
     def _watch(self) -> None:
         pause = min(_LONGEST_PAUSE, self.seconds / 4) if math.isfinite(self.seconds) else None
         while not self._closed:
             asked = self._asked.wait(pause)
             self._asked.clear()
-            reason = "asked for (SIGUSR1)" if asked else self.look(time.time())
+            reason = "asked for (SIGUSR1)" if asked else self.look(time.monotonic())
             if reason and not self._closed:
                 try:
                     self.report(reason)
@@ -125,8 +129,10 @@ def run_watchdog(cluster: Cluster, folder: Path, seconds: float | None) -> Itera
 
 
 def _find_start_times(call: Future) -> list[float]:
-    return [each.since for each in call.running if not each.meta.done()]
+    return [each.begun for each in call.running if not each.meta.done()]
 
 
-def _clock(when: float) -> str:
-    return f"{time.strftime('%H:%M:%S', time.localtime(when))} ({time.time() - when:.0f} s)"
+def _describe_time(when: float) -> str:
+    """Return a time of the monotonic clock as hour and age."""
+    age = time.monotonic() - when
+    return f"{time.strftime('%H:%M:%S', time.localtime(time.time() - age))} ({age:.0f} s)"

@@ -30,9 +30,9 @@ class Calls:
 def call(label, *since):
     model, _, method = label.partition(".")
     future = Future(Call(model, method))
-    future.made = since[0] if since else 0.0
+    future.begun = since[0] if since else 0.0
     future.running = [
-        WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, each) for i, each in enumerate(since)
+        WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, begun=each) for i, each in enumerate(since)
     ]
     return future
 
@@ -53,12 +53,23 @@ def test_replicas_that_have_answered_are_not_waited_for(tmp_path):
 
 def test_a_run_in_which_nobody_computes_is_reported(tmp_path):
     watchdog = Watchdog(Calls(call("reference.forward_step")), tmp_path, 60.0)
-    now = time.time()
+    now = time.monotonic()
     assert watchdog.look(now + 50.0) is None
     assert watchdog.look(now + 61.0) == "no process has been busy for 61 s"
     assert watchdog.look(now + 100.0) is None
     watchdog.phase("train")
-    assert watchdog.look(time.time() + 50.0) is None
+    assert watchdog.look(time.monotonic() + 50.0) is None
+
+
+def test_a_clock_that_is_set_is_no_stall(tmp_path, monkeypatch):
+    watchdog = Watchdog(Calls(call("policy.generate", time.monotonic())), tmp_path, 4.0)
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    looks = []
+    monkeypatch.setattr(watchdog, "look", lambda now: looks.append(Watchdog.look(watchdog, now)))
+    watchdog.start()
+    time.sleep(1.2)
+    watchdog.close()
+    assert looks == [None]
 
 
 def test_without_a_limit_nothing_is_reported(tmp_path):
@@ -66,7 +77,7 @@ def test_without_a_limit_nothing_is_reported(tmp_path):
 
 
 def test_a_report_names_phase_calls_places_and_files(tmp_path, caplog):
-    waiting, busy = call("reference.forward_step"), call("policy.generate", time.time() - 100)
+    waiting, busy = call("reference.forward_step"), call("policy.generate", time.monotonic() - 100)
     watchdog = Watchdog(Calls(busy, waiting), tmp_path / "stalls", 60.0)
     watchdog.phase("rollout")
     with caplog.at_level(logging.WARNING, "coalign.engine.hooks.watchdog"):
