@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 Role = TypeVar("Role", covariant=True)  # of coalign.roles: what a model can be asked for
 
+SETUP_SECONDS = 3600.0  # a model may take this long to load, whatever runtime.call_timeout says
+
 
 @dataclass(frozen=True, slots=True)
 class DistActor:
@@ -319,7 +321,8 @@ class DistModel(Generic[Role]):
         return self.cluster.hold_devices(self.name, future, method, needs) if self._exclusive else nullcontext()
 
     def _wait(self, future: Future, method: str, tasks: list[WorkerTask]) -> list[Meta]:
-        metas = wait(future, tasks, self.cluster.timeout)
+        timeout = max(self.cluster.timeout, SETUP_SECONDS) if method == "setup" else self.cluster.timeout
+        metas = wait(future, tasks, timeout)
         self.cluster.residency.record(tasks, metas, method)
         return metas
 

@@ -102,6 +102,29 @@ def test_a_worker_that_dies_on_ray_ends_the_run_with_its_name(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode not in (0, None)
     assert "policy" in output
+    saved = int(output.rpartition("saved up to step ")[2].partition(":")[0])
+    assert metrics(config)[-1]["step"] == saved
+    finish(command(config, f"runtime.steps={saved + 1}"))
+    assert [line["step"] for line in metrics(config)] == list(range(1, saved + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_worker_that_stands_still_ends_the_run_in_time(tmp_path):
+    """A stopped process answers nothing; `runtime.call_timeout` ends the run, with the stacks of the others."""
+    config = settings(
+        tmp_path, "grpo", steps=500, eval_at_start=False, cluster="ray", call_timeout=20, stall=5, max_staleness=1
+    )
+    process = command(config)
+    wait_for_step(process, config, 2, seconds=150)
+    stopped = next(p for p in processes_of(config) if any(":policy:" in part for part in p.cmdline()))
+    stopped.suspend()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode not in (0, None)
+    assert "no answer within 20 s" in output and "saved up to step" in output
+    assert "the report of a stalled run failed" not in output
+    assert list((Path(config["output"]) / "stalls").glob("*/report.txt"))
+    assert not processes_of(config), "processes were left behind"
 
 
 @pytest.mark.slow

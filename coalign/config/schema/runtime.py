@@ -139,7 +139,8 @@ class RuntimeConfig(Section):
     wandb: ResultNeutral[str | None] = None
     """Project name; needs the extra [wandb]."""
     call_timeout: ResultNeutral[PositiveFloat] = 3600.0
-    """Seconds that a call of a model may take before the run stops; the error names the call."""
+    """Seconds that a call of a model may take before the run stops; the error names the call. Loading may take an
+    hour."""
     stall: ResultNeutral[PositiveFloat | None] = 900.0
     """Seconds after which a call is reported, with the Python stacks of all processes in `stalls/`; None: never."""
     timeline_every: ResultNeutral[NonNegativeInt] = 0

@@ -32,7 +32,8 @@ def call(label, *since):
     future = Future(Call(model, method))
     future.begun = since[0] if since else 0.0
     future.running = [
-        WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, begun=each) for i, each in enumerate(since)
+        WorkerTask(f"policy, replica {i}", Future(Call(None, "")).ended, None, begun=each)
+        for i, each in enumerate(since)
     ]
     return future
 
