@@ -57,6 +57,7 @@ def test_a_failed_save_ends_that_call_only(cluster, prompts):
     assert len(cluster.models["judge"].forward_step(prompts).result()) == 7
 
 
+@ON_RAY_SLOW
 def test_a_call_that_takes_too_long_is_named(make):
     cluster = make({"judge": {"module": "SumModule"}})
     cluster.models["judge"].threads().result()
