@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
+# Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help demo test test-backends test-processors test-all lint format bench clean
 help:

@@ -21,6 +21,7 @@ EMULATIONS = {
     },
 }
 NUMERIC = [f"tests/{part}" for part in ("algorithms", "backends", "conformance", "golden")]
+MARKED = "not backends and not gpu and (not slow or processors)"
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +40,7 @@ def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def main() -> None:
     failed = []
     for name in sys.argv[1:] or EMULATIONS:
-        done = run(name, "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal", *NUMERIC)
+        done = run(name, "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal", "-m", MARKED, *NUMERIC)
         sys.stdout.write(f"== {name}\n{done.stdout}\n")
         if done.returncode:
             failed.append(name)

@@ -1,4 +1,4 @@
-"""What may depend on the processor, as another processor computes it; `make test-processors` does this for more."""
+"""What may depend on the processor, as another one computes it: a part of what `make test-processors` runs."""
 
 import pytest
 
@@ -11,6 +11,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_another_processor():
     done = run("the least of all three", *PARTS, "-k", "small or soft_cap-dtype0 or dtype0-soft_cap or remax or ppo]")

@@ -156,10 +156,12 @@ def read_layer(
 
 def _lay_defaults(layer: ConfigLayer, defaults: Defaults) -> None:
     """Put the recipe's defaults beneath the layer."""
-    try:
-        name = OmegaConf.create(layer.data).get("algorithm")
-    except OmegaConfBaseException:
-        return  # the reference is reported when it is resolved
+    name = layer.data.get("algorithm")
+    if isinstance(name, str) and "${" in name:
+        try:
+            name = OmegaConf.create(layer.data).get("algorithm")
+        except OmegaConfBaseException:
+            return  # the reference is reported when it is resolved
     if not isinstance(name, str):
         return  # validation reports it
     try:
@@ -206,9 +208,10 @@ def _inherit_model(
 
 def _resolve_text(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
     """Replace all references by their values; one that cannot be resolved is reported and becomes null."""
-    tree = OmegaConf.create({**layer.data, **names, THIS: layer.data})
     data = deepcopy(layer.data)
-    for key, text in [(key, text) for key, text in walk(data) if isinstance(text, str) and "${" in text]:
+    texts = [(key, text) for key, text in walk(data) if isinstance(text, str) and "${" in text]
+    tree = OmegaConf.create({**layer.data, **names, THIS: layer.data} if texts else {})
+    for key, text in texts:
         parent = _follow(data, key[:-1])
         try:
             value = _follow(tree, (THIS, *key))

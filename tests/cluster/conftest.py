@@ -1,10 +1,15 @@
-"""The same tests on both clusters: `cluster` is shared, `make(models, **runtime)` starts one for a single test."""
+"""The same tests on both clusters: `cluster` is shared, `make(models, **runtime)` starts one for a single test.
+
+A process of Ray takes seconds to start: a test starts one only for what the shared cluster cannot show.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 
+import psutil
 import pytest
 import torch
 
@@ -12,6 +17,7 @@ from coalign.cluster.base import Cluster, start_cluster
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context
+from tests.cluster.modules import SumModule
 
 HERE = "tests.cluster.modules"
 
@@ -27,18 +33,43 @@ def ray_here() -> Iterator[None]:
     ray.shutdown()
 
 
+MODELS = {"policy": "SumModule", "judge": "SumModule", "trainer": "GroupModule"}
+
+
+@pytest.fixture(scope="package")
+def local_cluster() -> Iterator[Cluster]:
+    for build in _maker("local"):
+        yield build({name: {"module": module} for name, module in MODELS.items()})
+
+
+@pytest.fixture(scope="package")
+def ray_cluster(ray_here: None) -> Iterator[Cluster]:
+    """Two replicas of a policy (that can score, too), one judge, a group of two ranks as trainer; all end with it."""
+    processes = {"policy": 2, "judge": 1, "trainer": 2}
+    for build in _maker("ray"):
+        cluster = build({m: {"module": c, "num_process": processes[m]} for m, c in MODELS.items()})
+        pids = [pid for model in cluster.models.values() for pid in model.run(find_pid).result()]
+        yield cluster
+        cluster.shutdown()
+        wait_gone(pids)
+
+
 @pytest.fixture(scope="package", params=["local", "ray"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest) -> Cluster:
     """A cluster with `policy`, `judge` and `trainer`, shared by tests that leave it as it is."""
-    if request.param == "ray":
-        request.getfixturevalue("ray_here")
-    for build in _maker(request.param):
-        yield build(
-            {
-                m: {"module": c}
-                for m, c in (("policy", "EchoModule"), ("judge", "SumModule"), ("trainer", "GroupModule"))
-            }
-        )
+    return request.getfixturevalue(f"{request.param}_cluster")
+
+
+def find_pid(module: object, store: object) -> int:
+    return os.getpid()
+
+
+def wait_gone(pids: list[int]) -> None:
+    """Until these processes have ended; an error after 20 s."""
+    deadline = time.monotonic() + 20.0
+    while alive := [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"still there: {alive}"
+        time.sleep(0.1)
 
 
 @pytest.fixture(params=["local", "ray"])
@@ -47,6 +78,10 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Cluster]]:
     if request.param == "ray":
         request.getfixturevalue("ray_here")
     yield from _maker(request.param)
+
+
+# For what a worker does wherever it runs: an actor's answer in error, whatever the call, is one and the same.
+ON_RAY_SLOW = pytest.mark.parametrize("make", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture
@@ -72,8 +107,10 @@ def _maker(kind: str) -> Iterator[Callable[..., Cluster]]:
         return cluster
 
     yield build
+    SumModule.awake.set()  # else the threads of a local cluster are waited for
     for cluster in clusters:
         cluster.shutdown()
+    SumModule.awake.clear()
 
 
 @pytest.fixture

@@ -13,29 +13,21 @@ import pytest
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
+from tests.cluster.conftest import ON_RAY_SLOW, find_pid, wait_gone
 
 
 def broken(tokens):
     raise KeyError("no such thing")
 
 
-def test_the_error_names_call_place_and_traceback(make, prompts):
-    cluster = make({"judge": {"module": "SumModule"}})
-    with pytest.raises(WorkerError) as caught:
-        cluster.models["judge"].fail(prompts).result()
-    text = str(caught.value)
-    assert text.startswith("judge.fail failed in judge") and "ValueError: as asked" in text
-    assert 'raise ValueError("as asked")' in text  # the worker's own traceback
-    assert isinstance(caught.value.cause, ValueError)
-
-
 def test_the_first_error_ends_every_other_call(make, prompts):
+    """It names the call and the place, and has the traceback."""
     cluster = make({"judge": {"module": "SumModule"}, "slow": {"module": "RewardLikeModule"}})
     for model in cluster.models.values():
         model.ready.result()
     slow = cluster.models["slow"].sleep(20.0)
     waiting = cluster.models["slow"].forward_step(prompts)
-    failed = cluster.models["judge"].fail()
+    failed = cluster.models["judge"].fail(prompts)
     dependent = cluster.apply(broken, prompts, failed)
     begun = time.monotonic()
     errors = []
@@ -45,22 +37,27 @@ def test_the_first_error_ends_every_other_call(make, prompts):
         errors.append(caught.value)
     assert time.monotonic() - begun < 15.0
     assert len(set(map(id, errors))) == 1  # one cause, one error
+    text = str(errors[0])
+    assert text.startswith("judge.fail failed in judge") and "ValueError: as asked" in text
+    assert 'raise ValueError("as asked")' in text  # the worker's own traceback
+    assert isinstance(errors[0].cause, ValueError)
 
 
+@ON_RAY_SLOW
 def test_an_error_in_an_applied_function(make, prompts):
     cluster = make({})
     with pytest.raises(WorkerError, match=r"broken failed in .*KeyError: 'no such thing'"):
         cluster.apply(broken, prompts).result()
 
 
-def test_a_failed_save_ends_that_call_only(make, prompts):
-    cluster = make({"judge": {"module": "SumModule"}})
+def test_a_failed_save_ends_that_call_only(cluster, prompts):
     with pytest.raises(WorkerError, match="No space left on device") as caught:
         cluster.models["judge"].save("/somewhere").result()
     assert caught.value.cause.errno == 28
     assert len(cluster.models["judge"].forward_step(prompts).result()) == 7
 
 
+@ON_RAY_SLOW
 def test_a_call_that_takes_too_long_is_named(make):
     cluster = make({"judge": {"module": "SumModule"}})
     cluster.models["judge"].threads().result()
@@ -73,6 +70,7 @@ def test_a_call_that_takes_too_long_is_named(make):
     assert time.monotonic() - begun < 5.0
 
 
+@ON_RAY_SLOW
 def test_a_module_that_does_not_load(make):
     cluster = make({})
     config = ModelConfig(module="tests.cluster.modules:UnloadableModule")
@@ -81,37 +79,22 @@ def test_a_module_that_does_not_load(make):
         model.anything().result()
 
 
+@ON_RAY_SLOW
 def test_an_unknown_method_is_an_error(make, prompts):
     cluster = make({"judge": {"module": "SumModule"}})
     with pytest.raises(WorkerError, match="'SumModule' object has no attribute 'gnerate'"):
         cluster.models["judge"].gnerate(prompts).result()
 
 
-def test_after_shutdown_calls_fail_and_modules_were_closed(make, tmp_path):
+def test_after_shutdown_calls_fail_modules_were_closed_and_actors_have_ended(make, tmp_path):
     cluster = make({"mark": {"module": "MarkModule", "load": str(tmp_path / "closed")}})
-    cluster.models["mark"].ready.result()
+    [pid] = cluster.models["mark"].run(find_pid).result()
+    assert (pid == os.getpid()) == cluster.store.in_process and psutil.pid_exists(pid)
     cluster.shutdown()
     assert (tmp_path / "closed").exists()
     with pytest.raises(RuntimeError, match="the cluster has been shut down"):
         cluster.models["mark"].anything().result()
-
-
-def test_a_killed_worker_is_named_quickly(make_ray, prompts):
-    cluster = make_ray({"judge": {"module": "SumModule"}})
-    judge = cluster.models["judge"]
-    judge.threads().result()
-    begun = time.monotonic()
-    with pytest.raises(WorkerError, match=r"judge.die failed in judge, replica 0: worker lost"):
-        judge.die().result()
-    assert time.monotonic() - begun < 5.0
-
-
-def test_shutdown_ends_the_actors(make_ray):
-    cluster = make_ray({"judge": {"module": "SumModule"}, "trainer": {"module": "GroupModule", "num_process": 2}})
-    pid = cluster.models["judge"].process().result()
-    assert pid != os.getpid() and psutil.pid_exists(pid)
-    cluster.shutdown()
-    _wait_gone([pid])
+    wait_gone([pid] if pid != os.getpid() else [])
 
 
 RUN = """
@@ -150,11 +133,4 @@ def test_a_run_that_ends_badly_leaves_no_process(end):
     assert driver.returncode != 0
     if end == "fail":
         assert errors.count("ValueError: as asked") <= 3 and "judge.fail failed in judge, replica 0" in errors
-    _wait_gone([process.pid for process in family])
-
-
-def _wait_gone(pids):
-    deadline = time.monotonic() + 20.0
-    while alive := [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, f"still there: {alive}"
-        time.sleep(0.1)
+    wait_gone([process.pid for process in family])

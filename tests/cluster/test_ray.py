@@ -8,103 +8,90 @@ import pickle
 import pytest
 import torch
 
-from coalign.cluster.future import BatchRef
+from coalign.cluster.future import BatchRef, WorkerError
 from coalign.cluster.ray import RayWorker
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.data.batch import Batch
 from coalign.types import Max, Stat, Total
+from tests.cluster.conftest import find_pid
 from tests.cluster.test_apply import centre
 
 ray = pytest.importorskip("ray")
 
 
-@pytest.fixture(scope="module")
-def wide(ray_here):
-    """Two replicas of a judge (that can generate, too), a group of two ranks as trainer."""
-    from tests.cluster.conftest import _maker
-
-    for build in _maker("ray"):
-        names = {"judge": "SumModule", "trainer": "GroupModule"}
-        yield build({name: {"module": module, "num_process": 2} for name, module in names.items()})
+def test_six_processes_fit_on_two_cores(ray_cluster):
+    pids = [model.run(find_pid).result() for model in ray_cluster.models.values()]
+    assert len({pid for model in pids for pid in model} | {os.getpid()}) == 6
 
 
-def test_five_processes_fit_on_two_cores(wide):
-    pids = [model.run(_pid).result() for model in wide.models.values()]
-    assert len({pid for model in pids for pid in model} | {os.getpid()}) == 5
-
-
-def _pid(module, store):
-    return os.getpid()
-
-
-def test_replicas_share_by_tokens_with_groups_whole_and_order_kept(wide, prompts):
-    scores = wide.models["judge"].forward_step(prompts).result()
+def test_replicas_share_by_tokens_with_groups_whole_and_order_kept(ray_cluster, prompts):
+    scores = ray_cluster.models["policy"].forward_step(prompts).result()
     # Groups of 4, 4, 6, 2 and 6 tokens: {6, 4} and {6, 2, 4} differ least.
     assert sorted(int(prompts.lengths[scores.which == part].sum()) for part in (0, 1)) == [10, 12]
     assert scores.which[0] == scores.which[1] and scores.which[3] == scores.which[4]
     assert scores.fetch()["reward"].tolist() == [float(row["tokens"].sum()) for row in prompts.rows()]
 
 
-def test_batches_by_keyword_are_cut_on_their_own(wide, prompts):
+def test_batches_by_keyword_are_cut_on_their_own(ray_cluster, prompts):
     lengths = torch.tensor([5, 5, 5])
     other = Batch(lengths).with_(tokens=torch.zeros(15, dtype=torch.int32), group=torch.arange(3))
-    stats = wide.models["trainer"].beside(prompts, other=other).result()
+    stats = ray_cluster.models["trainer"].beside(prompts, other=other).result()
     assert stats == {"tokens": Total(22), "other_0": Total(2), "other_1": Total(1)}
-    stats = wide.models["trainer"].beside(prompts, other=other.slice(0, 0)).result()
+    stats = ray_cluster.models["trainer"].beside(prompts, other=other.slice(0, 0)).result()
     assert stats == {"tokens": Total(22), "other_0": Total(0), "other_1": Total(0)}
 
 
-def test_prompts_are_shared_by_number(wide):
+def test_prompts_are_shared_by_number(ray_cluster):
     lengths = torch.tensor([100, 1, 1, 1])
     prompts = Batch(lengths).with_(tokens=torch.arange(103, dtype=torch.int32), group=torch.arange(4))
-    out = wide.models["judge"].generate(prompts, samples=2).result()
+    out = ray_cluster.models["policy"].generate(prompts, samples=2).result()
     assert out.which.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert out.fetch()["tokens"][:100].tolist() == list(range(1, 101))
 
 
-def test_the_result_does_not_depend_on_the_number_of_replicas(wide, make_local, prompts):
-    local = make_local({"judge": {"module": "SumModule"}})
+def test_the_result_does_not_depend_on_the_number_of_replicas(ray_cluster, make_local, prompts):
+    local = make_local({"policy": {"module": "SumModule"}})
     results = []
-    for cluster in (wide, local):
-        out = cluster.models["judge"].generate(prompts, samples=3)
-        results.append(cluster.apply(centre, out, cluster.models["judge"].forward_step(out)).result().fetch())
+    for cluster in (ray_cluster, local):
+        out = cluster.models["policy"].generate(prompts, samples=3)
+        results.append(cluster.apply(centre, out, cluster.models["policy"].forward_step(out)).result().fetch())
     ours, theirs = results
     assert {**ours.token, **ours.sequence}.keys() == {**theirs.token, **theirs.sequence}.keys()
     for name in ("tokens", "group", "index", "reward", "advantage"):
         assert torch.equal(ours[name], theirs[name])
 
 
-def test_ranks_know_their_place_and_where_to_meet(wide):
-    places = wide.models["trainer"].run(_place).result()
+def test_ranks_know_their_place_and_where_to_meet(ray_cluster):
+    places = ray_cluster.models["trainer"].run(_place).result()
     assert [place[:2] for place in places] == [(0, 2), (1, 2)]
     meeting = {place[2] for place in places}
     assert len(meeting) == 1 and int(meeting.pop().rpartition(":")[2]) > 0
-    assert wide.models["judge"].run(_place).result() == [(0, 1, None), (0, 1, None)]
+    assert ray_cluster.models["policy"].run(_place).result() == [(0, 1, None), (0, 1, None)]
 
 
 def _place(module, store):
     return module.context.rank, module.context.world_size, module.context.rendezvous
 
 
-def test_every_rank_of_a_group_is_called_and_statistics_merge(wide, prompts):
-    stats = wide.models["trainer"].train_step(prompts).result()
+def test_every_rank_of_a_group_is_called_and_statistics_merge(ray_cluster, prompts):
+    stats = ray_cluster.models["trainer"].train_step(prompts).result()
     assert stats == {"tokens": Total(22), "ranks": Total(2), "largest": Max(21.0), "mean": Stat(231.0, 22)}
-    stats = wide.models["trainer"].train_step(prompts.slice(2, 3)).result()
+    stats = ray_cluster.models["trainer"].train_step(prompts.slice(2, 3)).result()
     assert (stats["tokens"], stats["ranks"]) == (Total(4), Total(2))  # one of them had nothing to do
 
 
-def test_replicas_without_work_are_left_alone(wide, prompts):
-    future = wide.models["judge"].forward_step(prompts.slice(2, 3))
+def test_replicas_without_work_are_left_alone(ray_cluster, prompts):
+    future = ray_cluster.models["policy"].forward_step(prompts.slice(2, 3))
     assert len(future.result().payloads) == 1 and future.result().fetch()["reward"].tolist() == [22.0]
 
 
-def test_payloads_stay_out_of_the_driver(wide, monkeypatch):
+def test_payloads_stay_out_of_the_driver(ray_cluster, monkeypatch):
     """Metas are small whatever the payload, and a whole flow fetches nothing here."""
     lengths = torch.full((64,), 2000)
     big = Batch(lengths).with_(
         tokens=torch.arange(128_000, dtype=torch.int32), group=torch.arange(64), padding=torch.zeros(128_000, 8)
     )
-    ref = wide.put(big)
+    ref = ray_cluster.put(big)
     metas = []
     execute = RayWorker.execute
 
@@ -116,28 +103,30 @@ def test_payloads_stay_out_of_the_driver(wide, monkeypatch):
     monkeypatch.setattr(RayWorker, "execute", watched)
     monkeypatch.setattr(BatchRef, "fetch", lambda *_: pytest.fail("the driver fetched a payload"))
     monkeypatch.setattr(ray, "get", lambda *_, **__: pytest.fail("the driver fetched an object"))
-    out = wide.models["judge"].generate(ref, samples=2)
-    scores = wide.models["judge"].forward_step(out)
-    stats = wide.models["trainer"].train_step(wide.apply(centre, out, scores)).result()
+    out = ray_cluster.models["policy"].generate(ref, samples=2)
+    scores = ray_cluster.models["policy"].forward_step(out)
+    stats = ray_cluster.models["trainer"].train_step(ray_cluster.apply(centre, out, scores)).result()
     assert stats["tokens"] == Total(256_000)
     assert len(metas) == 9  # two replicas, two for the rows of each, one function, two ranks
     assert all(len(pickle.dumps(meta.result())) < 10_000 for meta in metas)  # the payload: 9 MB
 
 
-def test_workers_cannot_damage_what_others_read(wide, prompts):
-    ref = wide.put(prompts)
-    assert not wide.models["judge"].hand_back(ref).result().fetch()["values"].any()
+def test_workers_cannot_damage_what_others_read(ray_cluster, prompts):
+    ref = ray_cluster.put(prompts)
+    assert not ray_cluster.models["policy"].hand_back(ref).result().fetch()["values"].any()
     assert torch.equal(ref.fetch()["tokens"], prompts["tokens"])
 
 
-def test_actors_say_what_they_are(wide):
+def test_actors_say_what_they_are(ray_cluster):
     names = [actor["name"].partition(":") for actor in ray.util.list_named_actors(all_namespaces=True)]
     assert all(run.startswith("run-") for run, _, _ in names)  # and a part of its own for every run
-    assert {"judge:replica0", "judge:replica1", "trainer:rank0", "trainer:rank1"} <= {name for _, _, name in names}
+    assert {"policy:replica0", "policy:replica1", "judge:replica0", "trainer:rank0", "trainer:rank1"} <= {
+        name for _, _, name in names
+    }
 
 
-def test_threads_are_set_however_many_cores_are_reserved(wide):
-    assert wide.models["judge"].threads().result() == 1
+def test_threads_are_set_however_many_cores_are_reserved(ray_cluster):
+    assert ray_cluster.models["policy"].threads().result() == 1
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
@@ -176,7 +165,7 @@ def test_auto(runtime, model, expected):
 
 
 def test_the_process_of_functions_starts_with_the_models(make_ray, prompts):
-    cluster = make_ray({"judge": {"module": "SumModule"}})
+    cluster = make_ray({})
     assert "functions" not in cluster.stacks()
     cluster.expect_functions()
     assert "functions" in cluster.stacks()
@@ -184,6 +173,12 @@ def test_the_process_of_functions_starts_with_the_models(make_ray, prompts):
     assert joined.result().columns == cluster.put(prompts).columns and {span.where for span in joined.spans} == {
         "functions"
     }
+    with pytest.raises(WorkerError, match=r"_fail failed in functions.*KeyError: 'no such thing'"):
+        cluster.apply(_fail, prompts).result()
+
+
+def _fail(tokens):
+    raise KeyError("no such thing")
 
 
 def _nothing(tokens):

@@ -11,7 +11,9 @@ import time
 
 import pytest
 
+from coalign.cluster.future import WorkerError
 from coalign.cluster.stacks import StackFile, collect_stacks, format_own_stacks
+from tests.cluster.conftest import find_pid
 
 STUCK = """
 import threading
@@ -75,10 +77,10 @@ def test_own_stacks_name_the_threads():
     assert "Thread coalign-policy:" in text and "in waits" in text and "Thread MainThread:" in text
 
 
-def test_every_process_of_a_run_tells_its_stacks_while_it_computes(make_ray):
+def test_every_process_of_a_run_tells_its_stacks_while_it_computes_and_a_killed_one_is_named(make_ray):
     cluster = make_ray({"judge": {"module": "SumModule", "num_process": 2}})
     judge = cluster.models["judge"]
-    judge.threads().result()
+    pids = judge.run(find_pid).result()
     sleeping = judge.sleep(60.0)
     while len(sleeping.running) != 2:
         time.sleep(0.05)
@@ -87,3 +89,8 @@ def test_every_process_of_a_run_tells_its_stacks_while_it_computes(make_ray):
         assert time.monotonic() < deadline
     assert "Thread MainThread:" in cluster.stacks()["driver"]
     assert not sleeping.done()
+    begun = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"judge.sleep failed in judge, replica 1: worker lost"):
+        sleeping.result()
+    assert time.monotonic() - begun < 5.0

@@ -98,11 +98,13 @@ def test_a_part_that_fails_ends_the_call_and_who_waits_for_it(in_parts):
 
 
 def test_parts_are_the_same_on_every_cluster(make, prompts):
-    rows = {"PartsModule": 3, "EchoModule": 1}
-    models = {name: {"module": name, "parts_per_call": parts} for name, parts in rows.items()}
-    cluster = make(models)
-    cluster.models["PartsModule"].forward_step(prompts).result()  # in its own process somebody has scored
-    parts, whole = (cluster.models[name].generate(prompts, samples=3).result().fetch() for name in rows)
+    cluster = make({"policy": {"module": "PartsModule", "parts_per_call": 3}})
+    cluster.models["policy"].forward_step(prompts).result()  # in its own process somebody has scored
+    out = cluster.models["policy"].generate(prompts, samples=3)
+    parts = out.result().fetch()
+    assert len(out.spans) == 3
+    with thread_cluster({"policy": {"module": "EchoModule"}}) as one:
+        whole = one.models["policy"].generate(prompts, samples=3).result().fetch()
     assert torch.equal(parts["tokens"], whole["tokens"]) and torch.equal(parts["index"], whole["index"])
     assert parts["rows"] == whole["rows"]
 

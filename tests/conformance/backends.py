@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import socket
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.types import merge_stats
 from tests.conformance.reference import CLIP, HIGH, LOW, LR, Report
+
+# Ranks are forks of a process that has imported what takes seconds. Where torch sees a CUDA device they cannot be.
+START = "spawn" if torch.cuda.is_available() else "forkserver"
+multiprocessing.set_forkserver_preload(["tests.conformance.layouts", "coalign.backends.hf.fsdp"])
 
 MEGATRON = pytest.mark.skipif(find_spec("megatron") is None, reason="coalign[megatron] is not installed")
 DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="coalign[deepspeed] is not installed")
@@ -131,7 +136,7 @@ def on_ranks(ranks: int, function: Any, scratch: Path, *arguments: Any) -> list[
     if ranks == 1:
         return [function(0, 0, *arguments)]
     port = _free_ports()
-    mp.spawn(_worker, (port, function, scratch, arguments), nprocs=ranks)
+    mp.start_processes(_worker, (port, function, scratch, arguments), nprocs=ranks, start_method=START)
     return [torch.load(scratch / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 

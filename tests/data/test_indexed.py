@@ -1,6 +1,7 @@
 """Indexed datasets: Megatron's bytes, documents to learn from, and builds that go on."""
 
 import json
+import multiprocessing
 import struct
 from collections import Counter
 from pathlib import Path
@@ -218,7 +219,9 @@ def corpus(tmp_path, count=25):
     return BuildPlan((str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")), str(tmp_path / "model"), chunk=4)
 
 
-def test_the_result_does_not_depend_on_processes_or_chunks(tmp_path):
+def test_the_result_does_not_depend_on_processes_or_chunks(tmp_path, monkeypatch):
+    # Forks, because new processes would import for seconds what this one has.
+    monkeypatch.setattr("coalign.data.indexed.build.get_context", lambda _: multiprocessing.get_context("fork"))
     plan = corpus(tmp_path)
     advanced = []
     counts = build(plan, tmp_path / "one", processes=1, advance=advanced.append)

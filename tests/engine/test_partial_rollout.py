@@ -106,8 +106,15 @@ def test_groups_beyond_the_age_are_given_up_and_counted(tmp_path, monkeypatch):
     assert len(rest) == given_up + expired + lines[-1]["rollout/carried"] + lines[-1]["rollout/waiting"]
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-@pytest.mark.parametrize("rollout", [{"round_tokens": 4}, {"round_tokens": 16, "oversample": 2.0}])
+@pytest.mark.parametrize(
+    ("rollout", "staleness"),
+    [
+        ({"round_tokens": 4}, 0),
+        ({"round_tokens": 16, "oversample": 2.0}, 1),
+        pytest.param({"round_tokens": 4}, 1, marks=pytest.mark.slow),
+        pytest.param({"round_tokens": 16, "oversample": 2.0}, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_cut_in_the_middle_of_responses_goes_on_bit_for_bit(tmp_path, rollout, staleness):
     config = partial(tmp_path, rollout=rollout, steps=4, max_staleness=staleness)
     assert_resumes_bit_for_bit(config, tmp_path, 2)

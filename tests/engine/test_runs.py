@@ -43,7 +43,10 @@ def test_the_run_folder(tmp_path, algorithm):
         assert sample["versions"] == [[2, sum(n for _, n in sample["versions"])]]
 
 
-@pytest.mark.parametrize(("algorithm", "staleness"), [("sft", 0), ("grpo", 0), ("grpo", 2), ("ppo", 0)])
+@pytest.mark.parametrize(
+    ("algorithm", "staleness"),
+    [("sft", 0), ("grpo", 2), *(pytest.param(name, 0, marks=pytest.mark.slow) for name in ("grpo", "ppo"))],
+)
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm, staleness):
     options = {"eval_at_start": False, "save_every": 2, "max_staleness": staleness}
     whole = settings(tmp_path, algorithm, **options)

@@ -238,7 +238,7 @@ def tricks(directory, algorithm):
     return config
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "remax"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("remax", marks=pytest.mark.slow)])
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path, algorithm):
     whole = tricks(tmp_path, algorithm)
     run(whole)

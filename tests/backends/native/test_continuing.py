@@ -24,9 +24,16 @@ def continued(asked, answers, length):
     return requests, rest
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [MODELS["small"], MODELS["soft_cap"]], ids=["sdpa", "soft_cap"])
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize(
+    ("penalty", "dtype"),
+    [
+        (1.0, torch.float32),
+        (1.0, torch.bfloat16),
+        (1.3, torch.float32),
+        pytest.param(1.3, torch.bfloat16, marks=[pytest.mark.slow, pytest.mark.processors]),
+    ],
+)
 def test_a_sample_goes_on_as_if_it_had_never_stopped(config, dtype, penalty):
     model = helpers.reference(config, dtype=dtype)
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=60, repetition_penalty=penalty)

@@ -53,21 +53,35 @@ def variants(asked):
     yield "one by one", [[request] for request in asked], {}
 
 
-def check(model, asked, sampling, expected, cases):
+# The fast suite meets less company where a request costs much, or where the company is not the point.
+EVERY = pytest.param(True, id="every", marks=[pytest.mark.slow, pytest.mark.processors])
+FEW = pytest.param(False, id="few")
+COSTLY = ("wide", "heads_of_64", "no_shared_keys")
+
+
+def check(model, asked, sampling, expected, cases, every=True):
     for title, parts, settings in cases:
+        if not every and title not in ("shuffled", "small prefill"):
+            continue
         met = {}
         for part in parts:
             met |= generate(model, part, sampling, **settings)
         assert met == expected, title
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        *(pytest.param(name, name not in COSTLY, id=name) for name in MODELS),
+        *(pytest.param(name, *EVERY.values, id=f"{name}-every", marks=EVERY.marks) for name in COSTLY),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_neighbours_do_not_change_a_bit(name, dtype):
+def test_neighbours_do_not_change_a_bit(name, every, dtype):
     model = helpers.reference(MODELS[name], dtype=dtype)
     asked = helpers.requests(6, samples=3)
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=6)
-    check(model, asked, sampling, generate(model, asked, sampling), variants(asked))
+    check(model, asked, sampling, generate(model, asked, sampling), variants(asked), every)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +111,12 @@ def test_the_engine_knows_that_it_is_so(name):
     [{"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3}],
     ids=lambda change: next(iter(change)),
 )
-def test_nor_with_truncated_distributions(change):
+@pytest.mark.parametrize("every", [FEW, EVERY])
+def test_nor_with_truncated_distributions(change, every):
     model = helpers.reference(MODELS["odd_sizes"])
     asked = helpers.requests(4, samples=2)
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=8, **change)
-    check(model, asked, sampling, generate(model, asked, sampling), variants(asked))
+    check(model, asked, sampling, generate(model, asked, sampling), variants(asked), every)
 
 
 def test_the_seed_the_group_and_the_index_do_change_the_tokens():
