@@ -37,7 +37,7 @@ import xxhash
 from coalign.config.introspect import list_marked
 from coalign.config.schema import DataConfig, DrawSetting, SourceConfig
 from coalign.data.examples import MARKS, Example, RowEncoder
-from coalign.data.scan import FileSource, SourceScan
+from coalign.data.order import FileSource, SourceScan
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows
 

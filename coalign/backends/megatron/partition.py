@@ -13,9 +13,8 @@ from coalign.backends.megatron.weights import WeightPartition, choose_vocabulary
 from coalign.config.schema import ModelConfig
 from coalign.weights import families
 from coalign.weights.convert.huggingface import read_config
-from coalign.weights.layouts.megatron import MegatronLayout, split_layers
-from coalign.weights.layouts.megatron_config import MegatronConfig
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
+from coalign.weights.layouts.megatron_model import MegatronConfig
 
 # Fields that MegatronConfig and megatron-core's configuration both have, with the same name and meaning.
 ALWAYS = (

@@ -3,7 +3,6 @@
 `format.py` reads and writes the files, `build.py` makes them from text, `documents.py` is their source for training.
 """
 
-from coalign.data.indexed.documents import IndexedDocuments, find_prefix
-from coalign.data.indexed.format import IndexedTokens, IndexedWriter, choose_dtype
+from coalign.data.indexed.format import IndexedDocuments, IndexedTokens, IndexedWriter, choose_dtype, find_prefix
 
 __all__ = ["IndexedDocuments", "IndexedTokens", "IndexedWriter", "choose_dtype", "find_prefix"]

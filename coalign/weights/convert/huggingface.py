@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coalign.weights.convert import legacy
 from coalign.weights.convert.files import HashedFile
-from coalign.weights.families.sources import HuggingFaceTensor
+from coalign.weights.families.family import HuggingFaceTensor
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox
 from coalign.weights.sync.checksums import tensor_bytes
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from coalign.weights.families import MegatronConfig, Parameter
-from coalign.weights.layouts.megatron import MegatronLayout, Stages
-from coalign.weights.layouts.megatron_names import TIED_HEAD, LayerSpec
-from coalign.weights.layouts.mesh import Coordinates, Mesh
+from coalign.weights.layouts.megatron import Coordinates, MegatronLayout, Mesh, Stages
+from coalign.weights.layouts.megatron_model import TIED_HEAD, LayerSpec
 from coalign.weights.layouts.shards import Shard
 
 KNOWN = {  # classes of `.metadata` outside torch.distributed.checkpoint.metadata

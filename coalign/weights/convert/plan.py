@@ -17,8 +17,7 @@ from coalign.weights.convert.huggingface import FileTensor
 from coalign.weights.convert.sources import HF, ITERATION, ConversionRequest, OpenedCheckpoint, dtype_keys
 from coalign.weights.convert.torch_dist import PlannedChunk
 from coalign.weights.families import Parameter
-from coalign.weights.layouts.megatron import MegatronLayout, split_layers
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.shards import Box, BoxCopy, Fetch, Shape, Shard, ShardBox, TensorSpec, plan, reshard
 from coalign.weights.sync.checksums import tensor_bytes
 

@@ -36,8 +36,7 @@ from torch.utils.serialization import config as serialization
 from coalign.weights.convert import legacy
 from coalign.weights.convert.files import HashedFile, write_atomically
 from coalign.weights.families import MegatronConfig, Parameter
-from coalign.weights.layouts.megatron_model import EXPERT, LAYER
-from coalign.weights.layouts.megatron_names import name_in_torch_dist
+from coalign.weights.layouts.megatron_model import EXPERT, LAYER, name_in_torch_dist
 from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 
 STACKED = "decoder.layers."

@@ -16,8 +16,7 @@ import torch
 
 from coalign.weights import families
 from coalign.weights.convert.huggingface import HuggingFaceReader, read_config
-from coalign.weights.layouts.megatron import MegatronLayout, split_layers
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.shards import cut
 
 RANKS = 4
