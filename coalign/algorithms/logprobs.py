@@ -1,9 +1,9 @@
 """Log-probs and entropies of chosen tokens straight from hidden states, without the [M, V] matrix of logits.
 
-Distillation reads the log-probs of a teacher's likeliest tokens, process rewards those of + and - (`candidate_logprobs`,
-`top_logprobs`). There the logits of a block of positions exist only while it is computed, forward and once more
-backward. The vocabulary may be sharded over ranks: each computes the logits of its own tokens, and the results are
-combined. Every rank then has the same result and the same gradient of it.
+Distillation reads the log-probs of a teacher's likeliest tokens, process rewards those of + and -
+(`candidate_logprobs`, `top_logprobs`). There the logits of a block of positions exist only while it is computed,
+forward and once more backward. The vocabulary may be sharded over ranks: each computes the logits of its own tokens,
+and the results are combined. Every rank then has the same result and the same gradient of it.
 
 `linear_logprobs` processes the vocabulary in tiles. Forward keeps a running log-sum-exp per token. Backward recomputes
 each tile's logits, since the incoming gradient per token is not known before, and turns them in place into the

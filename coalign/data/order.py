@@ -10,33 +10,15 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from coalign.data.examples import MARKS, Example, RowEncoder
+from coalign.data.indexed import IndexedDocuments
 from coalign.data.shuffle import DataPhase, permute
 from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import Stat, Stats, Total
 
 log = logging.getLogger(__name__)
-
-
-class ExampleSource(Protocol):
-    """The usable rows of a source in file order: ``source[i]`` is row i, encoded. ``tokens`` is their total length."""
-
-    name: str
-    tokens: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> list[Example]: ...
-
-    def report(self) -> str:
-        """Summarise what became of the rows: "7473 rows: 7470 used, 2 empty, 1 over 1024 tokens"."""
-        ...
-
-    def fingerprint(self) -> dict[str, Any]:
-        """The source's name, its number of usable rows, and a hash of their contents and tokens."""
-        ...
 
 
 class SourceScan:
@@ -87,18 +69,26 @@ class FileSource(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
+    def __getitem__(self, index: int) -> list[Example]: ...
+
     def report(self) -> str:
+        """Summarise what became of the rows: "7473 rows: 7470 used, 2 empty, 1 over 1024 tokens"."""
         rows = f"{len(self._rows)} rows"
         if self._phase is not None:
             rows = f"{self._encoder.counts['rows']} of {rows} (phase {self._phase.name})"
         return f"{rows}: {self._encoder.report()}"
 
     def fingerprint(self) -> dict[str, Any]:
+        """The source's name, its number of usable rows, and a hash of their contents and tokens."""
         return {"name": self.name, "rows": len(self), "hash": self._hash}
 
 
 class ScannedSource(FileSource):
-    """An ExampleSource that tokenises a row whenever it is drawn."""
+    """Reads and tokenises all rows once when it opens, so that its usable rows are known before the first step.
+
+    Only row numbers are kept; a row is tokenised again when it is drawn.
+    """
 
     def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None = None) -> None:
         """ValueError for a row that may not be dropped, and if no row is usable."""
@@ -114,50 +104,14 @@ class ScannedSource(FileSource):
         return self._encoder.read(self._rows[number], number)
 
 
-class DrawOrder(Protocol):
-    """Draws the rows of a source without end."""
-
-    name: str
-
-    @property
-    def rows(self) -> int | None:
-        """Rows of an epoch; None if unknown."""
-        ...
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of an epoch; None if unknown."""
-        ...
-
-    def next(self) -> list[Example]:
-        """Draw the next row. ValueError for a row that may not be dropped."""
-        ...
-
-    def once(self) -> Iterator[list[Example]]:
-        """Yield all usable rows in file order, without moving the cursor."""
-        ...
-
-    def report(self) -> str:
-        """Summarise what became of the rows."""
-        ...
-
-    def stats(self) -> Stats:
-        """`data/epoch`, the passes over the source so far; for streams also `data/dropped`."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The cursor and a fingerprint of the data, as JSON values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken. ValueError if the data differ."""
-        ...
+# The usable rows of a source in file order: source[i] is row i, encoded. `tokens` is their total length.
+ExampleSource = FileSource | IndexedDocuments
 
 
 class ShuffledOrder:
     """Draws from a source whose rows are known; each epoch has its own permutation, given by ``key`` and its number.
 
-    With the key None, rows are drawn in file order.
+    With the key None, rows are drawn in file order. ``rows`` and ``tokens`` are those of an epoch.
     """
 
     def __init__(self, source: ExampleSource, key: tuple[int, ...] | None) -> None:
@@ -166,23 +120,28 @@ class ShuffledOrder:
         self._taken = 0
 
     def next(self) -> list[Example]:
+        """Draw the next row."""
         epoch, position = divmod(self._taken, self.rows)
         self._taken += 1
         return self.source[position if self._key is None else permute(position, self.rows, *self._key, epoch)]
 
     def once(self) -> Iterator[list[Example]]:
+        """Yield all usable rows in file order, without moving the cursor."""
         return (self.source[i] for i in range(self.rows))
 
     def report(self) -> str:
         return self.source.report()
 
     def stats(self) -> Stats:
+        """`data/epoch`, the passes over the source so far; of a stream also `data/dropped`."""
         return {"data/epoch": Stat(self._taken / self.rows)}
 
     def state_dict(self) -> dict[str, Any]:
+        """The cursor and a fingerprint of the data, as JSON values."""
         return {**self.source.fingerprint(), "stream": False, "shuffle": self._key is not None, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken. ValueError if the data differ."""
         now = self.source.fingerprint()
         check_same_settings(state, {"stream": False, "shuffle": self._key is not None})
         if (state["rows"], state["hash"]) != (now["rows"], now["hash"]):
@@ -299,6 +258,9 @@ class StreamedOrder:
 
     def _read(self, start: ReadPosition) -> Iterator[tuple[SourceRow, ReadPosition]]:
         return ((e, after) for e, after in self._rows.read(start) if self._phase is None or e.number in self._phase)
+
+
+DrawOrder = ShuffledOrder | StreamedOrder
 
 
 def check_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from coalign.files import read_model_config, require_empty_output, write_atomically
 from coalign.vocab.model import VocabularyRows, find_token_tables, read_config, write_json, write_weights
 from coalign.vocab.sources import read_tokens
 from coalign.vocab.tokenizer import (
@@ -82,8 +82,7 @@ def extend(
     The output appears complete or not at all. Raises ValueError for input that cannot be used, FileExistsError for an
     output that is not empty, FileNotFoundError for a missing file.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"--output: {output} exists and is not empty")
+    require_empty_output(output)
     if sample is not None and not sample.is_file():
         raise FileNotFoundError(f"--sample: {sample} is not a file")
     config, source = read_config(model), read_tokens(tokens)
@@ -92,18 +91,13 @@ def extend(
     extension = extend_tokenizer(tokenizer, source, special=special)
     rows = VocabularyRows.plan(config.vocab_size, extension.first, extension.pieces, pad_to_multiple)
     ids = _assign(tokenizer, roles or {})
-    aside = output.with_name(output.name + ".writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(output) as aside:
+        aside.mkdir()
         tokenizer.save_pretrained(aside)
         check_saved_tokenizer(aside, tokenizer)
         _write_configs(model, aside, rows, ids)
         write_weights(model, aside, find_token_tables(config), rows)
-        os.replace(aside, output)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     return ExtensionReport(extension, rows, (before, count_tokens(tokenizer, sample)) if sample else None)
 
 
@@ -122,7 +116,7 @@ def _assign(tokenizer: PreTrainedTokenizerFast, roles: Mapping[str, str]) -> dic
 
 def _write_configs(source: Path, target: Path, rows: VocabularyRows, roles: dict[str, int]) -> None:
     """Write the configurations with the new sizes and roles. Generation still stops at the old end tokens too."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_model_config(source)
     ids: dict[str, int | list[int]] = {f"{role}_token_id": i for role, i in roles.items()}
     write_json(target / "config.json", config | {"vocab_size": rows.after} | ids)
     if (source / "generation_config.json").is_file():

@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+from coalign.files import list_weight_files, read_model_config
+
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class VocabularyRows:
 
 def read_config(directory: Path) -> PretrainedConfig:
     """Read config.json. Raises ValueError for a directory without a model whose vocabulary can be extended."""
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} is not a Hugging Face model directory (no config.json there)")
+    read_model_config(directory)
     config = AutoConfig.from_pretrained(directory)
     if config.get_text_config() is not config:
         raise ValueError(f"{directory}: {config.model_type} holds its language model inside another model")
@@ -70,7 +71,8 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise ValueError(
             f"{directory}/config.json: architectures {config.architectures} is not a class of transformers"
         )
-    _shards(directory)
+    if not list_weight_files(directory):
+        raise ValueError(f"{directory} has no weights in safetensors files (model.safetensors or {INDEX})")
     return config
 
 
@@ -97,24 +99,24 @@ def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyR
     """
     grown = 0
     found: set[str] = set()
-    for shard in _shards(source):
-        with safe_open(source / shard, "pt") as file:
+    for shard in list_weight_files(source):
+        with safe_open(shard, "pt") as file:
             inside = file.keys()
             here = names.intersection(inside)
             if not here:
-                shutil.copyfile(source / shard, target / shard)
+                shutil.copyfile(shard, target / shard.name)
                 continue
             tensors = {name: file.get_tensor(name) for name in inside}
             metadata = file.metadata()
         for name in here:
             if len(tensors[name]) != rows.before:
                 raise ValueError(
-                    f"{source / shard}: {name} has {len(tensors[name])} rows; config.json says vocab_size {rows.before}"
+                    f"{shard}: {name} has {len(tensors[name])} rows; config.json says vocab_size {rows.before}"
                 )
             grown -= tensors[name].nbytes
             tensors[name] = rows.extend(tensors[name])
             grown += tensors[name].nbytes
-        save_file(tensors, target / shard, metadata)
+        save_file(tensors, target / shard.name, metadata)
         found |= here
     if not found:
         raise ValueError(f"{source}: the weights have none of {sorted(names)}")
@@ -122,14 +124,6 @@ def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyR
         index = json.loads((source / INDEX).read_text())
         index["metadata"]["total_size"] += grown
         write_json(target / INDEX, index)
-
-
-def _shards(directory: Path) -> list[str]:
-    if (directory / INDEX).is_file():
-        return sorted(set(json.loads((directory / INDEX).read_text())["weight_map"].values()))
-    if (directory / WEIGHTS).is_file():
-        return [WEIGHTS]
-    raise ValueError(f"{directory} has no weights in safetensors files ({WEIGHTS} or {INDEX})")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """Direct preference optimisation and its descendants, which compare a policy with a frozen reference.
 
-At the end: losses without a reference, and of unpaired feedback. Each of the others reads logprobs, ref and the column `preference`. r is the log-ratio log π - log π_ref of a response, summed over
-its tokens; w is the better response of a pair, l the worse one; z = β (r_w - r_l). ``beta`` is β, and ``nll_coef`` adds
-that much of the better response's negative log-likelihood per token (2404.19733). Names are those of TRL's
-``loss_type``. The value is one per group, the mean over its pairs.
+At the end: losses without a reference, and of unpaired feedback. Each of the others reads logprobs, ref and the column
+`preference`. r is the log-ratio log π - log π_ref of a response, summed over its tokens; w is the better response of a
+pair, l the worse one; z = β (r_w - r_l). ``beta`` is β, and ``nll_coef`` adds that much of the better response's
+negative log-likelihood per token (2404.19733). Names are those of TRL's ``loss_type``. The value is one per group, the
+mean over its pairs.
 
 The losses by optimal transport (AOT, 2406.05882) compare distributions, not pairs: the better responses' rewards,
 sorted, should lie above the worse ones', sorted (stochastic dominance). Sorting needs every pair at once, so an update

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from coalign.backends.megatron.weights import WeightPartition, choose_vocabulary_multiple
 from coalign.config.schema import ModelConfig
+from coalign.files import read_model_config
 from coalign.weights import families
-from coalign.weights.convert.huggingface import read_config
 from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.megatron_model import MegatronConfig
 
@@ -135,7 +135,7 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     Raises ValueError for an unknown architecture, for one that contradicts the configuration, and for sizes that do not
     divide.
     """
-    hf = read_config(Path(str(config.load)))
+    hf = read_model_config(Path(str(config.load)))
     # The architecture names the head of the file; the configuration decides the head of this model.
     family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
     model, sizes, own = family.config(hf), read_sizes(config), config.megatron

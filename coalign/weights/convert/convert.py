@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from coalign.files import require_empty_output
 from coalign.weights.convert.files import hash_file, hash_in_background, run_tasks, single_threaded
 from coalign.weights.convert.plan import (
     OPEN,
@@ -166,8 +167,7 @@ def convert(
     finds a difference.
     """
     output = request.output
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"--output: {output} exists and is not empty")
+    require_empty_output(output)
     opened, plan = plan_conversion(request)
     aside = output.with_name(output.name + ".writing")
     output.parent.mkdir(parents=True, exist_ok=True)

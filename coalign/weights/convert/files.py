@@ -1,4 +1,4 @@
-"""Atomic writes and hashes of large files."""
+"""Large files: writes with hashes, and tasks on numbered files in this process or in several."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import IO, Any
 
 import torch
 import xxhash
+
+from coalign.files import write_atomically
 
 CHUNK = 2**20  # bytes read at once; they fit in the processor's cache for hashing
 SYNC = 32 * 2**20  # bytes written between two calls of fsync
@@ -48,19 +50,10 @@ class HashedFile:
 
 
 @contextmanager
-def write_atomically(path: Path) -> Iterator[HashedFile]:
+def write_hashed(path: Path) -> Iterator[HashedFile]:
     """Open a file that appears at ``path`` once it is complete and on the disk. An error leaves nothing of it."""
-    aside = path.with_name(path.name + ".partial")
-    try:
-        with open(aside, "wb") as file:
-            with ThreadPoolExecutor(1) as pool:
-                yield (hashed := HashedFile(file, pool))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    with write_atomically(path, flush=True) as aside, open(aside, "wb") as file, ThreadPoolExecutor(1) as pool:
+        yield (hashed := HashedFile(file, pool))
     assert path.stat().st_size == hashed.size
 
 

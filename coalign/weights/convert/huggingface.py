@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from coalign.files import list_weight_files, read_model_config
 from coalign.weights.convert import legacy
 from coalign.weights.convert.files import HashedFile
 from coalign.weights.families.family import HuggingFaceTensor
@@ -60,14 +61,6 @@ DTYPES = {
 }
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises ValueError if there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"'{folder}' is not a Hugging Face model directory (no config.json there)")
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
     """Copy everything but weights from a model directory: configurations, tokenizer, code, licence.
 
@@ -78,7 +71,7 @@ def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
             shutil.copyfile(file, target / file.name)
     if changes:
-        config = {key: value for key, value in {**read_config(target), **changes}.items() if value is not None}
+        config = {key: value for key, value in {**read_model_config(target), **changes}.items() if value is not None}
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -99,14 +92,8 @@ class HuggingFaceReader:
 
     def _files(self, pickled: bool) -> list[Path]:
         for single in (SAFETENSORS, *((BIN,) if pickled else ())):
-            index = self.folder / f"{single}.index.json"
-            if index.is_file():
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-                if missing := [name for name in names if not (self.folder / name).is_file()]:
-                    raise ValueError(f"{index} names files that do not exist: {missing}")
-                return [self.folder / name for name in names]
-            if (self.folder / single).is_file():
-                return [self.folder / single]
+            if files := list_weight_files(self.folder, single):
+                return files
         bins = sorted(file.name for file in self.folder.glob("*.bin"))
         hint = f"; there are pickles ({bins[0]} …): --pickles reads them" if bins else ""
         raise ValueError(f"'{self.folder}' has no {SAFETENSORS} and no index of several{hint}")

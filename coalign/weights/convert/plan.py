@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coalign.files import read_model_config
 from coalign.weights.convert import huggingface, torch_dist
-from coalign.weights.convert.files import write_atomically
+from coalign.weights.convert.files import write_hashed
 from coalign.weights.convert.huggingface import FileTensor
 from coalign.weights.convert.sources import HF, ITERATION, ConversionRequest, OpenedCheckpoint, dtype_keys
 from coalign.weights.convert.torch_dist import PlannedChunk
@@ -83,7 +84,7 @@ class ConversionOutput:
         self.specs = {name: TensorSpec(source.shape, self.dtypes[name]) for name, source in self.sources.items()}
         self.changes = dict(opened.changes)
         if request.dtype is not None:
-            self.changes |= dtype_keys(huggingface.read_config(opened.hf), request.dtype)
+            self.changes |= dtype_keys(read_model_config(opened.hf), request.dtype)
 
     names: list[str]
     total: int
@@ -123,7 +124,7 @@ class HuggingFaceOutput(ConversionOutput):
         shards = [shard for entry in entries for shard in self._blocks(entry)]
         views = zip(shards, self.build(shards, advance), strict=True)
         tensors = (self.sources[shard.like].write(view) for shard, view in views if view.numel())
-        with write_atomically(folder / name) as file:
+        with write_hashed(folder / name) as file:
             huggingface.write_safetensors(file, entries, tensors)
         return {"name": name, "size": file.size, "xxh3_128": file.digest}
 
@@ -204,7 +205,7 @@ class TorchDistOutput(ConversionOutput):
         tensors = self.build([chunk.shard for chunk in chunks], advance)
         path = folder / self.names[number]
         path.parent.mkdir(exist_ok=True)
-        with write_atomically(path) as file:
+        with write_hashed(path) as file:
             places = [
                 torch_dist.append_archive(file, trim_storage(tensor).view(chunk.sizes))
                 for chunk, tensor in zip(chunks, tensors, strict=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from coalign.files import read_model_config
 from coalign.weights import families
 from coalign.weights.convert import huggingface, legacy, torch_dist
 from coalign.weights.families import Family, MegatronConfig, Parameter
@@ -119,7 +120,7 @@ def find_iteration(source: Path) -> Path | None:
 
 
 def _open_huggingface(request: ConversionRequest) -> OpenedCheckpoint:
-    hf = huggingface.read_config(request.source)
+    hf = read_model_config(request.source)
     family = families.find_family(hf)
     config = family.config(hf)
     changes = _check_quantization(hf)
@@ -165,7 +166,7 @@ def _open_megatron(request: ConversionRequest, folder: Path) -> OpenedCheckpoint
             f"{request.source} has no config.json: --hf names a Hugging Face directory of the same model "
             "(config.json, tokenizer)"
         )
-    hf = huggingface.read_config(place)
+    hf = read_model_config(place)
     family = families.find_family(hf)
     config = family.config(hf)
     if legacy.is_legacy(folder):

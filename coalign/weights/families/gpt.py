@@ -259,6 +259,6 @@ FALCON = replace(
 FALCON_40B = replace(
     FALCON,
     name="falcon_40b",
-    layer=FALCON.layer | {"input_layernorm": "ln_attn", "pre_mlp_layernorm": "ln_mlp"},
+    layer={**FALCON.layer, "input_layernorm": "ln_attn", "pre_mlp_layernorm": "ln_mlp"},
     when=_has_two_norms,
 )
