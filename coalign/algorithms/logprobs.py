@@ -218,7 +218,7 @@ def linear_logprobs(
         raise ValueError(f"temperature is {temperature}: log-probs need one above 0")
     tile = tile or TILE.get(hidden.device.type, TILE["cuda"])
     inner, outer = (scale / temperature, None) if softcap is None else (scale / softcap, softcap / temperature)
-    head = _Head(inner, outer, rows=_count_tile_rows(tile, len(hidden)))
+    head = _Head(inner, outer, rows=max(1, round(tile / max(1, len(hidden)) / ROWS)) * ROWS)
     with torch.autocast(hidden.device.type, enabled=False):
         logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, head, entropy, shard)
     return logprobs, entropies
@@ -303,10 +303,6 @@ class _LinearLogprobs(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(factor[:, None]).to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
-
-
-def _count_tile_rows(tile: int, tokens: int) -> int:
-    return max(1, round(tile / max(1, tokens) / ROWS)) * ROWS
 
 
 def _reduce(

@@ -69,7 +69,10 @@ class ExampleStore:
             raise DamagedCache(f"{folder} cannot be read: {error}") from error
         if changed:
             raise DamagedCache(f"{folder}: {', '.join(changed)} is not what was written")
-        arrays = {name: _map_array(folder / name, dtype) for name, dtype in ARRAYS.items()}
+        arrays = {  # empty files cannot be mapped
+            name: np.memmap(file, dtype, mode="r") if (file := folder / name).stat().st_size else np.zeros(0, dtype)
+            for name, dtype in ARRAYS.items()
+        }
         self._rows, self._sequences = arrays["rows"].reshape(-1, 2), arrays["sequences"].reshape(-1, 2)
         self._tokens, self._mask, self._rest = arrays["tokens"], arrays["loss_mask"], arrays["rest"]
 
@@ -127,12 +130,6 @@ def store_examples(folder: Path, scan: SourceScan) -> None:
 def _encode_rest(example: Example, row: Mapping[str, Any]) -> bytes:
     added = {k: v for k, v in example.row.items() if k not in MARKS and (k not in row or row[k] != v)}
     return json.dumps({"row": added, "columns": example.columns}).encode()
-
-
-def _map_array(file: Path, dtype: Any) -> np.ndarray:
-    return (
-        np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
-    )  # empty files cannot be mapped
 
 
 class CachedSource(FileSource):

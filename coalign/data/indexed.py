@@ -1,5 +1,7 @@
 """Reads and writes Megatron's indexed datasets: PREFIX.bin holds token ids, PREFIX.idx the positions of documents.
 
+IndexedDocuments makes their documents a source for training.
+
 The index, little endian: 9 bytes MAGIC, u64 version (1), u8 code of the tokens' type, u64 sequences, u64 documents + 1,
 i32 length of each sequence, i64 offset in bytes of each, i64 first sequence of each document and the end of the last
 one (megatron/core/datasets/indexed_dataset.py).

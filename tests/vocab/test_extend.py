@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -200,7 +201,7 @@ def test_nothing_is_left_of_an_attempt_that_fails(tokens, tmp_path, monkeypatch)
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("coalign.vocab.model.save_file", full)
+    monkeypatch.setattr(import_module("coalign.vocab.extend"), "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         extend(old, tokens, tmp_path / "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old"]

@@ -74,7 +74,10 @@ def dpo(
     z = beta * (winner - loser)
     if margin_coef:
         z = z - margin_coef * pairs.difference(require_column(x, "margin", "margin_coef"))
-    losses = _robust(z, label_smoothing) if robust else logistic(z, label_smoothing)
+    if robust:
+        losses = ((1 - label_smoothing) * F.softplus(-z) - label_smoothing * F.softplus(z)) / (1 - 2 * label_smoothing)
+    else:
+        losses = logistic(z, label_smoothing)
     if weighted:
         losses = losses * math.prod(pairs.split(_likelihood_weights(x)))
     return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
@@ -159,10 +162,6 @@ for _loss in (dpo, ipo, hinge, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero
     _loss.per = "group"
     _loss.needs = lambda **_: ("ref",)
 dpo.needs = lambda *, weighted, **_: ("ref", "collision") if weighted else ("ref",)
-
-
-def _robust(z: Tensor, label_smoothing: float) -> Tensor:
-    return ((1 - label_smoothing) * F.softplus(-z) - label_smoothing * F.softplus(z)) / (1 - 2 * label_smoothing)
 
 
 def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor:

@@ -31,7 +31,7 @@ from coalign.weights.convert.plan import (
     split_rows,
 )
 from coalign.weights.convert.sources import ConversionRequest, OpenedCheckpoint, open_source
-from coalign.weights.layouts.shards import Box, Shard, ShardBox, TensorSpec, overlap, plan, reshard
+from coalign.weights.layouts.shards import Box, Shard, ShardBox, TensorSpec, overlap, plan, reshard, slices
 from coalign.weights.sync.transport import WeightError
 
 
@@ -51,9 +51,9 @@ def compare_with_source(output: ConversionOutput, source: OpenedCheckpoint, fold
         parts = [(box, _clip(shard, box)) for box in _boxes(shard, own.element_size())]
         moves = dict(plan([part for _, part in parts], written.ranks))
         for (box, part), (_, tensor) in zip(parts, reshard(specs, [p for _, p in parts], moves, fetch), strict=True):
-            expected = own[tuple(slice(*ends) for ends in box)].to(tensor.dtype)
+            expected = own[slices(box)].to(tensor.dtype)
             for piece in part.pieces:
-                place = tuple(slice(*ends) for ends in piece.own)
+                place = slices(piece.own)
                 if not _same(tensor[place], expected[place]):
                     raise WeightError(
                         f"'{piece.name}' {list(piece.full)} in {folder} differs from '{shard.name}' in "
@@ -96,19 +96,12 @@ Models = Callable[[ConversionRequest, OpenedCheckpoint, Path], str]
 
 
 class ConversionJournal:
-    """The finished files of a conversion. ``identity``: request and source; only the same conversion can resume."""
+    """A line for the identity (request and source: only the same conversion can resume), and for each finished file."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.path, self.identity = folder / JOURNAL, identity
 
-    def begin(self) -> None:
-        self.path.parent.mkdir(parents=True)
-        self._append(self.identity)
-
-    def add(self, number: int, record: dict[str, Any]) -> None:
-        self._append({"number": number, **record})
-
-    def _append(self, line: dict[str, Any]) -> None:
+    def append(self, line: dict[str, Any]) -> None:
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -197,16 +190,22 @@ def _write_files(
     request: ConversionRequest, plan: ConversionOutput, journal: ConversionJournal, progress: Progress
 ) -> tuple[list[Record], int]:
     """Write the missing files. Returns the records of all files in order, and how many were there already."""
-    records = _begin(request, journal)
+    folder, records = journal.path.parent, dict[int, Record]()
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        journal.append(journal.identity)
+    elif not request.resume:
+        raise FileExistsError(f"{folder} was left by an interrupted conversion: --resume continues, or delete it")
+    else:
+        records = journal.read()
     reused = len(records)
     left = [number for number in range(len(plan.names)) if number not in records]
-    folder = journal.path.parent
     with progress("converting", plan.total) as advance:
         advance(sum(records[number]["size"] for number in records))
         try:
             write = partial(plan.write, folder=folder)
             for number, record in run_tasks(write, _make_writer, (request, folder), left, request.processes, advance):
-                journal.add(number, record)
+                journal.append({"number": number, **record})
                 records[number] = record
         except BaseException as problem:
             if not records:
@@ -241,17 +240,6 @@ def _check_source(source: Path, files: list[Path], found: list[Record]) -> None:
             name = str(file.relative_to(source))
             if known.get(name, record) != record:
                 raise ValueError(f"{file} is {record}, but {MANIFEST} in its folder says {known[name]}")
-
-
-def _begin(request: ConversionRequest, journal: ConversionJournal) -> dict[int, Record]:
-    """Create the folder, or return the records of the files that an interrupted conversion finished."""
-    folder = journal.path.parent
-    if not folder.exists():
-        journal.begin()
-        return {}
-    if not request.resume:
-        raise FileExistsError(f"{folder} was left by an interrupted conversion: --resume continues, or delete it")
-    return journal.read()
 
 
 def _check_disk_space(folder: Path, total: int) -> None:

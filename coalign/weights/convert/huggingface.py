@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ class HuggingFaceReader:
 
 
 class HuggingFaceWeights:
-    """The weights of a directory (a CheckpointReader).
+    """The weights of a directory.
 
     ``sources``: all tensors of the model. ``stored``: their names in the files.
     """
@@ -173,26 +173,6 @@ class FileTensor:
     @property
     def size(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def group_by_file(entries: Iterable[FileTensor], size: int) -> list[list[FileTensor]]:
-    """Split entries into files of up to ``size`` bytes, or of one larger tensor."""
-    files: list[list[FileTensor]] = []
-    free = 0
-    for entry in entries:
-        if not files or entry.size > free:
-            files.append([])
-            free = size
-        files[-1].append(entry)
-        free -= entry.size
-    # Wide types first, so that every tensor is aligned.
-    return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
-
-
-def file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SAFETENSORS]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def write_safetensors(file: HashedFile, entries: list[FileTensor], tensors: Iterator[Tensor]) -> None:

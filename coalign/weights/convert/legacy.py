@@ -106,7 +106,7 @@ class LegacyRank:
 
 
 class LegacyWeights:
-    """The weights of all ranks (a CheckpointReader). Raises ValueError for ranks, names or shapes that do not fit."""
+    """The weights of all ranks. Raises ValueError for ranks, names or shapes that do not fit."""
 
     def __init__(self, ranks: list[LegacyRank], parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
         self.files = ranks

@@ -130,7 +130,7 @@ class StoredChunk:
 
 
 class TorchDistWeights:
-    """The weights of a directory (a CheckpointReader).
+    """The weights of a directory.
 
     Raises ValueError for missing or unknown keys, and for files that are cut off.
     """

@@ -5,7 +5,7 @@
     parameters = family.parameters(config, vocab_divisor=128 * tensor_parallel)
 
 Read first: family.py, then llama.py, the table that others build on. A new architecture is one table in such a file and
-its name in FAMILIES. No megatron is imported. coalign.weights.layouts.megatron says what each rank has.
+its name at the end of it. No megatron is imported. coalign.weights.layouts.megatron says what each rank has.
 """
 
 from __future__ import annotations
@@ -15,49 +15,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from coalign.weights.families.family import Family, Parameter
-from coalign.weights.families.gpt import BLOOM, FALCON, FALCON_40B, GPT2, GPT_NEOX, OPT, STARCODER, STARCODER2
-from coalign.weights.families.llama import (
-    BAICHUAN,
-    CHATGLM,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GEMMA,
-    GLM4,
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    QWEN,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3,
-    QWEN3_MOE,
-)
+from coalign.weights.families.gpt import GPT_FAMILIES
+from coalign.weights.families.llama import LLAMA_FAMILIES
 from coalign.weights.layouts.megatron_model import MegatronConfig, RopeScaling
 
-FAMILIES = (
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    GEMMA,
-    QWEN,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3,
-    QWEN3_MOE,
-    BAICHUAN,
-    BLOOM,
-    FALCON,
-    FALCON_40B,
-    CHATGLM,
-    GLM4,
-    GPT2,
-    STARCODER,
-    STARCODER2,
-    GPT_NEOX,
-    OPT,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-)
+FAMILIES = (*LLAMA_FAMILIES, *GPT_FAMILIES)
 
 __all__ = ["FAMILIES", "Family", "MegatronConfig", "Parameter", "RopeScaling", "find_family"]
 

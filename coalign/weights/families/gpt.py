@@ -262,3 +262,5 @@ FALCON_40B = replace(
     layer={**FALCON.layer, "input_layernorm": "ln_attn", "pre_mlp_layernorm": "ln_mlp"},
     when=_has_two_norms,
 )
+
+GPT_FAMILIES = (GPT2, STARCODER, STARCODER2, GPT_NEOX, OPT, BLOOM, FALCON, FALCON_40B)

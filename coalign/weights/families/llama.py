@@ -403,3 +403,6 @@ DEEPSEEK_V3 = replace(
     layer=DEEPSEEK_LAYER | {"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
     memory=STACKED,
 )
+
+QWEN_FAMILIES = (QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+LLAMA_FAMILIES = (LLAMA, MISTRAL, MIXTRAL, GEMMA, *QWEN_FAMILIES, BAICHUAN, CHATGLM, GLM4, DEEPSEEK_V2, DEEPSEEK_V3)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,16 +44,28 @@ SMALLEST = 16 * 2**20  # bytes of the first segment; later ones are as large as 
 LARGEST = 2**30
 
 
-class Segment(Protocol):
-    """Memory of one process that others can open: SharedMemorySegment, or DeviceSegment on a GPU."""
+class DeviceSegment:
+    """Bytes u8[size] of a GPU's memory.
 
-    address: Any
-    bytes: Tensor
+    One process creates it; others open its ``address`` and may only read.
+    """
+
+    def __init__(self, address: Any, data: Tensor) -> None:
+        self.address, self.bytes = address, data
 
     @staticmethod
-    def create(size: int, device: str) -> Segment: ...
+    def create(size: int, device: str) -> DeviceSegment:
+        """Raises torch.OutOfMemoryError."""
+        data = torch.empty(size, dtype=torch.uint8, device=device)
+        return DeviceSegment(reduce_tensor(data), data)
+
     @staticmethod
-    def open(address: Any) -> Segment: ...
+    def open(address: Any) -> DeviceSegment:
+        rebuild, arguments = address
+        return DeviceSegment(address, rebuild(*arguments))
+
+
+Segment = SharedMemorySegment | DeviceSegment  # memory of one process that others can open
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,27 +231,6 @@ def install(module: TargetModule, store: Store, link: str, sync: int, version: i
     weights = ((entry.name, entry.tensor(memory.memory(entry))) for entry in memory.entries)
     with guard_installation(module, version):
         module.load_weights(weights, version=version, adopt=adopt)
-
-
-class DeviceSegment:
-    """Bytes u8[size] of a GPU's memory.
-
-    One process creates it; others open its ``address`` and may only read.
-    """
-
-    def __init__(self, address: Any, data: Tensor) -> None:
-        self.address, self.bytes = address, data
-
-    @staticmethod
-    def create(size: int, device: str) -> DeviceSegment:
-        """Raises torch.OutOfMemoryError."""
-        data = torch.empty(size, dtype=torch.uint8, device=device)
-        return DeviceSegment(reduce_tensor(data), data)
-
-    @staticmethod
-    def open(address: Any) -> DeviceSegment:
-        rebuild, arguments = address
-        return DeviceSegment(address, rebuild(*arguments))
 
 
 class CudaIpcTransport(SharedMemoryTransport):
