@@ -1,8 +1,9 @@
-"""Files on disk: atomic writes, records that outlast a full disk, hashes, names for what must not be overwritten."""
+"""Files on disk: atomic writes, records that outlast a full disk, hashes, model directories, names not taken yet."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +66,10 @@ def delete_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file's contents, in hexadecimal digits."""
+def hash_file(path: Path, digest: Any = "sha256") -> str:
+    """Return the hash of a file's contents, in hexadecimal digits. ``digest``: a name, or a function that makes one."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, digest).hexdigest()
 
 
 def move_aside(path: Path) -> Path:
@@ -135,3 +137,30 @@ class RecordHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.file.append(f"{self.format(record)}\n".encode())
+
+
+def require_empty_output(path: Path) -> None:
+    """Raise FileExistsError unless a command's output is missing, or an empty directory."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"--output: {path} exists and is not empty")
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Read the config.json of a Hugging Face directory. Raises ValueError if there is none."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"'{folder}' is not a Hugging Face model directory (no config.json there)")
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[Path]:
+    """List the files that the index of a Hugging Face directory names, or the ``single`` one; none if there is neither.
+
+    Raises ValueError if the index names files that do not exist.
+    """
+    index = folder / f"{single}.index.json"
+    if not index.is_file():
+        return [folder / single] if (folder / single).is_file() else []
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{index} names files that do not exist: {missing}")
+    return [folder / name for name in names]

@@ -86,21 +86,12 @@ def importance_ratios(old: Tensor, rollout: Tensor, segment: Tensor, sequences: 
 
 
 def bound(ratios: Tensor, mode: Mode, low: float, high: float) -> Tensor:
-    """Truncate or mask the ratios; ValueError for another mode."""
-    modes = {"truncate": truncate, "mask": mask}
-    if mode not in modes:
-        raise ValueError(f"loss.is_mode is '{mode}': expected truncate or mask")
-    return modes[mode](ratios, low, high)
-
-
-def truncate(ratios: Tensor, low: float, high: float) -> Tensor:
-    """Clamp each ratio to [low, high]."""
-    return ratios.clamp(low, high)
-
-
-def mask(ratios: Tensor, low: float, high: float) -> Tensor:
-    """Set ratios outside of [low, high] to 0."""
-    return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
+    """Clamp the ratios to [low, high], or set those outside to 0; ValueError for another mode."""
+    if mode == "truncate":
+        return ratios.clamp(low, high)
+    if mode == "mask":
+        return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
+    raise ValueError(f"loss.is_mode is '{mode}': expected truncate or mask")
 
 
 @torch.no_grad()

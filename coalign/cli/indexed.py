@@ -26,8 +26,8 @@ def build(
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the tokenizer.")] = False,
 ):
     """Tokenise documents, each with an end-of-sequence token. After an interruption the same command resumes."""
-    from coalign.data.indexed.build import BuildPlan
-    from coalign.data.indexed.build import build as write
+    from coalign.data.indexed_build import BuildPlan
+    from coalign.data.indexed_build import build as write
     from coalign.data.sources import open_rows
     from coalign.report.display import Display
 
@@ -53,7 +53,7 @@ def merge(
 ):
     """Concatenate several datasets."""
     from coalign.data.indexed import IndexedTokens
-    from coalign.data.indexed.build import join
+    from coalign.data.indexed_build import join
     from coalign.report.display import Display
 
     datasets = [IndexedTokens(_prefix(path)) for path in prefixes]

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import count, islice
+from collections.abc import Iterator, Sequence
+from itertools import count, groupby, islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from coalign.cluster.base import start_cluster
-from coalign.commands.inspect_data import describe, split_groups
 from coalign.config.schema import RunConfig
+from coalign.data.batch import Batch
+from coalign.data.templates import decode
 from coalign.engine.hooks.run_folder import flatten_stats
 from coalign.engine.reward import list_reward_parts
 from coalign.launch.build import build, load_split, load_tokenizer
 from coalign.launch.plan import find_recipe, plan_reward_models, prepare
 from coalign.report.display import Display
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
@@ -43,3 +53,83 @@ def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = 
     display.show(data.report())  # after drawing: a stream knows only of rows that were drawn
     for group in drawn:
         display.show(describe(group, tokenizer, tokens=tokens))
+
+
+TRAINED = "bold green"
+JUDGED = "bold magenta"
+
+
+def split_groups(batch: Batch) -> Iterator[list[dict[str, Any]]]:
+    """Yield the sequences of each drawn row."""
+    for _, drawn in groupby(batch.rows(), key=lambda row: int(row["group"])):
+        yield list(drawn)
+
+
+def describe(group: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, tokens: bool = False) -> Group:
+    """Render the sequences of one drawn row (see `split_groups`): their origin, and their text as the model sees it.
+
+    Trained text is green between ⟦ and ⟧, which show without colours too. Where a process reward model scores, the
+    label is shown between ⟨ and ⟩. Responses to compare follow their common prompt, each with its preference.
+    ``tokens`` adds a table of all tokens: position, id, text, trained or not, label.
+    """
+    shared = int(group[0]["prompt_length"]) if len(group) > 1 and "preference" in group[0] else 0
+    parts: list[Any] = [_header(group)]
+    if shared:
+        parts.append(Text(decode(tokenizer, group[0]["tokens"][:shared])))
+    for row in group:
+        if len(group) > 1 or "preference" in row:
+            parts.append(_title(row))
+        parts.append(_text(row, shared, tokenizer))
+        if tokens:
+            parts.append(_table(row, tokenizer))
+    return Group(*parts)
+
+
+def _header(group: Sequence[dict[str, Any]]) -> Text:
+    first = group[0]
+    source = f"{first['rows']['_source']} row {first['rows']['_row']}"
+    count = sum(len(row["tokens"]) for row in group)
+    if "loss_mask" not in first:
+        return Text(f"{source}: {count} tokens (a prompt)", style="bold")
+    trained = sum(int(row["loss_mask"].sum()) for row in group)
+    what = "judged" if "label" in first else "trained"
+    several = f" in {len(group)} sequences" if len(group) > 1 else ""
+    return Text(f"{source}: {count} tokens{several}, {trained} {what}", style="bold")
+
+
+def _title(row: dict[str, Any]) -> Text:
+    if "preference" not in row:
+        return Text(f"piece {int(row['index'])}: {len(row['tokens'])} tokens", style="bold")
+    margin = f", margin {float(row['margin']):g}" if float(row.get("margin", 0.0)) else ""
+    return Text(f"response {int(row['index'])}: preference {float(row['preference']):g}{margin}", style="bold")
+
+
+def _text(row: dict[str, Any], start: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+    ids, mask = row["tokens"].tolist(), _mask(row)
+    labels = row["label"].tolist() if "label" in row else None
+    text = Text()
+    for trained, run in groupby(range(start, len(ids)), key=mask.__getitem__):
+        places = list(run)
+        piece = decode(tokenizer, [ids[t] for t in places])
+        if not trained:
+            text.append(piece)
+        elif labels is None:
+            text.append(f"⟦{piece}⟧", style=TRAINED)
+        else:
+            text.append(f"⟨{', '.join(f'{labels[t]:g}' for t in places)}⟩", style=JUDGED).append(piece)
+    return text
+
+
+def _table(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Table:
+    judged = "label" in row
+    table = Table("position", "id", "token", "trained", *(["label"] if judged else []), box=None)
+    for position, (i, trained) in enumerate(zip(row["tokens"].tolist(), _mask(row), strict=True)):
+        cells = [str(position), str(i), Text(repr(tokenizer.decode([i]))), "yes" if trained else ""]
+        if judged:
+            cells.append(f"{float(row['label'][position]):g}" if trained else "")
+        table.add_row(*cells, style=TRAINED if trained else "")
+    return table
+
+
+def _mask(row: dict[str, Any]) -> list[bool]:
+    return row["loss_mask"].tolist() if "loss_mask" in row else [False] * len(row["tokens"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from coalign.algorithms.combine import combine
+from coalign.algorithms.shaping import combine
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.scorers.retokenize import ConversationReader
 from coalign.backends.scorers.reward import build_reward_functions

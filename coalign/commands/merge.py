@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.backends import lora
+from coalign.files import read_model_config, require_empty_output, write_atomically
 
 HEAD = lora.PREFIX + "score.weight"
 
@@ -22,10 +21,8 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
     at the end. Raises ValueError for directories without a model or a LoRA adapter and for an adapter of another
     model, FileExistsError for an output that is not empty.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"--output: {output} exists and is not empty")
-    if not (base / "config.json").is_file():
-        raise ValueError(f"'{base}' is not a Hugging Face model directory (no config.json there)")
+    require_empty_output(output)
+    read_model_config(base)
     settings, tensors = lora.read_adapter(adapter)
     auto = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
     labels = {"num_labels": len(tensors[HEAD])} if HEAD in tensors else {}
@@ -34,9 +31,8 @@ def merge(base: Path, adapter: Path, output: Path, *, dtype: str | None = None) 
     if missing := {name for name in info["missing_keys"] if lora.PREFIX + name not in tensors}:
         raise ValueError(f"neither {base} nor {adapter} has {sorted(missing)}")
     stored = getattr(torch, dtype) if dtype else AutoConfig.from_pretrained(base).dtype or torch.float32
-    aside = output.with_name(output.name + ".writing")
-    shutil.rmtree(aside, ignore_errors=True)
     merged: Any = lora.merge_adapter(model, adapter)  # nor that `to` takes a dtype
-    merged.to(stored).save_pretrained(aside)
-    AutoTokenizer.from_pretrained(base).save_pretrained(aside)
-    os.replace(aside, output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(output) as aside:
+        merged.to(stored).save_pretrained(aside)
+        AutoTokenizer.from_pretrained(base).save_pretrained(aside)

@@ -17,15 +17,110 @@ from pathlib import Path
 
 import torch
 
+from coalign.backends.objective import Objective
+from coalign.commands.generate import generate
 from coalign.commands.resumable import JsonRecord, fingerprint_settings
-from coalign.commands.stages import STAGE_TYPES, trains_a_policy
+from coalign.commands.score import score
+from coalign.commands.select import select
+from coalign.config.errors import Conflict
+from coalign.config.functions import bind, resolve
 from coalign.config.pipelines import PipelineFile
-from coalign.config.schema import Section
+from coalign.config.schema import (
+    GenerateConfig,
+    JudgeConfig,
+    RunConfig,
+    ScoreConfig,
+    Section,
+    SelectConfig,
+    SourceConfig,
+)
 from coalign.engine.hooks.run_folder import lock_folder
 from coalign.files import move_aside, write_text_atomically
-from coalign.launch.plan import find_recipe
+from coalign.launch.check import trace
+from coalign.launch.plan import find_recipe, prepare
+from coalign.launch.run import train
 from coalign.report.display import Display
 from coalign.report.step_line import format_number
+from coalign.roles import Trainable
+
+# The name of each kind of stage's result in its folder. A train stage's folder is the run's; the result is its link to
+# the newest checkpoint's model, or the best one's.
+OUTPUTS = {"generate": "responses.jsonl", "score": "scored.jsonl", "select": "selected.jsonl", "train": "model"}
+
+
+def complete_settings(settings: Section, before: Path | None, model: str | None) -> Section:
+    """Complete a stage's settings by the output of the stage ``before`` and the current ``model``.
+
+    Raises Conflict for what is still missing.
+    """
+    if isinstance(settings, GenerateConfig):
+        if not settings.data.train:
+            raise Conflict(("data", "train"), "missing: a file of prompts")
+        if not (settings.model or model):
+            raise Conflict(("model",), "missing: give the pipeline's `model`, or one here")
+        return settings.model_copy(update={"model": settings.model or model})
+    if isinstance(settings, ScoreConfig) and not settings.data.train:
+        source = SourceConfig(path=_path(before, ("data", "train")))
+        return settings.model_copy(update={"data": settings.data.model_copy(update={"train": [source]})})
+    if isinstance(settings, SelectConfig) and not settings.data:
+        return settings.model_copy(update={"data": [_path(before, ("data",))]})
+    return settings
+
+
+def check_settings(settings: Section) -> None:
+    """Raise ValueError for what the schema cannot check: a run's plan, reward functions and their arguments."""
+    if isinstance(settings, RunConfig):
+        prepare(settings)
+    elif isinstance(settings, JudgeConfig):
+        for i, reward in enumerate(settings.reward):
+            assert reward.fn is not None  # the schema refuses models of a run here
+            bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
+
+
+def describe_settings(settings: Section) -> str:
+    """Describe in a line what the stage will do."""
+    match settings:
+        case GenerateConfig():
+            return f"{settings.samples} responses of {settings.model} to {settings.prompts or 'all'} prompts"
+        case ScoreConfig():
+            return f"by {', '.join(reward.fn for reward in settings.reward if reward.fn) or settings.reward_model}"
+        case SelectConfig():
+            return f"keep {settings.keep}"
+        case RunConfig():
+            return settings.algorithm
+    raise TypeError(type(settings))
+
+
+def run_stage(stage: PlannedStage, display: Display) -> tuple[dict[str, float], int]:
+    """Write the output, or the rest of it after an interruption; return counts and an exit code."""
+    match stage.settings:
+        case GenerateConfig() as settings:
+            return generate(settings, stage.output, display, round=stage.round), 0
+        case ScoreConfig() as settings:
+            return score(settings, stage.output, display), 0
+        case SelectConfig() as settings:
+            return select(settings, stage.output), 0
+        case RunConfig() as settings:
+            config = settings.model_copy(update={"output": str(stage.folder)})
+            if code := train(config, Display(quiet=display.quiet, out=display.out, err=display.err)):
+                return {}, code
+            checkpoint = stage.output.resolve().parent
+            return {"step": int(checkpoint.name.removeprefix("step_"))}, 0
+    raise TypeError(type(stage.settings))
+
+
+def trains_a_policy(config: RunConfig) -> bool:
+    """Tell whether a run's main model is a language model, which then becomes the pipeline's current model."""
+    loss = Objective.of(config.loss, "loss") if config.loss else None
+    roles = find_recipe(config.algorithm).roles(config, loss)
+    main = next(name for name, role in roles.items() if role is Trainable)
+    return config.models[main].head == "lm"
+
+
+def _path(before: Path | None, key: tuple[str, ...]) -> str:
+    if before is None:
+        raise Conflict(key, "missing: no stage comes before, so say which file")
+    return str(before)
 
 
 @dataclass(frozen=True)
@@ -40,7 +135,7 @@ class PlannedStage:
 
     @property
     def output(self) -> Path:
-        return self.folder / STAGE_TYPES[self.kind].output
+        return self.folder / OUTPUTS[self.kind]
 
     def __str__(self) -> str:
         return f"round {self.round} {self.name}"
@@ -56,13 +151,13 @@ def plan_stages(file: PipelineFile) -> list[PlannedStage]:
             names = {"output": header.output, "round": round, "model": model, "stages": outputs}
             settings = file.settings(index, names, made, lambda algorithm: find_recipe(algorithm).defaults)
             with file.located(index):
-                settings = STAGE_TYPES[given.kind].complete(settings, stages[-1].output if index else None, model)
-                STAGE_TYPES[given.kind].check(settings)
+                settings = complete_settings(settings, stages[-1].output if index else None, model)
+                check_settings(settings)
             folder = Path(header.output) / f"round_{round}" / f"{index + 1:02d}_{given.called}"
             stages.append(stage := PlannedStage(round, given.called, given.kind, folder, settings))
             outputs[stage.name] = {"output": str(stage.output)}
             made.add(str(stage.output))
-            if given.kind == "train" and trains_a_policy(settings):
+            if isinstance(settings, RunConfig) and trains_a_policy(settings):
                 model = str(stage.output)
     return stages
 
@@ -72,7 +167,7 @@ def run_pipeline(file: PipelineFile, display: Display) -> int:
     stages = plan_stages(file)
     with lock_folder(Path(file.header.output)):
         for stage in stages:
-            if code := _run_stage(stage, display):
+            if code := _run_unless_done(stage, display):
                 return code
     display.show(f"results in {file.header.output}")
     return 0
@@ -81,13 +176,14 @@ def run_pipeline(file: PipelineFile, display: Display) -> int:
 def check_pipeline(file: PipelineFile, display: Display) -> None:
     """Print what the pipeline would do. Raises ConfigError for what would stop it."""
     for stage in plan_stages(file):
-        STAGE_TYPES[stage.kind].try_out(stage.settings)
+        if isinstance(stage.settings, RunConfig):
+            trace(prepare(stage.settings))
         done = " (done)" if _read(stage.folder / "stage.json").get("done") else ""
-        display.show(f"{stage}: {STAGE_TYPES[stage.kind].describe(stage.settings)}{done}\n    → {stage.output}")
+        display.show(f"{stage}: {describe_settings(stage.settings)}{done}\n    → {stage.output}")
     display.show("\nno problem found")
 
 
-def _run_stage(stage: PlannedStage, display: Display) -> int:
+def _run_unless_done(stage: PlannedStage, display: Display) -> int:
     """Run a stage unless it is done, continuing an interrupted one; return its exit code."""
     record = stage.folder / "stage.json"
     before, depends = _read(record), fingerprint_settings(stage.settings)
@@ -104,7 +200,7 @@ def _run_stage(stage: PlannedStage, display: Display) -> int:
     _write(record, now | {"seconds": seconds, "depends": depends})
     display.show(f"{stage}: {'goes on' if before else 'begins'}")
     begun = time.monotonic()
-    counts, code = STAGE_TYPES[stage.kind].run(stage.settings, stage.folder, stage.round, display)
+    counts, code = run_stage(stage, display)
     gc.collect()  # free the stage's models before the next one loads its own, maybe in another process
     torch.cuda.empty_cache()
     now |= {"done": not code, "counts": counts, "seconds": round(seconds + time.monotonic() - begun, 3)}

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from glob import glob
 from pathlib import Path
@@ -86,7 +86,9 @@ class ResumableOutput(RecordStream):
 
     def finish(self) -> None:
         """Write the output, one line a record, and delete the partial file."""
-        write_records(self.output, (record for unit in self.units() for record in unit))
+        with write_atomically(self.output, flush=True) as aside, open(aside, "w", encoding="utf-8") as out:
+            for unit in self.units():
+                out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in unit)
         self.path.unlink()
 
     def _resume(self, fingerprint: Mapping[str, Any]) -> None:
@@ -110,12 +112,6 @@ class ResumableOutput(RecordStream):
     def _write(self, value: Any) -> None:
         self._file.write((json.dumps(value, ensure_ascii=False) + "\n").encode())
         self._file.flush()
-
-
-def write_records(path: Path, records: Iterable[JsonRecord]) -> None:
-    """Replace a file by one with a line of JSON for each record, flushed to disk."""
-    with write_atomically(path, flush=True) as aside, open(aside, "w", encoding="utf-8") as out:
-        out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def fingerprint_settings(settings: Section) -> dict[str, Any]:

@@ -37,9 +37,10 @@ import xxhash
 from coalign.config.introspect import list_marked
 from coalign.config.schema import DataConfig, DrawSetting, SourceConfig
 from coalign.data.examples import MARKS, Example, RowEncoder
-from coalign.data.scan import FileSource, SourceScan
+from coalign.data.order import FileSource, SourceScan
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows
+from coalign.files import hash_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ARRAYS = {"rows": np.int64, "sequences": np.int64, "tokens": np.int32, "loss_mask": np.bool_, "rest": np.uint8}
-BLOCK = 1 << 20  # bytes hashed at once
+HASH = xxhash.xxh3_128
 
 
 class DamagedCache(ValueError):
@@ -61,12 +62,17 @@ class ExampleStore:
         """DamagedCache if a file is missing or has changed."""
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
-            changed = [name for name, value in self.meta["checksums"].items() if hash_file(folder / name) != value]
+            changed = [
+                name for name, value in self.meta["checksums"].items() if hash_file(folder / name, HASH) != value
+            ]
         except (OSError, ValueError, KeyError) as error:
             raise DamagedCache(f"{folder} cannot be read: {error}") from error
         if changed:
             raise DamagedCache(f"{folder}: {', '.join(changed)} is not what was written")
-        arrays = {name: _map_array(folder / name, dtype) for name, dtype in ARRAYS.items()}
+        arrays = {  # empty files cannot be mapped
+            name: np.memmap(file, dtype, mode="r") if (file := folder / name).stat().st_size else np.zeros(0, dtype)
+            for name, dtype in ARRAYS.items()
+        }
         self._rows, self._sequences = arrays["rows"].reshape(-1, 2), arrays["sequences"].reshape(-1, 2)
         self._tokens, self._mask, self._rest = arrays["tokens"], arrays["loss_mask"], arrays["rest"]
 
@@ -116,29 +122,14 @@ def store_examples(folder: Path, scan: SourceScan) -> None:
         "counts": dict(scan.encoder.counts),
         "hash": scan.hash,
         "tokens": scan.tokens,
-        "checksums": {name: hash_file(folder / name) for name in ARRAYS},
+        "checksums": {name: hash_file(folder / name, HASH) for name in ARRAYS},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-
-
-def hash_file(file: Path) -> str:
-    """xxh3-128 of the file's bytes."""
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as opened:
-        while block := opened.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _encode_rest(example: Example, row: Mapping[str, Any]) -> bytes:
     added = {k: v for k, v in example.row.items() if k not in MARKS and (k not in row or row[k] != v)}
     return json.dumps({"row": added, "columns": example.columns}).encode()
-
-
-def _map_array(file: Path, dtype: Any) -> np.ndarray:
-    return (
-        np.memmap(file, dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
-    )  # empty files cannot be mapped
 
 
 class CachedSource(FileSource):
@@ -206,7 +197,7 @@ def hash_settings(
 
 def hash_files(rows: FileRows) -> list[str]:
     """Hash the bytes of each file."""
-    return [hash_file(file) for path in rows.paths for file in _list_files(path)]
+    return [hash_file(file, HASH) for path in rows.paths for file in _list_files(path)]
 
 
 def list_file_sizes(rows: FileRows) -> list[tuple[str, int]]:
@@ -221,13 +212,13 @@ def _digest(value: Any) -> str:
 def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return _digest([hash_file(file) for file in _list_files(Path(folder))])
+        return _digest([hash_file(file, HASH) for file in _list_files(Path(folder))])
 
 
 @cache
 def _hash_code() -> str:
     """Hash this package's code, because a new version may read the same rows differently."""
-    return _digest([hash_file(file) for file in sorted(Path(__file__).parent.glob("*.py"))])
+    return _digest([hash_file(file, HASH) for file in sorted(Path(__file__).parent.glob("*.py"))])
 
 
 def _list_files(path: Path) -> Sequence[Path]:

@@ -18,8 +18,7 @@ from coalign.data.cache import hash_files, hash_settings, list_file_sizes, open_
 from coalign.data.examples import Example, RowEncoder, build_batch
 from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
-from coalign.data.order import DrawOrder, ShuffledOrder, StreamedOrder, check_same_settings
-from coalign.data.scan import ScannedSource
+from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, StreamedOrder, check_same_settings
 from coalign.data.shuffle import DataPhase, draw_uniform
 from coalign.data.sources import open_rows
 from coalign.data.templates import load_template

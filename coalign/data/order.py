@@ -2,62 +2,116 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-from coalign.data.examples import Example, RowEncoder
-from coalign.data.scan import ExampleSource
+from coalign.data.examples import MARKS, Example, RowEncoder
+from coalign.data.indexed import IndexedDocuments
 from coalign.data.shuffle import DataPhase, permute
 from coalign.data.sources import START, FileRows, ReadPosition, SourceRow
 from coalign.types import Stat, Stats, Total
 
+log = logging.getLogger(__name__)
 
-class DrawOrder(Protocol):
-    """Draws the rows of a source without end."""
 
-    name: str
+class SourceScan:
+    """Reads all rows (of ``phase``) and yields the usable ones: (row number, examples).
+
+    After the last row, ``tokens`` and ``hash`` cover everything that was yielded.
+    """
+
+    def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None) -> None:
+        self.encoder, self.rows, self.phase = encoder, rows, phase
+        self.tokens = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def __iter__(self) -> Iterator[tuple[int, list[Example]]]:
+        for number in range(len(self.rows)):
+            if self.phase is not None and number not in self.phase:
+                continue
+            if (examples := self.encoder.use(self.rows.entry(number))) is not None:
+                for example in examples:
+                    self._add(example)
+                yield number, examples
 
     @property
-    def rows(self) -> int | None:
-        """Rows of an epoch; None if unknown."""
-        ...
+    def hash(self) -> str:
+        return self._digest.hexdigest()
 
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of an epoch; None if unknown."""
-        ...
+    def _add(self, example: Example) -> None:
+        self.tokens += len(example.tokens)
+        self._digest.update(array("i", example.tokens).tobytes())
+        row = {key: value for key, value in example.row.items() if key not in MARKS}
+        text = json.dumps([row, example.columns], sort_keys=True, default=lambda value: type(value).__name__)
+        self._digest.update(text.encode())
 
-    def next(self) -> list[Example]:
-        """Draw the next row. ValueError for a row that may not be dropped."""
-        ...
 
-    def once(self) -> Iterator[list[Example]]:
-        """Yield all usable rows in file order, without moving the cursor."""
-        ...
+class FileSource(ABC):
+    """Base of sources that read rows of files. Its encoder has counted all rows when it is initialised."""
+
+    def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None, tokens: int, hash: str) -> None:
+        """ValueError if no row is usable. Logs the encoder's warning about the rows."""
+        self.name, self.tokens, self._hash = encoder.name, tokens, hash
+        self._encoder, self._rows, self._phase = encoder, rows, phase
+        if not len(self):
+            limit = f"; data.{encoder.longest} is the bound" if encoder.counts["long"] else ""
+            raise ValueError(f"{self.name} has no usable rows ({self.report()}){limit}")
+        if warning := encoder.warning():
+            log.warning("%s: %s", self.name, warning)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> list[Example]: ...
 
     def report(self) -> str:
-        """Summarise what became of the rows."""
-        ...
+        """Summarise what became of the rows: "7473 rows: 7470 used, 2 empty, 1 over 1024 tokens"."""
+        rows = f"{len(self._rows)} rows"
+        if self._phase is not None:
+            rows = f"{self._encoder.counts['rows']} of {rows} (phase {self._phase.name})"
+        return f"{rows}: {self._encoder.report()}"
 
-    def stats(self) -> Stats:
-        """`data/epoch`, the passes over the source so far; for streams also `data/dropped`."""
-        ...
+    def fingerprint(self) -> dict[str, Any]:
+        """The source's name, its number of usable rows, and a hash of their contents and tokens."""
+        return {"name": self.name, "rows": len(self), "hash": self._hash}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The cursor and a fingerprint of the data, as JSON values."""
-        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken. ValueError if the data differ."""
-        ...
+class ScannedSource(FileSource):
+    """Reads and tokenises all rows once when it opens, so that its usable rows are known before the first step.
+
+    Only row numbers are kept; a row is tokenised again when it is drawn.
+    """
+
+    def __init__(self, encoder: RowEncoder, rows: FileRows, phase: DataPhase | None = None) -> None:
+        """ValueError for a row that may not be dropped, and if no row is usable."""
+        scan = SourceScan(encoder, rows, phase)
+        self._used = array("q", (number for number, _ in scan))
+        super().__init__(encoder, rows, phase, scan.tokens, scan.hash)
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        number = self._used[index]
+        return self._encoder.read(self._rows[number], number)
+
+
+# The usable rows of a source in file order: source[i] is row i, encoded. `tokens` is their total length.
+ExampleSource = FileSource | IndexedDocuments
 
 
 class ShuffledOrder:
     """Draws from a source whose rows are known; each epoch has its own permutation, given by ``key`` and its number.
 
-    With the key None, rows are drawn in file order.
+    With the key None, rows are drawn in file order. ``rows`` and ``tokens`` are those of an epoch.
     """
 
     def __init__(self, source: ExampleSource, key: tuple[int, ...] | None) -> None:
@@ -66,23 +120,28 @@ class ShuffledOrder:
         self._taken = 0
 
     def next(self) -> list[Example]:
+        """Draw the next row."""
         epoch, position = divmod(self._taken, self.rows)
         self._taken += 1
         return self.source[position if self._key is None else permute(position, self.rows, *self._key, epoch)]
 
     def once(self) -> Iterator[list[Example]]:
+        """Yield all usable rows in file order, without moving the cursor."""
         return (self.source[i] for i in range(self.rows))
 
     def report(self) -> str:
         return self.source.report()
 
     def stats(self) -> Stats:
+        """`data/epoch`, the passes over the source so far; of a stream also `data/dropped`."""
         return {"data/epoch": Stat(self._taken / self.rows)}
 
     def state_dict(self) -> dict[str, Any]:
+        """The cursor and a fingerprint of the data, as JSON values."""
         return {**self.source.fingerprint(), "stream": False, "shuffle": self._key is not None, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken. ValueError if the data differ."""
         now = self.source.fingerprint()
         check_same_settings(state, {"stream": False, "shuffle": self._key is not None})
         if (state["rows"], state["hash"]) != (now["rows"], now["hash"]):
@@ -199,6 +258,9 @@ class StreamedOrder:
 
     def _read(self, start: ReadPosition) -> Iterator[tuple[SourceRow, ReadPosition]]:
         return ((e, after) for e, after in self._rows.read(start) if self._phase is None or e.number in self._phase)
+
+
+DrawOrder = ShuffledOrder | StreamedOrder
 
 
 def check_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

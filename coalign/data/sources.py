@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 Row = dict[str, Any]
 FileEntry = tuple[Callable[[], Row], Callable[[], str], int]  # the row, its place for messages, start of the next row
@@ -36,27 +36,6 @@ class BadRow(ValueError):
         self.reason = reason
 
 
-class RowFile(Protocol):
-    """The rows of one file, numbered from 0. BadRow for a row that is not an object with keys.
-
-    If it was opened with ``max_samples``, only so many rows need access by number.
-    """
-
-    path: Path
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Row: ...
-
-    def where(self, index: int) -> str:
-        """Return the place of row ``index`` for messages, such as FILE:LINE."""
-        ...
-
-    def read(self, start: int) -> Iterator[FileEntry]:
-        """Yield the rows in file order; ``start`` is 0, or the start of a row as an earlier reading reported it."""
-        ...
-
-
 def _check_object(row: Any) -> Row:
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with keys, found {type(row).__name__}")
@@ -66,7 +45,8 @@ def _check_object(row: Any) -> Row:
 class JsonLines:
     """A file with one JSON object per line; blank lines are skipped. A line is parsed when its row is read.
 
-    Access by number maps the file and keeps the byte offsets of its lines.
+    Access by number maps the file and keeps the byte offsets of its lines, of the first ``max_samples`` rows at least.
+    Raises BadRow for a row that is not an object with keys.
     """
 
     def __init__(self, path: Path, max_samples: int | None = None) -> None:
@@ -100,9 +80,11 @@ class JsonLines:
         return _check_object(row)
 
     def where(self, index: int) -> str:
+        """Return the place of row ``index`` for messages, such as FILE:LINE."""
         return self._line_at(self._offsets[index])
 
     def read(self, start: int) -> Iterator[FileEntry]:
+        """Yield the rows in file order; ``start`` is 0, or the start of a row as an earlier reading reported it."""
         for offset, line in self._lines(start):
             yield partial(self.parse, line), partial(self._line_at, offset), offset + len(line)
 
@@ -150,7 +132,7 @@ class TableFile:
             yield partial(self.__getitem__, index), partial(self.where, index), index + 1
 
 
-class ParquetRows:
+class ParquetRows(TableFile):
     """A parquet file, read sequentially by row groups.
 
     Parquet has no access by number. For that, the file is unpacked once to a temporary Arrow file (TMPDIR), which is
@@ -160,22 +142,13 @@ class ParquetRows:
     def __init__(self, path: Path, max_samples: int | None = None) -> None:
         import pyarrow.parquet
 
-        self.path = path
         try:
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{path} is not a readable parquet file: {error}") from error
         rows = self._file.metadata.num_rows
-        self._length = rows if max_samples is None else min(rows, max_samples)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Row:
-        return self._unpacked.slice(index, 1).to_pylist()[0]
-
-    def where(self, index: int) -> str:
-        return f"{self.path} row {index}"
+        length = rows if max_samples is None else min(rows, max_samples)
+        super().__init__(path, length, lambda index: self._unpacked.slice(index, 1).to_pylist()[0])
 
     def read(self, start: int) -> Iterator[FileEntry]:
         groups = range(self._file.metadata.num_row_groups)
@@ -206,6 +179,7 @@ class ParquetRows:
             os.unlink(name)  # the mapping keeps the contents
 
 
+RowFile = JsonLines | TableFile
 ReadPosition = tuple[int, int, int]  # number of the file, position in it, number of the row that starts there
 START: ReadPosition = (0, 0, 0)
 

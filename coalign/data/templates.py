@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jinja2 import TemplateError
 
@@ -28,30 +28,6 @@ if TYPE_CHECKING:
 Messages = Sequence[Message]
 Tools = list[dict[str, Any]]
 Span = tuple[int, int]  # start and stop
-
-
-class Template(Protocol):
-    """Turns messages into tokens."""
-
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def jinja(self) -> str | None:
-        """The text of a Jinja template; None for plain text."""
-        ...
-
-    def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        """Return the tokens that the model continues with its answer."""
-        ...
-
-    def conversation(
-        self, messages: Messages, tools: Tools | None = None, *, since: int = 0
-    ) -> tuple[list[int], list[bool]]:
-        """Return tokens and a loss mask: the assistant's words and the ends of its turns, from message ``since`` on.
-
-        BadRow if the template cannot represent the messages.
-        """
-        ...
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto") -> Template:
@@ -76,12 +52,13 @@ class PlainText:
     at most one answer.
     """
 
-    jinja = None
+    jinja: str | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
+        """Return the tokens that the model continues with its answer."""
         if tools:
             raise BadRow("data.chat_template: none has no place for the row's tools; set a template")
         if [m["role"] for m in messages] != ["user"]:
@@ -96,6 +73,10 @@ class PlainText:
     def conversation(
         self, messages: Messages, tools: Tools | None = None, *, since: int = 0
     ) -> tuple[list[int], list[bool]]:
+        """Return tokens and a loss mask: the assistant's words and the ends of its turns, from message ``since`` on.
+
+        BadRow if the template cannot represent the messages.
+        """
         prompt = self.prompt(messages[:-1], tools)
         answer, eos = tokenize(self.tokenizer, get_text(messages[-1])), get_eos(self.tokenizer)
         if answer[-1:] != [eos]:  # the text may contain its own EOS
@@ -233,6 +214,9 @@ class ChatTemplate:
 
     def _is_blank(self, tokens: list[int]) -> bool:
         return not cast(str, self.tokenizer.decode(tokens)).strip()
+
+
+Template = PlainText | ChatTemplate
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coalign.algorithms.advantages import Moments
-from coalign.algorithms.combine import RewardTerm, combine
+from coalign.algorithms.shaping import RewardTerm, combine
 from coalign.cluster.functions import merge_columns
 from coalign.cluster.future import BatchRef, Future
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig

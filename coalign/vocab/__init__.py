@@ -1,6 +1,7 @@
 """New tokens for a tokenizer and its model: `coalign extend-vocab`. Open `extend.py` first.
 
-`sources.py` reads the tokens, `tokenizer.py` and `merges.py` add them to the tokenizer, `model.py` adds their rows."""
+`tokenizer.py` reads the tokens and adds them to the tokenizer (`merges.py`: as pieces), `extend.py` adds their rows.
+"""
 
 from coalign.vocab.extend import ExtensionReport, extend
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from coalign.algorithms import candidates
-from coalign.algorithms.candidates import candidate_logprobs, log_collision, top_logprobs
+from coalign.algorithms.logprobs import BLOCK, candidate_logprobs, log_collision, top_logprobs
 
 HEAD = {"temperature": 0.7, "scale": 1.3, "softcap": 5.0}
 
@@ -27,7 +26,7 @@ def dense(hidden, weight, bias, *, temperature=1.0, scale=1.0, softcap=None):
 @pytest.mark.parametrize("head", [{}, HEAD], ids=["plain", "softcap"])
 @pytest.mark.parametrize("block", [30, 60, 10**6])
 def test_values_and_gradients_are_those_of_the_whole_matrix(case, head, block, monkeypatch):
-    monkeypatch.setitem(candidates.BLOCK, "cpu", block)
+    monkeypatch.setitem(BLOCK, "cpu", block)
     *tensors, ids = case
     results = []
     for run in (
@@ -43,7 +42,7 @@ def test_values_and_gradients_are_those_of_the_whole_matrix(case, head, block, m
 
 
 def test_the_likeliest_tokens_best_first(case, monkeypatch):
-    monkeypatch.setitem(candidates.BLOCK, "cpu", 60)
+    monkeypatch.setitem(BLOCK, "cpu", 60)
     hidden, weight, bias, _ = case
     ids, logprobs = top_logprobs(hidden, weight, 5, bias=bias, **HEAD)
     expected = dense(hidden, weight, bias, **HEAD).topk(5)
@@ -53,7 +52,7 @@ def test_the_likeliest_tokens_best_first(case, monkeypatch):
 
 @pytest.mark.parametrize("head", [{}, HEAD], ids=["plain", "softcap"])
 def test_the_chance_that_two_draws_agree(case, head, monkeypatch):
-    monkeypatch.setitem(candidates.BLOCK, "cpu", 60)
+    monkeypatch.setitem(BLOCK, "cpu", 60)
     hidden, weight, bias, _ = case
     expected = dense(hidden, weight, bias, **head).exp().square().sum(1).log()
     got = log_collision(hidden.requires_grad_(), weight, bias=bias, **head)

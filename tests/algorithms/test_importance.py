@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from coalign.algorithms.importance import importance_ratios, importance_weights, mask, mismatch_stats, truncate
+from coalign.algorithms.importance import bound, importance_ratios, importance_weights, mismatch_stats
 from coalign.types import EffectiveSize, merge_stats
 
 T = torch.tensor
@@ -72,7 +72,7 @@ class TestWorkedByHand:
 
 def test_bounds_belong_to_what_they_keep():
     ratios = T([0.5, 1.0, 2.0])
-    assert truncate(ratios, 0.5, 2.0).tolist() == mask(ratios, 0.5, 2.0).tolist() == [0.5, 1.0, 2.0]
+    assert bound(ratios, "truncate", 0.5, 2.0).tolist() == bound(ratios, "mask", 0.5, 2.0).tolist() == [0.5, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "product"])

@@ -6,8 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from coalign.algorithms.candidates import VocabularyShard, candidate_logprobs, log_collision, top_logprobs
-from coalign.algorithms.logprobs import linear_logprobs
+from coalign.algorithms.logprobs import (
+    VocabularyShard,
+    candidate_logprobs,
+    linear_logprobs,
+    log_collision,
+    top_logprobs,
+)
 from tests.conformance.backends import on_ranks
 
 TOKENS, HIDDEN, VOCABULARY, CUT = 12, 8, 21, 15  # the second rank has fewer tokens than are asked for

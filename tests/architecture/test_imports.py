@@ -60,7 +60,7 @@ HEAVY = {
     "bitsandbytes": "backends/optim.py",
     "torchao": "backends/hf/float8.py",
     "peft": "backends/lora.py",
-    "sentencepiece": "vocab/sources.py",
+    "sentencepiece": "vocab/tokenizer.py",
 }
 
 

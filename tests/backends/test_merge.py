@@ -49,6 +49,17 @@ def test_the_weights_are_those_of_the_trainer(base, tmp_path, kind):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "merged"]
 
 
+def test_an_error_leaves_nothing_behind(base, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no space left")
+
+    adapter(base, tmp_path / "adapter")
+    monkeypatch.setattr("coalign.commands.merge.AutoTokenizer.from_pretrained", fail)  # after the weights are written
+    with pytest.raises(OSError, match="no space left"):
+        merge(base, tmp_path / "adapter", tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
 def test_the_sum_is_rounded_once(base, tmp_path):
     trainer = adapter(base, tmp_path / "adapter")
     merge(base, tmp_path / "adapter", tmp_path / "half", dtype="bfloat16")

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from coalign.algorithms.combine import RewardTerm
+from coalign.algorithms.shaping import RewardTerm
 from coalign.backends.scorers.reward import RewardModule
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from coalign.cli import app
 from coalign.commands import pipeline
 from coalign.commands.resumable import ResumableOutput
-from coalign.commands.stages import STAGE_TYPES
 from coalign.config import ConfigError
 from coalign.config.pipelines import is_pipeline, load_pipeline
 from coalign.engine.hooks.recorder import MetricsRecorder
@@ -213,9 +212,9 @@ def raising(patch, owner, name, times):
         pytest.param(ResumableOutput, "add", 1, id="while generating", marks=pytest.mark.slow),
         pytest.param(ResumableOutput, "finish", 1, id="between a stage's output and its record"),
         pytest.param(ResumableOutput, "add", 3, id="while scoring", marks=pytest.mark.slow),
-        pytest.param(type(STAGE_TYPES["select"]), "run", 1, id="after selecting", marks=pytest.mark.slow),
+        pytest.param(pipeline, "select", 1, id="after selecting", marks=pytest.mark.slow),
         pytest.param(MetricsRecorder, "after_step", 2, id="while training", marks=pytest.mark.slow),
-        pytest.param(type(STAGE_TYPES["train"]), "run", 1, id="after training", marks=pytest.mark.slow),
+        pytest.param(pipeline, "train", 1, id="after training", marks=pytest.mark.slow),
         pytest.param(MetricsRecorder, "after_step", 5, id="while training in the second round", marks=pytest.mark.slow),
     ],
 )

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from coalign.commands.inspect_data import describe, split_groups
+from coalign.commands.evaluate import describe, split_groups
 from tests.data.reading import TOKENIZER, batch
 from tests.tiny import CHATML, tiny_tokenizer
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coalign import load_config
-from coalign.algorithms.combine import RewardTerm
+from coalign.algorithms.shaping import RewardTerm
 from coalign.backends.base import Module
 from coalign.cluster.local import LocalCluster
 from coalign.commands.evaluate import evaluate

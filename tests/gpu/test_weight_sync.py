@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coalign.config.schema import SyncConfig
-from coalign.weights.sync.cuda_ipc import CudaIpcTransport
+from coalign.weights.sync.shared_memory import CudaIpcTransport
 from coalign.weights.sync.sync import WeightSync
 from tests.weights import modules
 from tests.weights.processes import Processes

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,7 +201,7 @@ def test_nothing_is_left_of_an_attempt_that_fails(tokens, tmp_path, monkeypatch)
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("coalign.vocab.model.save_file", full)
+    monkeypatch.setattr(import_module("coalign.vocab.extend"), "save_file", full)
     with pytest.raises(OSError, match="no space left"):
         extend(old, tokens, tmp_path / "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["old"]
@@ -232,7 +234,7 @@ def test_a_tokenizer_that_comes_back_changed_is_noticed(tokens, tmp_path, monkey
     real = AutoTokenizer.from_pretrained
 
     def forgetful(path, *args, **kwargs):
-        return real(old if str(path).endswith(".writing") else path, *args, **kwargs)
+        return real(old if Path(path).name.startswith(".writing-") else path, *args, **kwargs)
 
     monkeypatch.setattr("coalign.vocab.tokenizer.AutoTokenizer.from_pretrained", forgetful)
     with pytest.raises(ValueError, match="rebuilds the tokenizer"):

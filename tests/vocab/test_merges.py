@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from coalign.vocab.merges import merge_tokens
-from coalign.vocab.sources import read_tokens
+from coalign.vocab.tokenizer import read_tokens
 from tests.gsm8k import TRAIN, needs_gsm8k
 from tests.vocab import made
 

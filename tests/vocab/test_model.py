@@ -1,6 +1,7 @@
 """Rows of a vocabulary in weights and files."""
 
 import json
+from importlib import import_module
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coalign.vocab.model import VocabularyRows, find_token_tables, read_config, write_weights
+from coalign.vocab.extend import VocabularyRows, find_token_tables, read_config, write_weights
 from tests.tiny import tiny_model_dir
 
 PIECES = [[0, 1], [2, 2, 3], []]
@@ -125,7 +126,7 @@ def test_files_without_a_table_are_copied_unread(tmp_path, monkeypatch):
             read.append(self.path.name)
             return self.file.get_tensor(name)
 
-    monkeypatch.setattr("coalign.vocab.model.safe_open", Watched)
+    monkeypatch.setattr(import_module("coalign.vocab.extend"), "safe_open", Watched)
     write_weights(
         source, target, {"model.embed_tokens.weight", "lm_head.weight"}, VocabularyRows.plan(320, 259, [[1]], 64)
     )

@@ -6,7 +6,7 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from coalign.vocab.sources import read_tokens
+from coalign.vocab.tokenizer import read_tokens
 from tests.vocab import made
 
 

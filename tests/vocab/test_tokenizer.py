@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coalign.vocab import extend
-from coalign.vocab.sources import read_tokens
-from coalign.vocab.tokenizer import extend_tokenizer, load_tokenizer
+from coalign.vocab.tokenizer import extend_tokenizer, load_tokenizer, read_tokens
 from tests.vocab import made
 
 NEW = ["apples", " half a", "<|tool|>", "数学题", "<<"]

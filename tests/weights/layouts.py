@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from coalign.weights.layouts.mesh import Coordinates, Mesh
+from coalign.weights.layouts.megatron import Coordinates, Mesh
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox, TensorSpec
 
 TensorRange = tuple[str, int, int]  # a full tensor's name, then the start and stop in the dimension that is cut

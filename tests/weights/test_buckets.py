@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.weights.sync.buckets import pack
 from coalign.weights.sync.checksums import (
     BLOCK,
     checksum,
@@ -19,6 +18,7 @@ from coalign.weights.sync.checksums import (
     split_blocks,
     tensor_bytes,
 )
+from coalign.weights.sync.stored import pack
 from coalign.weights.sync.transport import WeightError
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from coalign.config.schema import SyncConfig
 from coalign.roles import Context
-from coalign.weights.sync.cuda_ipc import CudaIpcTransport
+from coalign.weights.sync.shared_memory import CudaIpcTransport
 from coalign.weights.sync.sync import choose_transport_name
 from coalign.weights.sync.transport import WeightEndpoint, describe_endpoint
 from tests.weights.modules import Adopter, Sender

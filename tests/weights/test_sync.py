@@ -10,8 +10,8 @@ from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig, RunConfig, RuntimeConfig
 from coalign.roles import Context
 from coalign.types import Total
-from coalign.weights.sync.in_process import LiveTensorTransport, TensorCopyTransport
 from coalign.weights.sync.sync import WeightSync
+from coalign.weights.sync.transport import LiveTensorTransport, TensorCopyTransport
 from tests.weights.test_transports import EMBED, LAYER
 
 IN_TURNS = [["trainer", "policy"]]

@@ -15,7 +15,7 @@ from coalign.roles import Context
 from coalign.types import Total
 from coalign.weights.sync import broadcast, segment, shared_memory
 from coalign.weights.sync.checksums import copy_tensors
-from coalign.weights.sync.object_store import verify_buckets
+from coalign.weights.sync.stored import verify_buckets
 from coalign.weights.sync.sync import WeightSync
 from coalign.weights.sync.transport import WeightError
 from tests.weights import modules
@@ -266,7 +266,7 @@ def damaged_send(module, store, *arguments):
         shared_memory.copy_tensors = copy_tensors
 
 
-def damaged_verify(module, store, references):
+def damaged_verify(module, store, references, directory=None):
     """``verify_buckets`` of what has one bit flipped."""
     for reference in references:
         for packed in store.get(reference):

@@ -5,25 +5,27 @@ arguments are configuration. A loss declares by attributes what a value belongs 
 that exist only on request (``needs``): see coalign.algorithms.traits.
 """
 
-from coalign.algorithms.losses.kto import apo_zero_unpaired, kto
 from coalign.algorithms.losses.policy import cispo, gspo, policy_gradient, value
 from coalign.algorithms.losses.preference import (
     aot,
     aot_unpaired,
     apo_down,
     apo_zero,
+    apo_zero_unpaired,
     bco_pair,
+    cpo,
     discopop,
     dpo,
     exo_pair,
     hinge,
     ipo,
+    kto,
     nca_pair,
+    orpo,
+    simpo,
     sppo_hard,
 )
-from coalign.algorithms.losses.reference_free import cpo, orpo, simpo
-from coalign.algorithms.losses.reward_model import bradley_terry, process_reward
-from coalign.algorithms.losses.supervised import distillation, sft
+from coalign.algorithms.losses.supervised import bradley_terry, distillation, process_reward, sft
 
 __all__ = [
     "aot",

@@ -1,9 +1,10 @@
 """Direct preference optimisation and its descendants, which compare a policy with a frozen reference.
 
-Each reads logprobs, ref and the column `preference`. r is the log-ratio log π - log π_ref of a response, summed over
-its tokens; w is the better response of a pair, l the worse one; z = β (r_w - r_l). ``beta`` is β, and ``nll_coef`` adds
-that much of the better response's negative log-likelihood per token (2404.19733). Names are those of TRL's
-``loss_type``. The value is one per group, the mean over its pairs.
+At the end: losses without a reference, and of unpaired feedback. Each of the others reads logprobs, ref and the column
+`preference`. r is the log-ratio log π - log π_ref of a response, summed over its tokens; w is the better response of a
+pair, l the worse one; z = β (r_w - r_l). ``beta`` is β, and ``nll_coef`` adds that much of the better response's
+negative log-likelihood per token (2404.19733). Names are those of TRL's ``loss_type``. The value is one per group, the
+mean over its pairs.
 
 The losses by optimal transport (AOT, 2406.05882) compare distributions, not pairs: the better responses' rewards,
 sorted, should lie above the worse ones', sorted (stochastic dominance). Sorting needs every pair at once, so an update
@@ -19,19 +20,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coalign.algorithms.comparisons import PreferencePairs, read_pairs
-from coalign.algorithms.losses.comparison import (
+from coalign.algorithms.comparisons import (
+    PreferencePairs,
+    accuracy,
     check_smoothing,
     compare_responses,
     lengths,
     log_ratios,
     logistic,
+    read_pairs,
     response_logprobs,
     token_log_ratios,
 )
 from coalign.algorithms.segments import segment_sum
 from coalign.algorithms.traits import require_column, require_input
-from coalign.types import LossInput, LossOutput
+from coalign.types import LossInput, LossOutput, Stat, Stats
 
 MAX_EXPONENT = 80.0  # e^80: beyond any log-ratio of use, and its square does not overflow float64
 
@@ -71,7 +74,10 @@ def dpo(
     z = beta * (winner - loser)
     if margin_coef:
         z = z - margin_coef * pairs.difference(require_column(x, "margin", "margin_coef"))
-    losses = _robust(z, label_smoothing) if robust else logistic(z, label_smoothing)
+    if robust:
+        losses = ((1 - label_smoothing) * F.softplus(-z) - label_smoothing * F.softplus(z)) / (1 - 2 * label_smoothing)
+    else:
+        losses = logistic(z, label_smoothing)
     if weighted:
         losses = losses * math.prod(pairs.split(_likelihood_weights(x)))
     return compare_responses(x, pairs, losses, beta * ratios, nll_coef)
@@ -158,10 +164,6 @@ for _loss in (dpo, ipo, hinge, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero
 dpo.needs = lambda *, weighted, **_: ("ref", "collision") if weighted else ("ref",)
 
 
-def _robust(z: Tensor, label_smoothing: float) -> Tensor:
-    return ((1 - label_smoothing) * F.softplus(-z) - label_smoothing * F.softplus(z)) / (1 - 2 * label_smoothing)
-
-
 def _divergence_gradient(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     """f'(e^ratio) of the divergence, up to a constant; exponents are clamped to ±80."""
     if divergence == "js":
@@ -220,3 +222,119 @@ def _transport_loss(
     losses = logistic(beta * delta, label_smoothing)
     stats = compare_responses(x, pairs, losses, beta * ratios).stats
     return LossOutput((losses.sum() / max(1, len(losses)))[None], stats)
+
+
+# ---- without a reference model: the policy's own log-probs are the rewards
+
+MIN_DOUBT = 1e-6  # 1 - p is at least this: closer to 1 the odds are rounding error, and would overflow
+
+
+def simpo(
+    x: LossInput,
+    *,
+    beta: float = 2.0,
+    gamma: float = 0.5,
+    alpha: float = 0.0,
+    label_smoothing: float = 0.0,
+    nll_coef: float = 0.0,
+) -> LossOutput:
+    """-log σ(β log π_w / |w| - β log π_l / |l| - γ) (2405.14734). ``nll_coef`` makes it CPO-SimPO.
+
+    ``alpha`` other than 0 bends the reward to (1 - p^-α)/α, where log p is the mean log-prob (AlphaPO, 2501.03884).
+    """
+    check_smoothing(label_smoothing)
+    pairs, rewards = read_pairs(x), response_logprobs(x) / lengths(x)
+    if alpha:
+        rewards = -torch.expm1(-alpha * rewards) / alpha
+    rewards = beta * rewards
+    return compare_responses(x, pairs, logistic(pairs.difference(rewards) - gamma, label_smoothing), rewards, nll_coef)
+
+
+def cpo(x: LossInput, *, beta: float = 0.1, label_smoothing: float = 0.0, nll_coef: float = 1.0) -> LossOutput:
+    """-log σ(β log π_w - β log π_l) + nll_coef · NLL_w (2401.08417), sums over tokens, NLL per token."""
+    check_smoothing(label_smoothing)
+    pairs, rewards = read_pairs(x), beta * response_logprobs(x)
+    return compare_responses(x, pairs, logistic(pairs.difference(rewards), label_smoothing), rewards, nll_coef)
+
+
+def orpo(x: LossInput, *, beta: float = 0.1) -> LossOutput:
+    """NLL_w - β log σ(log odds_w - log odds_l) (2403.07691); β is the paper's λ.
+
+    odds = p / (1 - p), where log p is the *mean* log-prob of a response's tokens; NLL_w is -log p of the winner. p is
+    clamped to 1 - 1e-6, where the gradient of its odds is 0.
+    """
+    pairs, means = read_pairs(x), response_logprobs(x) / lengths(x)
+    log_odds = pairs.difference(_log_odds(means))
+    result = compare_responses(x, pairs, beta * F.softplus(-log_odds), beta * means, nll_coef=1.0)
+    return LossOutput(result.value, result.stats | {"log_odds": Stat.of(log_odds)})
+
+
+for _loss in (simpo, cpo, orpo):
+    _loss.per = "group"
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """log(p / (1 - p)) of p = e^logprobs."""
+    clamped = logprobs.clamp(max=-MIN_DOUBT)
+    return clamped - torch.log(-torch.expm1(clamped))
+
+
+# ---- unpaired feedback: each response is desirable (`preference` 1) or not (0), relative to a reference point instead
+# of another response. One value per sequence.
+
+
+def kto(
+    x: LossInput, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> LossOutput:
+    """KTO (2402.01306): λ_D σ(-β(r - z0)) for desirable responses, λ_U σ(-β(z0 - r)) for undesirable ones.
+
+    z0 is the column `reference_point`, in nats, without gradient: max(0, mean r of mismatched prompts and responses)
+    over the whole batch, not over a micro-batch. λ_D and λ_U are the weights; with n_D and n_U responses of each kind,
+    the authors advise λ_D n_D / (λ_U n_U) between 1 and 4/3. A batch may lack one kind.
+    """
+    point = require_column(x, "reference_point")
+    result = _compute_unpaired_loss(x, point, beta, desirable_weight, undesirable_weight)
+    return LossOutput(result.value, result.stats | {"kl": Stat.of(point)})
+
+
+def apo_zero_unpaired(
+    x: LossInput, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> LossOutput:
+    """KTO with 0 as the reference point (APO-zero, 2408.06266, without pairs)."""
+    return _compute_unpaired_loss(x, torch.zeros(x.sequences), beta, desirable_weight, undesirable_weight)
+
+
+for _loss in (kto, apo_zero_unpaired):
+    _loss.per = "sequence"
+    _loss.needs = lambda **_: ("ref",)
+
+
+def _compute_unpaired_loss(
+    x: LossInput, point: Tensor, beta: float, desirable_weight: float, undesirable_weight: float
+) -> LossOutput:
+    desirable = _read_desirable(require_column(x, "preference"))
+    ratios = log_ratios(x)
+    sign = torch.where(desirable, 1.0, -1.0)
+    gain = sign * beta * (ratios - point.to(ratios))
+    weight = torch.where(desirable, desirable_weight, undesirable_weight)
+    rewards, logprobs = beta * ratios.detach(), response_logprobs(x).detach()
+    stats: Stats = {
+        "rewards/chosen": Stat.of(rewards, desirable),
+        "rewards/rejected": Stat.of(rewards, ~desirable),
+        "logps/chosen": Stat.of(logprobs, desirable),
+        "logps/rejected": Stat.of(logprobs, ~desirable),
+        "accuracy": accuracy(
+            gain.detach()
+        ),  # the share on the right side of the reference point; exactly on it counts half
+    }
+    return LossOutput(weight * torch.sigmoid(-gain), stats)
+
+
+def _read_desirable(preference: Tensor) -> Tensor:
+    wrong = (preference != 0) & (preference != 1)
+    if bool(wrong.any()):
+        raise ValueError(
+            f"column `preference` holds {preference[wrong][0].item():g}: this loss judges each response by itself, as "
+            "1 (desirable) or 0 (undesirable); rankings are for pairwise losses such as dpo"
+        )
+    return preference == 1

@@ -14,8 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coalign.algorithms.candidates import VocabularyShard, candidate_logprobs, log_collision, top_logprobs
-from coalign.algorithms.logprobs import linear_logprobs
+from coalign.algorithms.logprobs import (
+    VocabularyShard,
+    candidate_logprobs,
+    linear_logprobs,
+    log_collision,
+    top_logprobs,
+)
 from coalign.backends.engines.native.attention import UnsupportedAttention
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack

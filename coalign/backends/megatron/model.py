@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from coalign.algorithms.candidates import VocabularyShard
+from coalign.algorithms.logprobs import VocabularyShard
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout

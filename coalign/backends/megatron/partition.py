@@ -11,11 +11,10 @@ from pathlib import Path
 
 from coalign.backends.megatron.weights import WeightPartition, choose_vocabulary_multiple
 from coalign.config.schema import ModelConfig
+from coalign.files import read_model_config
 from coalign.weights import families
-from coalign.weights.convert.huggingface import read_config
-from coalign.weights.layouts.megatron import MegatronLayout, split_layers
-from coalign.weights.layouts.megatron_config import MegatronConfig
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
+from coalign.weights.layouts.megatron_model import MegatronConfig
 
 # Fields that MegatronConfig and megatron-core's configuration both have, with the same name and meaning.
 ALWAYS = (
@@ -136,7 +135,7 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     Raises ValueError for an unknown architecture, for one that contradicts the configuration, and for sizes that do not
     divide.
     """
-    hf = read_config(Path(str(config.load)))
+    hf = read_model_config(Path(str(config.load)))
     # The architecture names the head of the file; the configuration decides the head of this model.
     family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
     model, sizes, own = family.config(hf), read_sizes(config), config.megatron

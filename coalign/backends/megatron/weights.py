@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from coalign.weights.families import Family, MegatronConfig, Parameter
-from coalign.weights.families.sources import HuggingFaceTensor
+from coalign.weights.families.family import HuggingFaceTensor
 from coalign.weights.layouts.megatron import MegatronLayout
 from coalign.weights.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
 

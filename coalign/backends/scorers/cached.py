@@ -23,7 +23,7 @@ from coalign.backends.pretrained import get_directory
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.data.cache import hash_file
+from coalign.files import hash_file
 from coalign.roles import Context
 from coalign.types import Total
 
@@ -119,7 +119,7 @@ def hash_model(config: ModelConfig, seed: int) -> str:
     directories = [Path(get_directory(config)), *([Path(config.lora.load)] if config.lora and config.lora.load else [])]
     for directory in directories:
         for file in sorted(file for pattern in FILES for file in directory.glob(pattern)):
-            seen.update(f"{file.name}\0{hash_file(file)}\0".encode())
+            seen.update(f"{file.name}\0{hash_file(file, xxh3_128)}\0".encode())
     drawn = seed if config.init == "random" else None
     how = (config.module, drawn, config.dtype, config.compute_dtype, config.sampling.temperature)
     seen.update(repr(how).encode())

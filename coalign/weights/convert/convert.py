@@ -9,19 +9,84 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from coalign.weights.convert import verify
-from coalign.weights.convert.files import hash_file, hash_in_background
-from coalign.weights.convert.plan import Advance, ConversionOutput, HuggingFaceOutput, Record, TorchDistOutput
+import torch
+
+from coalign.files import require_empty_output
+from coalign.weights.convert.files import hash_file, hash_in_background, run_tasks, single_threaded
+from coalign.weights.convert.plan import (
+    OPEN,
+    Advance,
+    ConversionOutput,
+    HuggingFaceOutput,
+    Record,
+    TorchDistOutput,
+    split_rows,
+)
 from coalign.weights.convert.sources import ConversionRequest, OpenedCheckpoint, open_source
-from coalign.weights.convert.workers import run_tasks, single_threaded
+from coalign.weights.layouts.shards import Box, Shard, ShardBox, TensorSpec, overlap, plan, reshard, slices
+from coalign.weights.sync.transport import WeightError
+
+
+def compare_with_source(output: ConversionOutput, source: OpenedCheckpoint, folder: Path, advance: Advance) -> int:
+    """Convert the output in ``folder`` back, and compare every element with the source's, bit for bit.
+
+    If the output has another dtype, the source's elements are cast first. Returns the number of tensors compared.
+    Raises WeightError naming the first that differs. All ranks of a legacy checkpoint are compared, so a difference
+    between copies of the same weight is found too.
+    """
+    written = open_source(replace(output.request, source=folder, hf=None, pickles=False)).weights
+    fetch = lru_cache(OPEN)(written.fetch)
+    specs = {name: TensorSpec(each.shape, written.dtypes[name]) for name, each in output.specs.items()}
+    held = [(rank, shard) for rank, shards in enumerate(source.weights.ranks) for shard in shards]
+    for rank, shard in held:
+        own = source.weights.fetch(rank, shard.name)
+        parts = [(box, _clip(shard, box)) for box in _boxes(shard, own.element_size())]
+        moves = dict(plan([part for _, part in parts], written.ranks))
+        for (box, part), (_, tensor) in zip(parts, reshard(specs, [p for _, p in parts], moves, fetch), strict=True):
+            expected = own[slices(box)].to(tensor.dtype)
+            for piece in part.pieces:
+                place = slices(piece.own)
+                if not _same(tensor[place], expected[place]):
+                    raise WeightError(
+                        f"'{piece.name}' {list(piece.full)} in {folder} differs from '{shard.name}' in "
+                        f"{output.request.source}"
+                    )
+            advance(tensor.nbytes)
+    return len(held)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))
+
+
+def _boxes(shard: Shard, itemsize: int) -> Iterator[Box]:
+    """Split a shard into blocks along its first dimension of more than one row."""
+    dim = next((i for i, size in enumerate(shard.shape) if size > 1), 0)
+    for start, stop in split_rows(shard.shape[dim:], itemsize):
+        yield tuple((start, stop) if i == dim else (0, size) for i, size in enumerate(shard.shape))
+
+
+def _clip(shard: Shard, box: Box) -> Shard:
+    """Return a box of a shard as a shard."""
+    pieces = []
+    for piece in shard.pieces:
+        if (both := overlap(piece.own, box)) is not None:
+            lead = len(piece.own) - len(piece.full)
+            pairs = zip(both[lead:], piece.own[lead:], piece.full, strict=True)
+            full = tuple((a - own[0] + there[0], b - own[0] + there[0]) for (a, b), own, there in pairs)
+            own = tuple((a - start, b - start) for (a, b), (start, _) in zip(both, box, strict=True))
+            pieces.append(ShardBox(piece.name, full, own))
+    shape = tuple(stop - start for start, stop in box)
+    return Shard(f"{shard.name}{list(box)}", shape, shard.like, tuple(pieces))
+
 
 JOURNAL, MANIFEST = ".journal.jsonl", "coalign_convert.json"
 TOOL = f"coalign {version('coalign')}"
@@ -31,19 +96,12 @@ Models = Callable[[ConversionRequest, OpenedCheckpoint, Path], str]
 
 
 class ConversionJournal:
-    """The finished files of a conversion. ``identity``: request and source; only the same conversion can resume."""
+    """A line for the identity (request and source: only the same conversion can resume), and for each finished file."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
         self.path, self.identity = folder / JOURNAL, identity
 
-    def begin(self) -> None:
-        self.path.parent.mkdir(parents=True)
-        self._append(self.identity)
-
-    def add(self, number: int, record: dict[str, Any]) -> None:
-        self._append({"number": number, **record})
-
-    def _append(self, line: dict[str, Any]) -> None:
+    def append(self, line: dict[str, Any]) -> None:
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
@@ -102,8 +160,7 @@ def convert(
     finds a difference.
     """
     output = request.output
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"--output: {output} exists and is not empty")
+    require_empty_output(output)
     opened, plan = plan_conversion(request)
     aside = output.with_name(output.name + ".writing")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +172,7 @@ def convert(
         compared = comparison = None
         if request.verify:
             with progress("comparing", plan.total) as advance:
-                compared = verify.compare_with_source(plan, opened, aside, advance)
+                compared = compare_with_source(plan, opened, aside, advance)
             comparison = models(request, opened, aside)
         _check_source(request.source, opened.files, hashes())
         manifest = _make_manifest(aside, request, opened, plan, records, hashes(), compared, comparison)
@@ -133,16 +190,22 @@ def _write_files(
     request: ConversionRequest, plan: ConversionOutput, journal: ConversionJournal, progress: Progress
 ) -> tuple[list[Record], int]:
     """Write the missing files. Returns the records of all files in order, and how many were there already."""
-    records = _begin(request, journal)
+    folder, records = journal.path.parent, dict[int, Record]()
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        journal.append(journal.identity)
+    elif not request.resume:
+        raise FileExistsError(f"{folder} was left by an interrupted conversion: --resume continues, or delete it")
+    else:
+        records = journal.read()
     reused = len(records)
     left = [number for number in range(len(plan.names)) if number not in records]
-    folder = journal.path.parent
     with progress("converting", plan.total) as advance:
         advance(sum(records[number]["size"] for number in records))
         try:
             write = partial(plan.write, folder=folder)
             for number, record in run_tasks(write, _make_writer, (request, folder), left, request.processes, advance):
-                journal.add(number, record)
+                journal.append({"number": number, **record})
                 records[number] = record
         except BaseException as problem:
             if not records:
@@ -177,17 +240,6 @@ def _check_source(source: Path, files: list[Path], found: list[Record]) -> None:
             name = str(file.relative_to(source))
             if known.get(name, record) != record:
                 raise ValueError(f"{file} is {record}, but {MANIFEST} in its folder says {known[name]}")
-
-
-def _begin(request: ConversionRequest, journal: ConversionJournal) -> dict[int, Record]:
-    """Create the folder, or return the records of the files that an interrupted conversion finished."""
-    folder = journal.path.parent
-    if not folder.exists():
-        journal.begin()
-        return {}
-    if not request.resume:
-        raise FileExistsError(f"{folder} was left by an interrupted conversion: --resume continues, or delete it")
-    return journal.read()
 
 
 def _check_disk_space(folder: Path, total: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from coalign.files import list_weight_files, read_model_config
 from coalign.weights.convert import legacy
 from coalign.weights.convert.files import HashedFile
-from coalign.weights.families.sources import HuggingFaceTensor
+from coalign.weights.families.family import HuggingFaceTensor
 from coalign.weights.layouts.shards import Shape, Shard, ShardBox
 from coalign.weights.sync.checksums import tensor_bytes
 
@@ -60,14 +61,6 @@ DTYPES = {
 }
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises ValueError if there is none."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"'{folder}' is not a Hugging Face model directory (no config.json there)")
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
     """Copy everything but weights from a model directory: configurations, tokenizer, code, licence.
 
@@ -78,7 +71,7 @@ def copy_others(source: Path, target: Path, changes: Mapping[str, Any]) -> None:
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
             shutil.copyfile(file, target / file.name)
     if changes:
-        config = {key: value for key, value in {**read_config(target), **changes}.items() if value is not None}
+        config = {key: value for key, value in {**read_model_config(target), **changes}.items() if value is not None}
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -99,14 +92,8 @@ class HuggingFaceReader:
 
     def _files(self, pickled: bool) -> list[Path]:
         for single in (SAFETENSORS, *((BIN,) if pickled else ())):
-            index = self.folder / f"{single}.index.json"
-            if index.is_file():
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-                if missing := [name for name in names if not (self.folder / name).is_file()]:
-                    raise ValueError(f"{index} names files that do not exist: {missing}")
-                return [self.folder / name for name in names]
-            if (self.folder / single).is_file():
-                return [self.folder / single]
+            if files := list_weight_files(self.folder, single):
+                return files
         bins = sorted(file.name for file in self.folder.glob("*.bin"))
         hint = f"; there are pickles ({bins[0]} …): --pickles reads them" if bins else ""
         raise ValueError(f"'{self.folder}' has no {SAFETENSORS} and no index of several{hint}")
@@ -146,7 +133,7 @@ class HuggingFaceReader:
 
 
 class HuggingFaceWeights:
-    """The weights of a directory (a CheckpointReader).
+    """The weights of a directory.
 
     ``sources``: all tensors of the model. ``stored``: their names in the files.
     """
@@ -186,26 +173,6 @@ class FileTensor:
     @property
     def size(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def group_by_file(entries: Iterable[FileTensor], size: int) -> list[list[FileTensor]]:
-    """Split entries into files of up to ``size`` bytes, or of one larger tensor."""
-    files: list[list[FileTensor]] = []
-    free = 0
-    for entry in entries:
-        if not files or entry.size > free:
-            files.append([])
-            free = size
-        files[-1].append(entry)
-        free -= entry.size
-    # Wide types first, so that every tensor is aligned.
-    return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
-
-
-def file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SAFETENSORS]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def write_safetensors(file: HashedFile, entries: list[FileTensor], tensors: Iterator[Tensor]) -> None:

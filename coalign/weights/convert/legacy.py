@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from coalign.weights.families import MegatronConfig, Parameter
-from coalign.weights.layouts.megatron import MegatronLayout, Stages
-from coalign.weights.layouts.megatron_names import TIED_HEAD, LayerSpec
-from coalign.weights.layouts.mesh import Coordinates, Mesh
+from coalign.weights.layouts.megatron import Coordinates, MegatronLayout, Mesh, Stages
+from coalign.weights.layouts.megatron_model import TIED_HEAD, LayerSpec
 from coalign.weights.layouts.shards import Shard
 
 KNOWN = {  # classes of `.metadata` outside torch.distributed.checkpoint.metadata
@@ -107,7 +106,7 @@ class LegacyRank:
 
 
 class LegacyWeights:
-    """The weights of all ranks (a CheckpointReader). Raises ValueError for ranks, names or shapes that do not fit."""
+    """The weights of all ranks. Raises ValueError for ranks, names or shapes that do not fit."""
 
     def __init__(self, ranks: list[LegacyRank], parameters: Mapping[str, Parameter], config: MegatronConfig) -> None:
         self.files = ranks

@@ -6,20 +6,31 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from coalign.files import read_model_config
 from coalign.weights.convert import huggingface, torch_dist
-from coalign.weights.convert.files import write_atomically
+from coalign.weights.convert.files import write_hashed
 from coalign.weights.convert.huggingface import FileTensor
 from coalign.weights.convert.sources import HF, ITERATION, ConversionRequest, OpenedCheckpoint, dtype_keys
 from coalign.weights.convert.torch_dist import PlannedChunk
 from coalign.weights.families import Parameter
-from coalign.weights.layouts.megatron import MegatronLayout, split_layers
-from coalign.weights.layouts.mesh import Mesh
-from coalign.weights.layouts.shards import Box, BoxCopy, Fetch, Shape, Shard, ShardBox, TensorSpec, plan, reshard
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
+from coalign.weights.layouts.shards import (
+    Box,
+    BoxCopy,
+    Fetch,
+    Shape,
+    Shard,
+    ShardBox,
+    TensorSpec,
+    plan,
+    reshard,
+    slices,
+)
 from coalign.weights.sync.checksums import tensor_bytes
 
 RELEASE = "release"
@@ -27,6 +38,7 @@ BLOCK = 16 * 2**20  # bytes built at once
 FILES, SMALL = 16, 512 * 2**20  # at least 16 files for the processes, unless they would be smaller than 512 MiB
 OPEN = 16  # tensors of the source that stay mapped
 Advance = Callable[[int], None]
+Entry = TypeVar("Entry")
 Record = dict[str, Any]  # of a written file: name, size, xxh3_128, and `places` of chunks
 
 
@@ -52,7 +64,7 @@ def build_shard(
     """
     dtype = specs[shard.like].dtype
     if len(moves) == 1 and moves[0].given == tuple((0, size) for size in shard.shape):
-        found = fetch(moves[0].rank, moves[0].source)[tuple(slice(*ends) for ends in moves[0].taken)]
+        found = fetch(moves[0].rank, moves[0].source)[slices(moves[0].taken)]
         return found.reshape(shard.shape).to(dtype)
     return next(tensor for _, tensor in reshard(specs, [shard], {shard.name: moves}, fetch, scratch))
 
@@ -74,6 +86,19 @@ def row_box(shape: Shape, start: int, stop: int) -> Box:
     return ((start, stop), *((0, size) for size in shape[1:]))
 
 
+def group_by_file(entries: Sequence[Entry], sizes: Sequence[int], limit: int) -> list[list[Entry]]:
+    """Split entries of these ``sizes`` into files of up to ``limit`` bytes, or of one larger entry."""
+    files: list[list[Entry]] = []
+    free = 0
+    for entry, size in zip(entries, sizes, strict=True):
+        if not files or size > free:
+            files.append([])
+            free = limit
+        files[-1].append(entry)
+        free -= size
+    return files
+
+
 class ConversionOutput:
     """The planned files, by number, of ``total`` bytes. ``write`` may be called in any process."""
 
@@ -84,7 +109,7 @@ class ConversionOutput:
         self.specs = {name: TensorSpec(source.shape, self.dtypes[name]) for name, source in self.sources.items()}
         self.changes = dict(opened.changes)
         if request.dtype is not None:
-            self.changes |= dtype_keys(huggingface.read_config(opened.hf), request.dtype)
+            self.changes |= dtype_keys(read_model_config(opened.hf), request.dtype)
 
     names: list[str]
     total: int
@@ -114,9 +139,13 @@ class HuggingFaceOutput(ConversionOutput):
     def __init__(self, request: ConversionRequest, opened: OpenedCheckpoint) -> None:
         super().__init__(request, opened)
         entries = [FileTensor(name, source.stored, self.dtypes[name]) for name, source in self.sources.items()]
-        self.files = huggingface.group_by_file(entries, request.file_size)
-        self.names = huggingface.file_names(len(self.files))
-        self.total = sum(entry.size for entry in entries)
+        sizes = [entry.size for entry in entries]
+        files, self.total = group_by_file(entries, sizes, request.file_size), sum(sizes)
+        # Wide types first, so that every tensor is aligned.
+        self.files = [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
+        count = len(files)
+        many = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        self.names = [huggingface.SAFETENSORS] if count == 1 else many
         self.details = {"format": "hf", "dtype": request.dtype}
 
     def write(self, number: int, folder: Path, advance: Advance) -> Record:
@@ -124,7 +153,7 @@ class HuggingFaceOutput(ConversionOutput):
         shards = [shard for entry in entries for shard in self._blocks(entry)]
         views = zip(shards, self.build(shards, advance), strict=True)
         tensors = (self.sources[shard.like].write(view) for shard, view in views if view.numel())
-        with write_atomically(folder / name) as file:
+        with write_hashed(folder / name) as file:
             huggingface.write_safetensors(file, entries, tensors)
         return {"name": name, "size": file.size, "xxh3_128": file.digest}
 
@@ -159,15 +188,7 @@ class TorchDistOutput(ConversionOutput):
         ]
         sizes = [torch.Size(chunk.sizes).numel() * chunk.dtype.itemsize for chunk in chunks]
         self.total = sum(sizes)
-        limit = min(request.file_size, max(self.total // FILES, SMALL))
-        self.files: list[list[PlannedChunk]] = []
-        room = 0
-        for chunk, size in zip(chunks, sizes, strict=True):
-            if not self.files or size > room:
-                self.files.append([])
-                room = limit
-            self.files[-1].append(chunk)
-            room -= size
+        self.files = group_by_file(chunks, sizes, min(request.file_size, max(self.total // FILES, SMALL)))
         self.names = [f"{RELEASE}/__{i}_0.distcp" for i in range(len(self.files))]
         places = [place for each in self.parameters.values() for place in naming.objects(each, config)]
         self.objects = [place.object for place in places]
@@ -205,7 +226,7 @@ class TorchDistOutput(ConversionOutput):
         tensors = self.build([chunk.shard for chunk in chunks], advance)
         path = folder / self.names[number]
         path.parent.mkdir(exist_ok=True)
-        with write_atomically(path) as file:
+        with write_hashed(path) as file:
             places = [
                 torch_dist.append_archive(file, trim_storage(tensor).view(chunk.sizes))
                 for chunk, tensor in zip(chunks, tensors, strict=True)

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
+from coalign.files import read_model_config
 from coalign.weights import families
 from coalign.weights.convert import huggingface, legacy, torch_dist
 from coalign.weights.families import Family, MegatronConfig, Parameter
-from coalign.weights.layouts.shards import Shard
 
 ITERATION = "latest_checkpointed_iteration.txt"
 HF = "hf"  # folder of a Megatron directory with config.json, tokenizer and the like
 
 
-class CheckpointReader(Protocol):
-    """The weights of a checkpoint, as boxes of Hugging Face tensors (coalign.weights.layouts.shards)."""
-
-    @property
-    def ranks(self) -> Sequence[Sequence[Shard]]:
-        """The shards that each rank's file holds. Formats without ranks have one."""
-        ...
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The stored dtype of each Hugging Face tensor."""
-        ...
-
-    def fetch(self, rank: int, name: str) -> Tensor:
-        """Return a tensor of a file, mapped into memory rather than read."""
-        ...
+# The weights of a checkpoint, as boxes of Hugging Face tensors. `ranks`: the shards that each rank's file holds (one
+# rank in formats without). `dtypes`: the stored dtype of each Hugging Face tensor. `fetch`: a tensor of a file, mapped.
+CheckpointReader = huggingface.HuggingFaceWeights | legacy.LegacyWeights | torch_dist.TorchDistWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +103,7 @@ def find_iteration(source: Path) -> Path | None:
 
 
 def _open_huggingface(request: ConversionRequest) -> OpenedCheckpoint:
-    hf = huggingface.read_config(request.source)
+    hf = read_model_config(request.source)
     family = families.find_family(hf)
     config = family.config(hf)
     changes = _check_quantization(hf)
@@ -165,7 +149,7 @@ def _open_megatron(request: ConversionRequest, folder: Path) -> OpenedCheckpoint
             f"{request.source} has no config.json: --hf names a Hugging Face directory of the same model "
             "(config.json, tokenizer)"
         )
-    hf = huggingface.read_config(place)
+    hf = read_model_config(place)
     family = families.find_family(hf)
     config = family.config(hf)
     if legacy.is_legacy(folder):

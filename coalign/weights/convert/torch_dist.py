@@ -34,10 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.utils.serialization import config as serialization
 
 from coalign.weights.convert import legacy
-from coalign.weights.convert.files import HashedFile, write_atomically
+from coalign.weights.convert.files import HashedFile, write_hashed
 from coalign.weights.families import MegatronConfig, Parameter
-from coalign.weights.layouts.megatron_model import EXPERT, LAYER
-from coalign.weights.layouts.megatron_names import name_in_torch_dist
+from coalign.weights.layouts.megatron_model import EXPERT, LAYER, name_in_torch_dist
 from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
 
 STACKED = "decoder.layers."
@@ -131,7 +130,7 @@ class StoredChunk:
 
 
 class TorchDistWeights:
-    """The weights of a directory (a CheckpointReader).
+    """The weights of a directory.
 
     Raises ValueError for missing or unknown keys, and for files that are cut off.
     """
@@ -344,12 +343,12 @@ def write_metadata(
             whole.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
             data[index] = _StorageInfo(Path(record["name"]).name, start, length)
     name = f"__{len(chunks)}_0.distcp"
-    with write_atomically(folder / name) as file:
+    with write_hashed(folder / name) as file:
         for each in objects:
             data[MetadataIndex(each)] = _StorageInfo(name, *append_archive(file, [None]))
-    with write_atomically(folder / COMMON) as file:
+    with write_hashed(folder / COMMON) as file:
         torch.save({"checkpoint_version": 3.0, "iteration": 0}, cast(IO[bytes], file))
-    with write_atomically(folder / METADATA) as file:
+    with write_hashed(folder / METADATA) as file:
         entries = tensors | {each: BytesStorageMetadata() for each in objects}
         record = Metadata(entries, storage_data=data, storage_meta=StorageMeta(), version="1.0.0")
         file.write(pickle.dumps(record))

@@ -1,12 +1,11 @@
-"""Model families: how Hugging Face configurations and tensors map to Megatron's, both ways.
+"""Model families: how Hugging Face configurations and tensors map to Megatron's.
 
-    family = families.of(json.loads(config_json))
-    config = family.config(hf)                             # MegatronConfig; family.to_hf(config) is the way back
+    family = find_family(json.loads(config_json))
+    config = family.config(hf)  # MegatronConfig
     parameters = family.parameters(config, vocab_divisor=128 * tensor_parallel)
-    parameters["decoder.layers.0.self_attention.linear_qkv.weight"].from_hf(tensors)
 
 Read first: family.py, then llama.py, the table that others build on. A new architecture is one table in such a file and
-its name in FAMILIES. No megatron is imported. coalign.weights.layouts.megatron says what each rank has.
+its name at the end of it. No megatron is imported. coalign.weights.layouts.megatron says what each rank has.
 """
 
 from __future__ import annotations
@@ -15,42 +14,14 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from coalign.weights.families.baichuan import BAICHUAN
-from coalign.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from coalign.weights.families.falcon import FALCON, FALCON_40B
 from coalign.weights.families.family import Family, Parameter
-from coalign.weights.families.glm import CHATGLM, GLM4
-from coalign.weights.families.gpt import BLOOM, GPT2, GPT_NEOX, OPT, STARCODER, STARCODER2
-from coalign.weights.families.llama import GEMMA, LLAMA, MISTRAL, MIXTRAL
-from coalign.weights.families.qwen import QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from coalign.weights.layouts.megatron_config import MegatronConfig, RopeScaling
+from coalign.weights.families.gpt import GPT_FAMILIES
+from coalign.weights.families.llama import LLAMA_FAMILIES
+from coalign.weights.layouts.megatron_model import MegatronConfig, RopeScaling
 
-FAMILIES = (
-    LLAMA,
-    MISTRAL,
-    MIXTRAL,
-    GEMMA,
-    QWEN,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3,
-    QWEN3_MOE,
-    BAICHUAN,
-    BLOOM,
-    FALCON,
-    FALCON_40B,
-    CHATGLM,
-    GLM4,
-    GPT2,
-    STARCODER,
-    STARCODER2,
-    GPT_NEOX,
-    OPT,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-)
+FAMILIES = (*LLAMA_FAMILIES, *GPT_FAMILIES)
 
-__all__ = ["FAMILIES", "Family", "MegatronConfig", "Parameter", "RopeScaling", "find_family", "get_family"]
+__all__ = ["FAMILIES", "Family", "MegatronConfig", "Parameter", "RopeScaling", "find_family"]
 
 
 def find_family(hf: Mapping[str, Any]) -> Family:
@@ -63,11 +34,3 @@ def find_family(hf: Mapping[str, Any]) -> Family:
     known = [each for family in FAMILIES for each in (family.architectures if architectures else family.model_types)]
     near = get_close_matches(wanted, set(known), n=len(known), cutoff=0.0)
     raise ValueError(f"config.json: no family of Megatron models is known for {wanted!r}; known are {', '.join(near)}")
-
-
-def get_family(name: str) -> Family:
-    """Return a family by its name (`MegatronConfig.family`). ValueError for an unknown one."""
-    for family in FAMILIES:
-        if family.name == name:
-            return family
-    raise ValueError(f"no family of models is called {name!r}; known are {', '.join(each.name for each in FAMILIES)}")

@@ -74,7 +74,7 @@ def cut(full: Callable[[str], Tensor], shards: Iterable[Shard]) -> Iterator[tupl
         tensors = {name: full(name) for name in dict.fromkeys(piece.name for piece in shard.pieces)}
         own = (tensors[shard.like] if tensors else full(shard.like)).new_zeros(shard.shape)
         for piece in shard.pieces:
-            _put(own, piece.own, tensors[piece.name][_slices(piece.full)])
+            _put(own, piece.own, tensors[piece.name][slices(piece.full)])
         yield shard.name, own
 
 
@@ -106,7 +106,7 @@ def reshard(
         if sum(_size(move.given) for move in moves[shard.name]) < own.numel():
             own.zero_()
         for move in moves[shard.name]:
-            _put(own, move.given, fetch(move.rank, move.source)[_slices(move.taken)])
+            _put(own, move.given, fetch(move.rank, move.source)[slices(move.taken)])
         yield shard.name, own
 
 
@@ -170,10 +170,10 @@ def _size(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in box)
 
 
 def _put(tensor: Tensor, box: Box, value: Tensor) -> None:
-    place = tensor[_slices(box)]
+    place = tensor[slices(box)]
     place.copy_(value.reshape(place.shape))

@@ -23,7 +23,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroup, Work
 
 from coalign.cluster.future import Store
-from coalign.config.schema import SyncConfig
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
 from coalign.weights.sync.segment import TensorEntry, align
 from coalign.weights.sync.transport import (
@@ -43,7 +42,6 @@ from coalign.weights.sync.transport import (
     SyncModule,
     TargetModule,
     Transport,
-    WeightEndpoint,
     WeightError,
     check_names,
     check_sum,
@@ -54,37 +52,23 @@ from coalign.weights.sync.transport import (
     wait_for_both,
 )
 
-if TYPE_CHECKING:
-    from coalign.cluster.dist import DistModel
-
 END = -1
 RendezvousAddress = tuple[str, int] | None  # host, port; None for a rank that does not send
 Entries = list[tuple[TensorEntry, int]]  # of a bucket: each tensor and its checksum
 
 
 class BroadcastTransport(Transport):
-    """``senders`` and ``readers``: where the ranks of the two models are.
+    """Raises ValueError for models that take turns on their devices."""
 
-    Raises ValueError for models that take turns on their devices.
-    """
-
-    def __init__(
-        self,
-        source: DistModel,
-        target: DistModel,
-        config: SyncConfig,
-        senders: Sequence[WeightEndpoint],
-        readers: Sequence[WeightEndpoint],
-    ) -> None:
-        super().__init__(source, target, config)
+    def __post_init__(self) -> None:
         if self.in_turns:
             raise ValueError(
-                f"sync.transport: `broadcast` needs {source.name} and {target.name} at once, and they take turns on "
-                "their devices; use shared_memory, object_store or disk"
+                f"sync.transport: `broadcast` needs {self.source.name} and {self.target.name} at once, and they take "
+                "turns on their devices; use shared_memory, object_store or disk"
             )
-        self.labels = [f"{source.name}, rank {rank}" for rank, endpoint in enumerate(senders) if endpoint.sends]
-        self.readers = [endpoint.identity for endpoint in readers]
-        self.kind = "cuda" if all(each.device.startswith("cuda") for each in [*senders, *readers]) else "cpu"
+        self.labels = [f"{self.source.name}, rank {rank}" for rank, each in enumerate(self.senders) if each.sends]
+        on_gpus = all(each.device.startswith("cuda") for each in [*self.senders, *self.readers])
+        self.kind = "cuda" if on_gpus else "cpu"
         self.link: str | None = None
 
     def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
@@ -106,7 +90,8 @@ class BroadcastTransport(Transport):
     def _connect(self, link: str) -> str:
         addresses = self.source.run(open_rendezvous, link, self.kind, fatal=False).result()
         own = self.source.run(join_own_group, link, len(self.readers), self.config.timeout, fatal=False)
-        arguments = link, self.kind, addresses, self.readers, self.config.timeout
+        readers = [endpoint.identity for endpoint in self.readers]
+        arguments = link, self.kind, addresses, readers, self.config.timeout
         wait_for_both(own, self.target.run(join_sender_groups, *arguments, fatal=False))
         return link
 

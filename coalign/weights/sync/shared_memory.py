@@ -12,15 +12,16 @@ failed; then an eighth of every block, another eighth each time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from coalign.cluster.future import Store
-from coalign.config.schema import SyncConfig
 from coalign.weights.sync.checksums import checksum_tensors, copy_tensors
 from coalign.weights.sync.segment import Address, JournalState, SharedMemorySegment, SyncJournal, TensorEntry, align
 from coalign.weights.sync.transport import (
@@ -31,7 +32,6 @@ from coalign.weights.sync.transport import (
     StagedTransport,
     SyncModule,
     TargetModule,
-    WeightEndpoint,
     WeightError,
     check_sum,
     guard_installation,
@@ -40,23 +40,32 @@ from coalign.weights.sync.transport import (
     wait_for_both,
 )
 
-if TYPE_CHECKING:
-    from coalign.cluster.dist import DistModel
-
 SMALLEST = 16 * 2**20  # bytes of the first segment; later ones are as large as all before them together
 LARGEST = 2**30
 
 
-class Segment(Protocol):
-    """Memory of one process that others can open: SharedMemorySegment, or DeviceSegment on a GPU."""
+class DeviceSegment:
+    """Bytes u8[size] of a GPU's memory.
 
-    address: Any
-    bytes: Tensor
+    One process creates it; others open its ``address`` and may only read.
+    """
+
+    def __init__(self, address: Any, data: Tensor) -> None:
+        self.address, self.bytes = address, data
 
     @staticmethod
-    def create(size: int, device: str) -> Segment: ...
+    def create(size: int, device: str) -> DeviceSegment:
+        """Raises torch.OutOfMemoryError."""
+        data = torch.empty(size, dtype=torch.uint8, device=device)
+        return DeviceSegment(reduce_tensor(data), data)
+
     @staticmethod
-    def open(address: Any) -> Segment: ...
+    def open(address: Any) -> DeviceSegment:
+        rebuild, arguments = address
+        return DeviceSegment(address, rebuild(*arguments))
+
+
+Segment = SharedMemorySegment | DeviceSegment  # memory of one process that others can open
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +77,12 @@ class WrittenTensor(TensorEntry):
 
 
 class SharedMemoryTransport(StagedTransport):
-    """``senders`` and ``readers``: where the ranks of the two models are."""
-
     segment: ClassVar[type[Segment]] = SharedMemorySegment
     memory: ClassVar[str] = "cpu"
 
-    def __init__(
-        self,
-        source: DistModel,
-        target: DistModel,
-        config: SyncConfig,
-        senders: Sequence[WeightEndpoint],
-        readers: Sequence[WeightEndpoint],
-    ) -> None:
-        super().__init__(source, target, config)
+    def __post_init__(self) -> None:
         self.link = f"shared memory {uuid.uuid4().hex}"
-        self.adopt = any(endpoint.adopts and endpoint.device.startswith(self.memory) for endpoint in readers)
-        self.readers = [endpoint.identity for endpoint in readers]
+        self.adopt = any(endpoint.adopts and endpoint.device.startswith(self.memory) for endpoint in self.readers)
         self.journals: list[Address] = []
         self.side = 0
         self.served = [0, 0]  # versions of each side since a sync failed
@@ -99,7 +97,8 @@ class SharedMemoryTransport(StagedTransport):
         sending = self.source.run(send, self.link, self.syncs, self.request(changing), self.side, turn, fatal=False)
         if self.in_turns:
             sending.result()
-        arguments = self.segment, self.source.name, self.journals, self.readers, self.syncs, turn, self.config.timeout
+        readers = [endpoint.identity for endpoint in self.readers]
+        arguments = self.segment, self.source.name, self.journals, readers, self.syncs, turn, self.config.timeout
         receiving = self.target.run(receive, self.link, *arguments, fatal=False)
         sent = wait_for_both(sending, receiving)
         total = sum(len(part.sizes) for part in sent)
@@ -232,3 +231,19 @@ def install(module: TargetModule, store: Store, link: str, sync: int, version: i
     weights = ((entry.name, entry.tensor(memory.memory(entry))) for entry in memory.entries)
     with guard_installation(module, version):
         module.load_weights(weights, version=version, adopt=adopt)
+
+
+class CudaIpcTransport(SharedMemoryTransport):
+    """Raises ValueError unless all ranks are on one GPU."""
+
+    segment = DeviceSegment
+    memory = "cuda"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        devices = sorted({endpoint.gpu or "CPU" for endpoint in [*self.senders, *self.readers]})
+        if len(devices) > 1 or devices == ["CPU"]:
+            raise ValueError(
+                f"sync.transport: `cuda_ipc` needs {self.source.name} and {self.target.name} on one GPU; they are "
+                f"on {', '.join(devices)}; use shared_memory or broadcast"
+            )

@@ -12,18 +12,29 @@ from coalign.cluster.future import WorkerError
 from coalign.config.schema import SyncConfig
 from coalign.types import Stats, Total
 from coalign.weights.sync.broadcast import BroadcastTransport
-from coalign.weights.sync.cuda_ipc import CudaIpcTransport
-from coalign.weights.sync.disk import DiskTransport
-from coalign.weights.sync.in_process import LiveTensorTransport, TensorCopyTransport
-from coalign.weights.sync.object_store import ObjectStoreTransport
 from coalign.weights.sync.segment import HostMemoryFull
-from coalign.weights.sync.shared_memory import SharedMemoryTransport
-from coalign.weights.sync.transport import Transport, WeightEndpoint, WeightError, describe_endpoint
+from coalign.weights.sync.shared_memory import CudaIpcTransport, SharedMemoryTransport
+from coalign.weights.sync.stored import DiskTransport, ObjectStoreTransport
+from coalign.weights.sync.transport import (
+    LiveTensorTransport,
+    TensorCopyTransport,
+    Transport,
+    WeightEndpoint,
+    WeightError,
+    describe_endpoint,
+)
 
 if TYPE_CHECKING:
     from coalign.cluster.dist import DistModel
 
 log = logging.getLogger(__name__)
+TRANSPORTS = {
+    "broadcast": BroadcastTransport,
+    "cuda_ipc": CudaIpcTransport,
+    "disk": DiskTransport,
+    "object_store": ObjectStoreTransport,
+    "shared_memory": SharedMemoryTransport,
+}
 
 
 class WeightSync:
@@ -82,9 +93,8 @@ class WeightSync:
             if self.config.transport != "auto" or not isinstance(problem.cause, HostMemoryFull | OSError):
                 raise
             log.warning("weights of %s: %s; they go through the object store instead", self.source.name, problem.cause)
-            dtype = self.transport.dtype
-            self.transport = ObjectStoreTransport(self.source, self.target, self.config)
-            self.transport.dtype = dtype
+            before = self.transport
+            self.transport = ObjectStoreTransport(self.source, self.target, self.config, before.senders, before.readers)
             sent = self.transport.move(version, changing, self._names.get(changing))
         self._names[changing] = frozenset(name for part in sent for name in part.sizes)
         return sum(size for part in sent for size in part.sizes.values())
@@ -98,16 +108,7 @@ def choose_transport(source: DistModel, target: DistModel, config: SyncConfig, o
     name = config.transport
     if name == "auto":
         name = choose_transport_name([*senders, *readers], source.takes_turns_with(target))
-    if name == "object_store":
-        transport = ObjectStoreTransport(source, target, config)
-    elif name == "disk":
-        transport = DiskTransport(source, target, config)
-    else:
-        cls = {"broadcast": BroadcastTransport, "cuda_ipc": CudaIpcTransport, "shared_memory": SharedMemoryTransport}
-        transport = cls[name](source, target, config, senders, readers)
-    dtypes = {endpoint.dtype for endpoint in readers}
-    transport.dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return transport
+    return TRANSPORTS[name](source, target, config, senders, readers)
 
 
 def choose_transport_name(endpoints: Sequence[WeightEndpoint], in_turns: bool) -> str:

@@ -135,23 +135,31 @@ class SentWeights:
     where: Any = None
 
 
+@dataclass(eq=False)
 class Transport(ABC):
     """Moves the weights of one model to all replicas of another.
 
-    ``dtype``: what all replicas compute in, if it is one type; wider weights are cast to it before they travel.
-    ``in_turns``: the two models cannot compute at once.
+    ``senders``, ``readers``: where the ranks of the two models are (none within one process).
     """
 
-    dtype: torch.dtype | None = None
+    source: DistModel
+    target: DistModel
+    config: SyncConfig
+    senders: Sequence[WeightEndpoint] = ()
+    readers: Sequence[WeightEndpoint] = ()
 
-    def __init__(self, source: DistModel, target: DistModel, config: SyncConfig) -> None:
-        self.source = source
-        self.target = target
-        self.config = config
-        self.in_turns = source.store.in_process or source.takes_turns_with(target)
+    def __post_init__(self) -> None:  # noqa: B027 (few have anything to do)
+        """Raise ValueError for models that it cannot connect."""
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether the two models cannot compute at once."""
+        return self.source.store.in_process or self.source.takes_turns_with(self.target)
 
     def request(self, changing: bool) -> ExportRequest:
-        return ExportRequest(changing, self.dtype, self.config.timeout)
+        """Wider weights are cast to what all replicas compute in, if it is one type, before they travel."""
+        dtypes = {endpoint.dtype for endpoint in self.readers}
+        return ExportRequest(changing, dtypes.pop() if len(dtypes) == 1 else None, self.config.timeout)
 
     @property
     def bucket_bytes(self) -> int:
@@ -266,3 +274,58 @@ def guard_installation(module: SyncModule, version: int) -> Iterator[None]:
     module.unfit = f"the weights of version {version} were installed in part only; it needs a complete sync"
     yield
     module.unfit = None
+
+
+class LiveTensorTransport(Transport):
+    """Hands over the live tensors; nothing is copied.
+
+    For models that never compute at once, since training changes the tensors in place.
+    """
+
+    adopt = True
+
+    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
+        [weights] = self.source.run(open_live_weights, changing, fatal=False).result()
+        sent = self.target.run(load_weights, weights, version, self.adopt, fatal=False, beside=[self.source]).result()
+        check_names(sent, expected)
+        return [SentWeights(dict.fromkeys(part.sizes, 0)) for part in sent] if self.adopt else sent
+
+
+class TensorCopyTransport(LiveTensorTransport):
+    """Copies the tensors, so that the target keeps this version while the source trains on.
+
+    If the models take turns on their devices, the copy is made on the host: only one of them is on the device.
+    """
+
+    adopt = False
+
+    def move(self, version: int, changing: bool, expected: frozenset[str] | None) -> list[SentWeights]:
+        if not self.source.takes_turns_with(self.target):
+            return super().move(version, changing, expected)
+        [weights] = self.source.run(copy_to_host, changing, fatal=False).result()
+        sent = self.target.run(load_weights, weights, version, False, fatal=False).result()
+        check_names(sent, expected)
+        return sent
+
+
+def open_live_weights(module: SourceModule, store: Store, changing: bool) -> Weights:
+    """Return the module's own tensors; a weight that is merged from several is made when the target takes it."""
+    return check_unique(module.export_weights(changing=changing))
+
+
+def copy_to_host(module: SourceModule, store: Store, changing: bool) -> Weights:
+    return [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in open_live_weights(module, store, changing)]
+
+
+def load_weights(module: TargetModule, store: Store, weights: Weights, version: int, adopt: bool) -> SentWeights:
+    """Let the module serve these tensors, or their present values; return their sizes."""
+    sizes: dict[str, int] = {}
+
+    def note_sizes() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            sizes[name] = tensor.nbytes
+            yield name, tensor
+
+    with guard_installation(module, version):
+        module.load_weights(note_sizes(), version=version, adopt=adopt)
+    return SentWeights(sizes)

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coalign.weights import families
-from coalign.weights.layouts.megatron import MegatronLayout, split_layers
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.shards import cut
 
 SIZES = {

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from coalign.files import read_model_config
 from coalign.weights import families
-from coalign.weights.convert.huggingface import HuggingFaceReader, read_config
-from coalign.weights.layouts.megatron import MegatronLayout, split_layers
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.convert.huggingface import HuggingFaceReader
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.shards import cut
 
 RANKS = 4
@@ -56,7 +56,7 @@ def load_and_save(job: dict[str, Any], mesh: Mesh, rank: int) -> None:
 
     hf = Path(job["hf"])
     wanted = held(hf, mesh, rank)
-    model = built(families.find_family(read_config(hf)).config(read_config(hf)), mesh, rank)
+    model = built(families.find_family(read_model_config(hf)).config(read_model_config(hf)), mesh, rank)
     for tensor in model.state_dict().values():
         if isinstance(tensor, torch.Tensor):
             tensor.fill_(torch.nan)  # what is not loaded is found
@@ -70,8 +70,8 @@ def load_and_save(job: dict[str, Any], mesh: Mesh, rank: int) -> None:
 
 def held(hf: Path, mesh: Mesh, rank: int) -> dict[str, torch.Tensor]:
     """What the rank's model has, from the Hugging Face tensors."""
-    family = families.find_family(read_config(hf))
-    config = family.config(read_config(hf))
+    family = families.find_family(read_model_config(hf))
+    config = family.config(read_model_config(hf))
     reader, sources = HuggingFaceReader(hf, pickled=False), family.sources(config)
     parameters = family.parameters(config, vocab_divisor=128 * mesh.tensor)
     layout = MegatronLayout(config, mesh, split_layers(config.num_layers, mesh.pipeline))

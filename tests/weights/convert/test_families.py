@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from coalign.weights import families
 from coalign.weights.convert import ConversionRequest, convert
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.megatron import Mesh
 from tests.weights.convert import made
 from tests.weights.families import checkpoints
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from coalign.weights.convert import ConversionRequest, convert
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.megatron import Mesh
 from tests.weights.convert import made
 
 pytestmark = [

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from coalign.cli import app, models
 from coalign.weights.convert import ConversionRequest, convert
+from coalign.weights.families.family import ConcatenatedTensors
 from coalign.weights.families.llama import LLAMA
-from coalign.weights.families.sources import ConcatenatedTensors
 from coalign.weights.sync.transport import WeightError
 from tests.weights.convert import made
 from tests.weights.families import checkpoints

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from coalign.weights import families
-from coalign.weights.layouts.megatron import MegatronLayout, split_layers
-from coalign.weights.layouts.mesh import Mesh
+from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from tests.weights.families.checkpoints import CASES, MOE, checkpoint
 
 pytestmark = pytest.mark.backends

@@ -9,6 +9,7 @@ import torch
 from coalign.weights import families
 from tests.weights.families import remote
 from tests.weights.families.checkpoints import checkpoint
+from tests.weights.families.parameters import from_hf
 
 TOKENS = torch.arange(12) * 7 % 131
 SIZES = {
@@ -115,7 +116,7 @@ def test_in_megatron_they_are_their_twins_to_the_bit(case):
     mine, theirs = family.parameters(family.config(hf)), other.parameters(other.config(hf_twin))
     assert mine.keys() == theirs.keys()
     for name, parameter in mine.items():
-        assert torch.equal(parameter.from_hf(tensors), theirs[name].from_hf(twin)), name
+        assert torch.equal(from_hf(parameter, tensors), from_hf(theirs[name], twin)), name
 
 
 def test_what_of_baichuan_is_alibi_and_what_has_a_normalised_head():

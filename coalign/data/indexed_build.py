@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +21,11 @@ from typing import Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.cache import hash_settings, list_file_sizes
-from coalign.data.indexed.format import IndexedTokens, IndexedWriter, choose_dtype, name_files
+from coalign.data.indexed import IndexedTokens, IndexedWriter, choose_dtype, name_files
 from coalign.data.kinds import DocumentEncoder
 from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template
-from coalign.files import move_aside
+from coalign.files import move_aside, write_text_atomically
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ def _tokenise(task: BuildTask) -> Counter[str]:
             for example in encoder.use(entry) or ():
                 out.add(example.tokens)
                 encoder.counts["tokens"] += len(example.tokens)
-    _write(counts, dict(encoder.counts))
+    write_text_atomically(counts, json.dumps(dict(encoder.counts)))
     return encoder.counts
 
 
@@ -180,7 +179,7 @@ def _claim(parts: Path, plan: BuildPlan) -> None:
     if parts.exists() and not told.exists() and any(parts.iterdir()):
         log.warning("%s holds files that no build wrote; it is now %s", parts, move_aside(parts))
     parts.mkdir(parents=True, exist_ok=True)
-    _write(told, now)
+    write_text_atomically(told, json.dumps(now))
 
 
 def _identity(plan: BuildPlan) -> Mapping[str, Any]:
@@ -190,9 +189,3 @@ def _identity(plan: BuildPlan) -> Mapping[str, Any]:
         found["settings"].append(hash_settings(examples, plan.config, SourceConfig(path=path), None, None))
         found["inputs"].append([path, list_file_sizes(open_rows(path))])
     return json.loads(json.dumps({**found, "dtype": str(dtype), "chunk": plan.chunk}))
-
-
-def _write(path: Path, what: Any) -> None:
-    aside = path.with_name(f"{path.name}.part")
-    aside.write_text(json.dumps(what))
-    os.replace(aside, path)

@@ -1,0 +1,176 @@
+"""Transports through a store, in buckets: the cluster's object store, or files on a file system that all hosts see.
+
+Senders put buckets there, and every target rank reads them. It works wherever the models are, also when they take turns
+on their devices. Files: ``version_N`` is written beside its final name and renamed when it is complete, so nobody reads
+half of it. Of the versions that this module wrote only the newest is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coalign.cluster.future import Store
+from coalign.files import move_aside, write_atomically
+from coalign.weights.sync.checksums import checksum, tensor_bytes
+from coalign.weights.sync.transport import (
+    ExportRequest,
+    SentWeights,
+    SourceModule,
+    StagedTransport,
+    TargetModule,
+    check_sum,
+    guard_installation,
+    open_export,
+)
+
+log = logging.getLogger(__name__)
+FILE = re.compile(r"rank_\d+-\d+\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor as ``data`` u8[n], and the checksum of it when it was packed."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: np.ndarray
+    checksum: int
+
+    def verify(self) -> None:
+        """Raise WeightError if the bytes are not those that were packed."""
+        check_sum(self.name, checksum(self.data), self.checksum)
+
+    def tensor(self) -> Tensor:
+        """Return a view of the data. Do not write to it: other processes may share the data."""
+        if not len(self.data):  # numpy has no strides for a view of nothing
+            return torch.empty(self.shape, dtype=self.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(self.data).view(self.dtype).view(self.shape)
+
+
+def pack(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[PackedTensor]]:
+    """Yield buckets of at most ``size`` bytes, in the order of the weights; a larger tensor has one of its own.
+
+    Tensors on the host are not copied: a bucket shows later changes until it is stored.
+    """
+    bucket: list[PackedTensor] = []
+    filled = 0
+    for name, tensor in weights:
+        if bucket and filled + tensor.nbytes > size:
+            yield bucket
+            bucket, filled = [], 0
+        data = tensor_bytes(tensor)
+        bucket.append(PackedTensor(name, tensor.dtype, tuple(tensor.shape), data, checksum(data)))
+        filled += len(data)
+    if bucket:
+        yield bucket
+
+
+class ObjectStoreTransport(StagedTransport):
+    """Buckets in the cluster's object store."""
+
+    def stage(self, version: int, changing: bool) -> list[SentWeights]:
+        sent = self.source.run(export_buckets, self.request(changing), self.bucket_bytes, fatal=False).result()
+        self.target.run(verify_buckets, _references(sent), fatal=False).result()
+        return sent
+
+    def install(self, version: int, sent: list[SentWeights]) -> None:
+        self.target.run(install_buckets, _references(sent), version, fatal=False).result()
+
+
+class DiskTransport(StagedTransport):
+    """Buckets in safetensors files; each reference is a file's name, and the checksum of each tensor in it."""
+
+    def stage(self, version: int, changing: bool) -> list[SentWeights]:
+        final, request = self._folder(version), self.request(changing)
+        with write_atomically(final) as aside:
+            aside.mkdir(parents=True)
+            sent = self.source.run(export_buckets, request, self.bucket_bytes, str(aside), fatal=False).result()
+            if _is_version(final):
+                shutil.rmtree(final)
+            elif final.exists():
+                log.warning("%s holds no weights of a sync; it is now %s", final, move_aside(final))
+        self.target.run(verify_buckets, _references(sent), str(final), fatal=False).result()
+        return sent
+
+    def install(self, version: int, sent: list[SentWeights]) -> None:
+        final = self._folder(version)
+        self.target.run(install_buckets, _references(sent), version, str(final), fatal=False).result()
+        for other in final.parent.glob("version_*"):
+            if other != final and _is_version(other):
+                shutil.rmtree(other)
+
+    def _folder(self, version: int) -> Path:
+        assert self.config.directory is not None  # the run folder's, unless the user set one
+        return Path(self.config.directory) / f"version_{version}"
+
+
+def _is_version(folder: Path) -> bool:
+    """Whether a folder holds only what ``export_buckets`` writes: users may keep a `version_1` of their own there."""
+    return folder.is_dir() and all(FILE.fullmatch(file.name) for file in folder.iterdir())
+
+
+def _references(sent: list[SentWeights]) -> list[Any]:
+    return [reference for part in sent for reference in part.where]
+
+
+# ---- in the workers; ``directory``: of the files, or None for the object store
+
+
+def export_buckets(
+    module: SourceModule, store: Store, request: ExportRequest, size: int, directory: str | None = None
+) -> SentWeights:
+    """Store this rank's weights in buckets of up to ``size`` bytes."""
+    references: list[Any] = []
+    sizes: dict[str, int] = {}
+    with open_export(module, request) as weights:
+        for bucket in pack(weights, size):
+            if directory is None:
+                references.append(store.put(bucket))
+            else:
+                name = f"rank_{module.context.rank}-{len(references)}.safetensors"
+                save_file({packed.name: packed.tensor().clone() for packed in bucket}, Path(directory) / name)
+                references.append((name, {packed.name: packed.checksum for packed in bucket}))
+            sizes |= {packed.name: len(packed.data) for packed in bucket}
+    return SentWeights(sizes, references)
+
+
+def read_buckets(store: Store, references: list[Any], directory: str | None) -> Iterator[PackedTensor]:
+    for reference in references:
+        if directory is None:
+            yield from store.get(reference)
+            continue
+        file, checksums = reference
+        with safe_open(Path(directory) / file, "pt") as tensors:
+            for name, written in checksums.items():
+                tensor = tensors.get_tensor(name)
+                yield PackedTensor(name, tensor.dtype, tuple(tensor.shape), tensor_bytes(tensor), written)
+
+
+def verify_buckets(module: TargetModule, store: Store, references: list[Any], directory: str | None = None) -> None:
+    """Raise WeightError unless everything arrived as it was sent."""
+    for packed in read_buckets(store, references, directory):
+        packed.verify()
+
+
+def install_buckets(
+    module: TargetModule, store: Store, references: list[Any], version: int, directory: str | None = None
+) -> None:
+    weights = ((packed.name, packed.tensor()) for packed in read_buckets(store, references, directory))
+    with guard_installation(module, version):
+        module.load_weights(weights, version=version, adopt=False)
