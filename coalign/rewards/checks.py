@@ -1,0 +1,193 @@
+"""The checks that run in a process of their own, as a script (`checker.py` starts it): one JSON line in, one line out.
+
+It imports nothing of the package but `notation.py`, by its path, so that it starts fast and needs little memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import re
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_MEMORY = 4 << 30  # bytes of address space
+_CLOSE = 1e-6  # relative or absolute difference of floating-point numbers that count as equal
+_DIGITS = 40  # of the values at which two expressions are compared
+_NEAR = 1e-25  # relative difference of values that are the same
+_POINTS = ((0.7316, 0.2971, 1.3713), (1.6183, 2.2361, 0.5772), (0.4142, 1.2599, 2.0946))  # for free variables
+
+
+class AlgebraMissing(Exception):
+    """An expression needs math-verify's parser, which is not installed."""
+
+
+def check_math(gold: str, predicted: str) -> bool:
+    """Whether two mathematical answers are equal."""
+    return _load_notation().is_same(gold, predicted, _equal_expressions)
+
+
+def check_literal(text: str, expected: str) -> bool:
+    """Whether a Python literal equals another one exactly."""
+    return ast.literal_eval(text) == ast.literal_eval(expected)
+
+
+def check_result(text: str, expected: Any) -> bool:
+    """Whether a Python literal equals a JSON value, or the only element of one (as APPS wraps results)."""
+    value = ast.literal_eval(text)
+    unwrapped = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
+    return _is_same(value, expected) or _is_same(value, unwrapped)
+
+
+def check_pattern(pattern: str, text: str) -> bool:
+    """Whether a whole text matches a pattern of Python's re; a dot matches line ends too."""
+    return re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "math": check_math,
+    "literal": check_literal,
+    "result": check_result,
+    "pattern": check_pattern,
+}
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    """Equality as in JSON: a tuple equals a list, keys are strings, floating-point numbers may differ by 1e-6."""
+    if isinstance(value, (list, tuple)) and isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(_is_same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        value, expected = ({str(key): one for key, one in d.items()} for d in (value, expected))
+        return value.keys() == expected.keys() and all(_is_same(one, expected[key]) for key, one in value.items())
+    if isinstance(value, float) or isinstance(expected, float):
+        if not (isinstance(value, (int, float)) and isinstance(expected, (int, float))):
+            return False
+        return math.isclose(value, expected, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    return value == expected
+
+
+def _load_notation() -> ModuleType:
+    if "coalign_notation" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("coalign_notation", Path(__file__).with_name("notation.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["coalign_notation"]
+
+
+def _equal_expressions(gold: Sequence[str], predicted: Sequence[str], relation: str) -> bool:
+    """Compare expressions (one side each), equations or inequalities `<`, `≤` (two sides each) by their values."""
+    if "latex2sympy2_extended" not in sys.modules:
+        raise AlgebraMissing
+    import sympy
+
+    sides = [[_parse(text) for text in one] for one in (gold, predicted)]
+    if any(side is None for both in sides for side in both):
+        return False
+    if not relation:
+        one, other = sides[0][0], sides[1][0]
+        imaginary = {sympy.Symbol("i"): sympy.I}
+        return (
+            _is_decimal(gold[0], predicted[0], sides)
+            or _are_equal(one, other)
+            or _are_equal(one.subs(imaginary), other.subs(imaginary))
+        )
+    first, second = (left - right for left, right in sides)
+    if first.free_symbols != second.free_symbols or not first.free_symbols:
+        return False
+    values = list(zip(_sample(first), _sample(second), strict=True))
+    if not values or any(abs(b) < _NEAR or abs(a) < _NEAR for a, b in values):
+        return False
+    ratios = [a / b for a, b in values]
+    constant = all(abs(ratio - ratios[0]) <= _NEAR * abs(ratios[0]) for ratio in ratios)
+    return constant and (relation == "=" or (abs(ratios[0].imag) < _NEAR and ratios[0].real > 0))
+
+
+def _is_decimal(gold: str, predicted: str, sides: Sequence[Sequence[Any]]) -> bool:
+    """Whether one of the two is a decimal that rounds the other, a constant."""
+    for text, value in ((gold, sides[1][0]), (predicted, sides[0][0])):
+        if re.fullmatch(r"-?\s*[0-9,]*\.[0-9]+", text) and not value.free_symbols:
+            exact = value.evalf(_DIGITS)
+            return bool(exact.is_Float) and _load_notation().is_rounded(Fraction(str(exact)), text)
+    return False
+
+
+def _parse(text: str) -> Any:
+    """An expression of sympy, with exact numbers; None for anything else."""
+    import sympy
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"([0-9.]+)°", r"{\\frac{\1\\pi}{180}}", text)
+    if "\\" not in text:  # plain notation: sqrt(3)/3, a * b
+        text = re.sub(r"\bsqrt\(([^()]*)\)", r"\\sqrt{\1}", text).replace("*", r"\cdot ")
+        text = re.sub(r"\^\(([^()]*)\)", r"^{\1}", text)
+        text = re.sub(r"\b(pi|sin|cos|tan|cot|sec|csc|log|ln|exp)\b", r"\\\1", text)
+    text = re.sub(r"\^([0-9]{2,})", r"^{\1}", text)
+    # Units have been read before, and case matters.
+    layout = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
+    )
+    meaning = ConversionConfig(lowercase_symbols=False)
+    found = latex2sympy(normalize_latex(text, config=layout), normalization_config=None, conversion_config=meaning)
+    if not isinstance(found, sympy.Expr) or found.has(sympy.nan, sympy.zoo):
+        return None
+    return found.xreplace({number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)})
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    if first == second:
+        return True
+    if first.free_symbols != second.free_symbols:
+        return False
+    values = list(zip(_sample(first), _sample(second), strict=True))
+    return bool(values) and all(abs(a - b) <= _NEAR * max(abs(a), abs(b)) for a, b in values)
+
+
+def _sample(expression: Any) -> list[Any]:
+    """The values of an expression at fixed points, one if it is a constant; none if it has no value there."""
+    import mpmath
+    import sympy
+
+    mpmath.mp.dps = _DIGITS
+    symbols = sorted(expression.free_symbols, key=str)
+    values = []
+    for point in _POINTS[: len(_POINTS) if symbols else 1]:
+        at = {s: sympy.Rational(str(point[i % 3])) + sympy.Rational(i // 3, 7) for i, s in enumerate(symbols)}
+        value = expression.subs(at).evalf(_DIGITS, maxn=400)
+        if not value.is_number or not value.is_finite:
+            return []
+        values.append(mpmath.mpmathify(value))
+    return values
+
+
+def serve() -> None:
+    """Answer each check with 1 or 0, or `missing` if it needs what is not installed."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    answers, sys.stdout = sys.stdout, sys.stderr
+    if sys.argv[1:] == ["algebra"]:
+        import latex2sympy2_extended  # noqa: F401 - math-verify's parser
+    answers.write("ready\n")
+    answers.flush()
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            answer = str(int(CHECKS[name](*arguments)))
+        except AlgebraMissing:
+            answer = "missing"
+        except Exception:  # what cannot be read equals nothing
+            answer = "0"
+        answers.write(f"{answer}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()
