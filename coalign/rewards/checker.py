@@ -59,14 +59,14 @@ class Checker:
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def ask(self, name: str, *arguments: Any, seconds: float = SECONDS) -> bool:
-        """The result of a check; False if it takes more than ``seconds`` or ends the process."""
+    def ask(self, name: str, *arguments: Any, seconds: float | None = None) -> bool:
+        """The result of a check; False if it takes more than ``seconds`` (SECONDS) or ends the process."""
         process = self._process or self._start()
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps([name, *arguments]) + "\n")
             process.stdin.flush()
-            answer = self._answers.get(timeout=seconds)
+            answer = self._answers.get(timeout=SECONDS if seconds is None else seconds)
         except (queue.Empty, BrokenPipeError):
             answer = ""
         if not answer:

@@ -22,7 +22,7 @@ _MEMORY = 4 << 30  # bytes of address space
 _CLOSE = 1e-6  # relative or absolute difference of floating-point numbers that count as equal
 _DIGITS = 40  # of the values at which two expressions are compared
 _NEAR = 1e-25  # relative difference of values that are the same
-_POINTS = ((0.7316, 0.2971, 1.3713), (1.6183, 2.2361, 0.5772), (0.4142, 1.2599, 2.0946))  # for free variables
+_POINTS = ((0.7316, 0.2971, 1.3713), (17.6183, 22.3607, 5.7722), (4.1421, 12.5992, 20.9455))  # for free variables
 
 
 class AlgebraMissing(Exception):

@@ -16,7 +16,7 @@ from coalign.types import Sample
 
 _SHORT = 100  # characters that are read without a process of their own
 _MARKS = 10  # that are read, from the last one back: more are nonsense
-_BOX = re.compile(r"\\f?boxed\s*(?:\{|(?=[^\s{\\$]))")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{\\$]))")
 _PHRASE = r"\b(?:the|final|correct)\s+answer(?:\s+is\b\s*:?|\s*[:=])|^[^\w\n]{0,20}A(?:nswer)?\s*:"
 _MARK = re.compile(rf"####|<answer>|(?im:{_PHRASE})")
 # Between two boxes that are one answer: `\boxed{1} and \boxed{2}`.

@@ -46,20 +46,20 @@ def is_same(gold: str, predicted: str, equal_expressions: ExpressionComparer) ->
         return False
     if _compare(read_answer(first), read_answer(second), equal_expressions):
         return True
-    if re.fullmatch(_THOUSANDS, first):  # `100,200` is a list, too
-        return _compare(_read_list(first.split(",")), read_answer(second), equal_expressions)
+    if (decimals := _read_comma(first, second)) is not None:
+        return decimals
+    if _GROUPED.search(first):  # `100,200` is a number or a list
+        lists = [read_answer(_GROUPED.sub(", ", text)) for text in (first, second)]
+        return _compare(*lists, equal_expressions)
     return False
 
 
-def read_number(answer: str) -> Fraction | None:
-    """The number that an answer states, with or without a unit or words around it; None for anything else."""
-    text = simplify_notation(answer)
-    if len(text) > LONGEST:
-        return None
-    node = read_answer(text)
-    if node.kind == "relation" and _is_assignment(node):
-        node = node.parts[-1]
-    return node.value if node.kind == "number" else None
+def _read_comma(first: str, second: str) -> bool | None:
+    """Compare `1,22` with 1.22: next to a number with a point, the comma of another is a decimal one."""
+    for one, other in ((first, second), (second, first)):
+        if re.fullmatch(r"-?[0-9]+,[0-9]+", one) and re.fullmatch(r"-?[0-9]*\.[0-9]+", other):
+            return Fraction(one.replace(",", ".")) == Fraction(other)
+    return None
 
 
 # -- notation -------------------------------------------------------------------------------------------------------
@@ -68,6 +68,7 @@ _SYMBOLS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "√": r"\sqrt ", "²": "^2", "³": "^3",
     "∪": "∪", "⟨": "(", "⟩": ")", "“": "", "”": "", "€": "", "£": "", "¥": "", "（": "(", "）": ")", "，": ",",
 }  # fmt: skip
+_ROW = "¶"  # between the rows of a matrix
 _COMMANDS = {
     "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥",
     "geq": "≥", "geqslant": "≥", "lt": "<", "gt": ">", "ne": "≠", "neq": "≠", "approx": "≈", "simeq": "≈", "in": "∈",
@@ -85,8 +86,9 @@ def simplify_notation(answer: str) -> str:
     r"""An answer without layout: one spelling for each sign, `\frac{a}{b}` for all fractions, words in `\text{}`."""
     text = answer[: 8 * LONGEST].strip()
     text = "".join(_SYMBOLS.get(character, character) for character in text)
+    text = text.replace("\\\\", _ROW)
     text = re.sub(r",\s*\\!\s*|\{,\}", ",", text)
-    text = re.sub(r"(?<!\\)\\[()\[\]]|\\!", "", text)
+    text = re.sub(r"\\[()\[\]!]", "", text)
     text = re.sub(r"\\[,;: ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "").replace("$", "")
     text = _TEXT.sub(_unwrap, text)
     text = re.sub(r"\\([A-Za-z]+)", lambda found: _COMMANDS.get(found[1], found[0]), text)
@@ -97,6 +99,7 @@ def simplify_notation(answer: str) -> str:
     text = re.sub(r"\\sqrt\s*([0-9A-Za-z])", r"\\sqrt{\1}", text)
     text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", text)
     text = re.sub(r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2", text)
+    text = re.sub(r"(?<=[)\]}0-9])\s*(or|and)\s*(?=[(\[{0-9\\-])", r" \1 ", text)
     text = " ".join(text.split())
     text = text.strip(" *").rstrip(".,;: ")
     while text.startswith("{") and _closes_at(text, 0) == len(text) - 1:
@@ -139,12 +142,12 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
     if matrix := _MATRIX.fullmatch(text):
         if r"\begin" in matrix[2]:
             return plain
-        rows = [row for row in matrix[2].split("\\\\") if row.strip()]
+        rows = [row for row in matrix[2].split(_ROW) if row.strip()]
         cells = [tuple(read_answer(cell, depth + 1) for cell in row.split("&")) for row in rows]
         return MathNode("matrix", matrix[1][0] == "v" and "v" or "", tuple(MathNode("tuple", "", row) for row in cells))
     for separators in (";", " or ", " and ", ","):
         parts = _split(text, separators)
-        if len(parts) > 1 and (separators != "," or not re.fullmatch(_THOUSANDS, text)):
+        if len(parts) > 1:
             return _read_list(parts, depth) if len(parts) <= _ITEMS else plain
     if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at(text, 1) == len(text) - 1:
         inside = text[2:-2].strip()
@@ -290,7 +293,7 @@ def _split(text: str, separator: str) -> list[str]:
     """The parts of a text between separators outside of brackets; empty ones are left out."""
     parts, start, width = [], 0, len(separator)
     for i, level in _levels(text):
-        if not level and i >= start and text.startswith(separator, i):
+        if not level and i >= start and text.startswith(separator, i) and not _GROUPED.match(text, i):
             parts.append(text[start:i])
             start = i + width
     return [part.strip() for part in (*parts, text[start:]) if part.strip(" ,")]
@@ -298,7 +301,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 # -- numbers --------------------------------------------------------------------------------------------------------
 
-_THOUSANDS = r"-?\s*[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?"
+_GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _SIGNED = rf"-?\s*{_DECIMAL}"
 _POWER = r"10\s*\^\s*\{?\s*(?P<power>[+-]?\s*[0-9]{1,4})\s*\}?"
@@ -310,6 +313,7 @@ _VALUE = re.compile(
     rf"(?:\s*(?:\\times|\\cdot|\*|x)\s*{_POWER})?)"
 )
 _FUNCTION = re.compile(r"(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|mod|choose|arc|theta|alpha|beta)", re.IGNORECASE)
+_PROSE = re.compile(r"[^\W\d_]+(?:[^\W\d_]|[\s,.'\":;-])*[^\W\d_]{2}(?:[^\W\d_]|[\s,.'\":;-])*[\s:-]")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _HEDGES = re.compile(
     r"\b(?:not|no|never|less|more|fewer|least|most|than|over|under|below|above|between|except|or|and|minus|plus|times|"
@@ -340,7 +344,7 @@ def _read_number(text: str) -> MathNode | None:
         if not (found := re.search(_DECIMAL, text)) or re.search(r"[\\^_{}()\[\]*+/=<>|&]", text):
             return None
         words = text[: found.start()]
-        if not re.fullmatch(r"[^\W\d_][^\d_]*[\s:-]", words) or _HEDGES.search(words) or len(words.split()) > 12:
+        if not _PROSE.fullmatch(words) or _HEDGES.search(words) or len(words.split()) > 12:
             return None
         found = _VALUE.match(text, found.start() - (words[-1] == "-"))
         if not found:
@@ -402,6 +406,8 @@ def _read_unit(rest: str) -> str | None:
 
 
 def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
+    if gold == predicted:
+        return True
     if gold.kind == "list" and predicted.kind == "list":
         return _compare_lists(gold, predicted, equal)
     if _is_assignment(gold) and _is_assignment(predicted):
@@ -454,10 +460,10 @@ def _compare_lists(gold: MathNode, predicted: MathNode, equal: ExpressionCompare
 
 
 def _match_all(gold: Sequence[MathNode], predicted: Sequence[MathNode], equal: ExpressionComparer) -> bool:
-    """Whether each part of one equals a part of its own of the other."""
-    if len(gold) != len(predicted):
+    """Whether each part of one equals a part of its own of the other. A part that is said twice is said once."""
+    gold, left = list(dict.fromkeys(gold)), list(dict.fromkeys(predicted))
+    if len(gold) != len(left):
         return False
-    left = list(predicted)
     for one in gold:
         keys = [other for other in left if other == one]
         partner = keys[0] if keys else next((other for other in left if _compare(one, other, equal)), None)

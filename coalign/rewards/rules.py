@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -34,6 +35,28 @@ def contains(sample: Sample, *, answer_key: str = "answer", ignore_case: bool = 
     """1.0 if the ground truth occurs in the response."""
     response, answer = sample.response, read_truth(sample, answer_key)
     return float(answer.lower() in response.lower() if ignore_case else answer in response)
+
+
+def f1(sample: Sample, *, answer_key: str = "answer") -> float:
+    """The harmonic mean of precision and recall of the response's words, as SQuAD counts them (1606.05250, sec. 6.1).
+
+    In lower case, without punctuation and English articles. A row with a list of truths counts the best of them. 0.0 if
+    either has no words. A long response that also has the answer is worth little, unlike with ``contains``.
+    """
+    read_truth(sample, answer_key)
+    truths = sample.meta[answer_key]
+    said = _count_words(sample.response)
+    values = [0.0]
+    for truth in truths if isinstance(truths, (list, tuple)) else [truths]:
+        meant = _count_words(str(truth))
+        if shared := (said & meant).total():
+            values.append(2 * shared / (said.total() + meant.total()))
+    return max(values)
+
+
+def _count_words(text: str) -> Counter[str]:
+    text = "".join(one for one in text.lower() if not unicodedata.category(one).startswith("P"))
+    return Counter(word for word in text.split() if word not in ("a", "an", "the"))
 
 
 def regex(sample: Sample, *, pattern: str) -> float:
