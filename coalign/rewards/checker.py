@@ -7,6 +7,7 @@ own reads it (`checks.py`), with a limit of time and memory. A check that meets 
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -29,15 +30,22 @@ class CheckerMissing(ModuleNotFoundError):
     """A check needs a package that is not installed."""
 
 
-def check(name: str, *arguments: Any) -> bool:
-    """Make a check of `checks.py` with JSON arguments; False if it takes more than SECONDS or too much memory.
+def read_literal(text: str) -> Any:
+    """The value of a Python literal. Raises ValueError for what is none, or takes more than a second to read."""
+    if not check("literal", text, seconds=1.0):
+        raise ValueError("no Python literal, or one that takes too long to read")
+    return ast.literal_eval(text)
+
+
+def check(name: str, *arguments: Any, seconds: float | None = None) -> bool:
+    """Make a check of `checks.py` with JSON arguments; False if it takes more than ``seconds`` or too much memory.
 
     Waits for a free process. Thread-safe; an event loop calls it in a thread. Raises CheckerMissing.
     """
     checkers = _start_pool("math" if name == "math" else "text")
     checker = checkers.get()
     try:
-        return checker.ask(name, *arguments)
+        return checker.ask(name, *arguments, seconds=seconds)
     finally:
         checkers.put(checker)
 
@@ -86,7 +94,13 @@ class Checker:
         self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answers = queue.SimpleQueue()
         threading.Thread(target=_forward, args=(process.stdout, self._answers), daemon=True).start()
-        if self._answers.get(timeout=_START_SECONDS) != "ready\n":
+        try:
+            ready = self._answers.get(timeout=_START_SECONDS) == "ready\n"
+        except queue.Empty:
+            ready = False
+        if not ready:
+            process.kill()
+            self._process = None
             raise RuntimeError(f"a checker did not start; run `{' '.join(command)}` to see why")
         return process
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import math
 import re
 import resource
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _MEMORY = 4 << 30  # bytes of address space
-_CLOSE = 1e-6  # relative or absolute difference of floating-point numbers that count as equal
+_SECONDS = 60  # after which a check ends the process, should nobody be left to kill it
 _DIGITS = 40  # of the values at which two expressions are compared
 _NEAR = 1e-25  # relative difference of values that are the same
 _POINTS = ((0.7316, 0.2971, 1.3713), (17.6183, 22.3607, 5.7722), (4.1421, 12.5992, 20.9455))  # for free variables
@@ -34,16 +34,10 @@ def check_math(gold: str, predicted: str) -> bool:
     return _load_notation().is_same(gold, predicted, _equal_expressions)
 
 
-def check_literal(text: str, expected: str) -> bool:
-    """Whether a Python literal equals another one exactly."""
-    return ast.literal_eval(text) == ast.literal_eval(expected)
-
-
-def check_result(text: str, expected: Any) -> bool:
-    """Whether a Python literal equals a JSON value, or the only element of one (as APPS wraps results)."""
-    value = ast.literal_eval(text)
-    unwrapped = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
-    return _is_same(value, expected) or _is_same(value, unwrapped)
+def check_literal(text: str) -> bool:
+    """Whether a text is a Python literal that can be read within the limits."""
+    ast.literal_eval(text)
+    return True
 
 
 def check_pattern(pattern: str, text: str) -> bool:
@@ -54,23 +48,8 @@ def check_pattern(pattern: str, text: str) -> bool:
 CHECKS: dict[str, Callable[..., bool]] = {
     "math": check_math,
     "literal": check_literal,
-    "result": check_result,
     "pattern": check_pattern,
 }
-
-
-def _is_same(value: Any, expected: Any) -> bool:
-    """Equality as in JSON: a tuple equals a list, keys are strings, floating-point numbers may differ by 1e-6."""
-    if isinstance(value, (list, tuple)) and isinstance(expected, (list, tuple)):
-        return len(value) == len(expected) and all(map(_is_same, value, expected))
-    if isinstance(value, dict) and isinstance(expected, dict):
-        value, expected = ({str(key): one for key, one in d.items()} for d in (value, expected))
-        return value.keys() == expected.keys() and all(_is_same(one, expected[key]) for key, one in value.items())
-    if isinstance(value, float) or isinstance(expected, float):
-        if not (isinstance(value, (int, float)) and isinstance(expected, (int, float))):
-            return False
-        return math.isclose(value, expected, rel_tol=_CLOSE, abs_tol=_CLOSE)
-    return value == expected
 
 
 def _load_notation() -> ModuleType:
@@ -179,12 +158,14 @@ def serve() -> None:
     answers.flush()
     for line in sys.stdin:
         name, *arguments = json.loads(line)
+        signal.alarm(_SECONDS)
         try:
             answer = str(int(CHECKS[name](*arguments)))
         except AlgebraMissing:
             answer = "missing"
         except Exception:  # what cannot be read equals nothing
             answer = "0"
+        signal.alarm(0)
         answers.write(f"{answer}\n")
         answers.flush()
 

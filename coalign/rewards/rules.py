@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import unicodedata
@@ -11,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from coalign.rewards.checker import AT_ONCE, check
 from coalign.rewards.nested import NestedFunction, ValueFunction
 from coalign.types import Sample
 
@@ -55,13 +57,27 @@ def f1(sample: Sample, *, answer_key: str = "answer") -> float:
 
 
 def _count_words(text: str) -> Counter[str]:
-    text = "".join(one for one in text.lower() if not unicodedata.category(one).startswith("P"))
-    return Counter(word for word in text.split() if word not in ("a", "an", "the"))
+    words = re.sub(r"[^\w\s]|_", "", text.lower()).split()
+    return Counter(word for word in words if word not in ("a", "an", "the"))
 
 
-def regex(sample: Sample, *, pattern: str) -> float:
-    """1.0 if the whole response matches ``pattern`` (Python's re; a dot matches line ends too): a format reward."""
-    return float(re.fullmatch(pattern, sample.response.strip(), re.DOTALL) is not None)
+async def regex(sample: Sample, *, pattern: str) -> float:
+    """1.0 if the whole response matches ``pattern`` (Python's re; a dot matches line ends too): a format reward.
+
+    0.0 if five seconds do not decide it: with two `.*?` a pattern can take hours, and nothing could interrupt it here.
+    """
+    _check_pattern(pattern=pattern)
+    return float(await asyncio.to_thread(check, "pattern", pattern, sample.response.strip()))
+
+
+def _check_pattern(*, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"regex: pattern is {pattern!r}: {error}") from None
+
+
+regex.at_once, regex.check = AT_ONCE, _check_pattern
 
 
 def tags(
@@ -158,6 +174,7 @@ class CosineLength:
         threshold: float = 0.5,
     ) -> None:
         self._by = NestedFunction(by)
+        self.at_once = self._by.at_once
         self._limit, self._right, self._wrong = max_tokens, right, wrong
         self._exceeded, self._threshold = exceeded, threshold
 
