@@ -1,8 +1,8 @@
 """How often graders pay wrong answers and refuse right ones: `python benchmarks/graders.py`.
 
-Truths are the final answers in `tests/rewards/answers.txt`. Wrong answers are a truth with one of its numbers changed by
-one, a sign or a relation turned, a bracket opened or closed, an element left out. Right ones are the truth in other
-notations. `tests/rewards/answer_pairs.jsonl` has the pairs that two graders are tested with by their authors.
+Truths are the final answers in `tests/rewards/answers.txt`. Wrong answers are a truth with one of its numbers changed
+by one, a sign or a relation turned, a bracket opened, an element left out. Right ones are the truth in other notations.
+`tests/rewards/answer_pairs.jsonl` has the pairs that two graders are tested with by their authors.
 
 Peers are measured if they are installed: Math-Verify (`math-verify`), and the grader of PRM800K with the normalisation
 of Hendrycks et al., which `mathruler` ships (`pip install mathruler pylatexenc tqdm`). Prints Markdown tables; the
@@ -77,9 +77,17 @@ def make_right(truth: str) -> list[str]:
     """A truth in other notations."""
     bare = truth.strip("$")
     right = [f"${bare}$", f" {bare} ", bare.replace(r"\frac", r"\dfrac")]
-    right += [bare.replace(r"\frac", r"\tfrac"), bare.replace(" ", ""), bare.replace(" ", r"\,") if "\\" in bare else bare]
+    right += [
+        bare.replace(r"\frac", r"\tfrac"),
+        bare.replace(" ", ""),
+        bare.replace(" ", r"\,") if "\\" in bare else bare,
+    ]
     right += [bare.replace(r"\left", "").replace(r"\right", ""), re.sub(r"\^(\w)(?!\w)", r"^{\1}", bare)]
-    right += [re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", bare) if re.fullmatch(r"-?\\frac\{\d+\}\{\d+\}", bare) else bare]
+    right += [
+        re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", bare)
+        if re.fullmatch(r"-?\\frac\{\d+\}\{\d+\}", bare)
+        else bare
+    ]
     right += [re.sub(r"\\sqrt\{(\d)\}", r"\\sqrt\1", bare), bare.replace(r"\cup", "∪").replace(r"\pi", "π")]
     if re.fullmatch(r"-?[0-9]+", bare):
         number = int(bare)
@@ -98,7 +106,10 @@ def make_right(truth: str) -> list[str]:
     if r"\cup" in bare and "\\{" not in bare:
         right.append(r" \cup ".join(bare.split(r"\cup")[::-1]))
     if found := re.fullmatch(r"([0-9]+)\s*\\pm\s*([^{}]*\\sqrt\{[0-9]+\})", bare):
-        right += [f"{found[1]} + {found[2]}, {found[1]} - {found[2]}", f"{found[1]} - {found[2]}, {found[1]} + {found[2]}"]
+        right += [
+            f"{found[1]} + {found[2]}, {found[1]} - {found[2]}",
+            f"{found[1]} - {found[2]}, {found[1]} + {found[2]}",
+        ]
     if found := re.fullmatch(r"([0-9]*)\s*\\sqrt\{([0-9]+)\}", bare):
         right.append(rf"\sqrt{{{int(found[1] or 1) ** 2 * int(found[2])}}}")
     if found := re.fullmatch(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", bare):
@@ -188,7 +199,14 @@ def list_reward_cases() -> Iterator[tuple[str, Any, str, str, bool]]:
             yield "f1 (1.0 or not)", f1, truth, response, True
         for response in (names[i - 1], f"{truth} or {names[i - 1]}", ""):
             yield "f1 (1.0 or not)", f1, truth, response, False
-    commits = ["The answer is {}.", "Answer: ({})", r"\boxed{{{}}}", "#### {}", "**{}**", "So the correct option is {}."]
+    commits = [
+        "The answer is {}.",
+        "Answer: ({})",
+        r"\boxed{{{}}}",
+        "#### {}",
+        "**{}**",
+        "So the correct option is {}.",
+    ]
     for truth in "ABCDE":
         for other in "ABCDE":
             for template in commits:
@@ -224,7 +242,8 @@ def main() -> None:
     for name in dict.fromkeys(case[0] for case in cases):
         results = [(grade(*case[1:4]), case[4]) for case in cases if case[0] == name]
         wrong, right = [paid for paid, equal in results if not equal], [not paid for paid, equal in results if equal]
-        print(f"| {name} | {100 * sum(wrong) / len(wrong):.1f} % of {len(wrong)} | {100 * sum(right) / len(right):.1f} % of {len(right)} |")
+        shares = " | ".join(f"{100 * sum(bad) / len(bad):.1f} % of {len(bad)}" for bad in (wrong, right))
+        print(f"| {name} | {shares} |")
 
 
 if __name__ == "__main__":

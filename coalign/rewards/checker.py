@@ -2,7 +2,7 @@
 
 A response can hold anything, such as `9^{9^{9^9}}` or a literal of a million brackets. Reading it then takes hours
 inside one C call, which holds the interpreter's lock and which no signal or deadline can interrupt. So a process of its
-own reads it (`checks.py`), with a limit of time and memory. A check that meets a limit is False: a verdict, not an error.
+own reads it (`checks.py`), with limits of time and memory. A check that meets one is False: a verdict, not an error.
 """
 
 from __future__ import annotations

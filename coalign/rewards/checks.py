@@ -22,6 +22,7 @@ _MEMORY = 4 << 30  # bytes of address space
 _SECONDS = 60  # after which a check ends the process, should nobody be left to kill it
 _DIGITS = 40  # of the values at which two expressions are compared
 _NEAR = 1e-25  # relative difference of values that are the same
+# Variables are positive, as in most problems, except where a modulus would not show otherwise.
 _POINTS = ((0.7316, 0.2971, 1.3713), (17.6183, 22.3607, 5.7722), (4.1421, 12.5992, 20.9455))  # for free variables
 
 
@@ -81,7 +82,7 @@ def _equal_expressions(gold: Sequence[str], predicted: Sequence[str], relation: 
     first, second = (left - right for left, right in sides)
     if first.free_symbols != second.free_symbols or not first.free_symbols:
         return False
-    values = list(zip(_sample(first), _sample(second), strict=True))
+    values = list(zip(_sample(first), _sample(second), strict=False))
     if not values or any(abs(b) < _NEAR or abs(a) < _NEAR for a, b in values):
         return False
     ratios = [a / b for a, b in values]
@@ -123,15 +124,21 @@ def _parse(text: str) -> Any:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
+    import sympy
+
     if first == second:
         return True
     if first.free_symbols != second.free_symbols:
         return False
-    values = list(zip(_sample(first), _sample(second), strict=True))
-    return bool(values) and all(abs(a - b) <= _NEAR * max(abs(a), abs(b)) for a, b in values)
+    signs = (1, -1) if first.has(sympy.Abs) or second.has(sympy.Abs) else (1,)
+    for sign in signs:
+        values = list(zip(_sample(first, sign), _sample(second, sign), strict=False))
+        if not values or any(abs(a - b) > _NEAR * max(abs(a), abs(b)) for a, b in values):
+            return False
+    return True
 
 
-def _sample(expression: Any) -> list[Any]:
+def _sample(expression: Any, sign: int = 1) -> list[Any]:
     """The values of an expression at fixed points, one if it is a constant; none if it has no value there."""
     import mpmath
     import sympy
@@ -140,7 +147,7 @@ def _sample(expression: Any) -> list[Any]:
     symbols = sorted(expression.free_symbols, key=str)
     values = []
     for point in _POINTS[: len(_POINTS) if symbols else 1]:
-        at = {s: sympy.Rational(str(point[i % 3])) + sympy.Rational(i // 3, 7) for i, s in enumerate(symbols)}
+        at = {s: sign * (sympy.Rational(str(point[i % 3])) + sympy.Rational(i // 3, 7)) for i, s in enumerate(symbols)}
         value = expression.subs(at).evalf(_DIGITS, maxn=400)
         if not value.is_number or not value.is_finite:
             return []

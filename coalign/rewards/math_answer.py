@@ -20,7 +20,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{\\$]))")
 _PHRASE = r"\b(?:the|final|correct)\s+answer(?:\s+is\b\s*:?|\s*[:=])|^[^\w\n]{0,20}A(?:nswer)?\s*:"
 _MARK = re.compile(rf"####|<answer>|(?im:{_PHRASE})")
 # Between two boxes that are one answer: `\boxed{1} and \boxed{2}`.
-_BETWEEN = re.compile(r"(?:[\s$.,;]|\\[()\[\],; ]|\\q?quad|\band\b|\bor\b|\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}){0,20}")
+_BETWEEN = re.compile(
+    r"(?:[\s$.,;]|\\[()\[\],; ]|\\q?quad|\band\b|\bor\b|\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}){0,20}"
+)
 # What is said of an answer, and is none: "the answer is correct".
 _VERDICT = re.compile(
     r"[\W_]*(?:\w+ly\s+)?(?:correct|right|wrong|incorrect|not|unclear|unknown|as\s+follows|below|above|therefore|given|"
@@ -38,7 +40,9 @@ _NUMBER = re.compile(
     r"(?:/[0-9]+(?:,[0-9]{3})*)?|\.[0-9]+"
 )
 _BEFORE = re.compile(r"(?:[\^_√±]|\\(?:pm|cdot|times|sqrt|frac)|[\w)}]\s?[-+*/·×]|[+*/])\s?[{(]?\s?$")  # an expression,
-_BEHIND = re.compile(r"\s?(?:[\^_·×!]|\*(?!\*)|[+/](?=\s?[\w\\(])|-\s?[0-9\\(]|\\(?:pi|sqrt|cdot|times|frac)|[)}]\s?[\^_])")
+_BEHIND = re.compile(
+    r"\s?(?:[\^_·×!]|\*(?!\*)|[+/](?=\s?[\w\\(])|-\s?[0-9\\(]|\\(?:pi|sqrt|cdot|times|frac)|[)}]\s?[\^_])"
+)
 
 
 async def math(sample: Sample, *, answer_key: str = "answer", strict: bool = False) -> float:
@@ -161,10 +165,9 @@ def _cut_prose(answer: str) -> str:
 
 def _find_number(text: str) -> str | None:
     """The last number of a text; None if it is part of an expression."""
-    last = None
-    for last in _NUMBER.finditer(text):
-        pass
-    if last is None:
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
         return None
+    last = numbers[-1]
     before, behind = text[max(0, last.start() - _SHORT) : last.start()], text[last.end() : last.end() + _SHORT]
     return None if _BEFORE.search(before) or _BEHIND.match(behind) else last[0]

@@ -2,7 +2,7 @@
 
 `is_same` compares two answers part by part, never by a prefix. Expressions without further structure go to
 `equal_expressions`, which the caller supplies, because computer algebra belongs in a process that can be killed
-(`checker.py`). This file needs nothing but the standard library: the checker's process loads it by its path.
+(`checker.py`). The checker's process loads this file by its path, so it is one and needs only the standard library.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def is_same(gold: str, predicted: str, equal_expressions: ExpressionComparer) ->
     if (decimals := _read_comma(first, second)) is not None:
         return decimals
     if _GROUPED.search(first):  # `100,200` is a number or a list
-        lists = [read_answer(_GROUPED.sub(", ", text)) for text in (first, second)]
-        return _compare(*lists, equal_expressions)
+        one, other = (read_answer(_GROUPED.sub(", ", text)) for text in (first, second))
+        return _compare(one, other, equal_expressions)
     return False
 
 
@@ -114,16 +114,14 @@ def _unwrap(found: re.Match[str]) -> str:
 
 def _key(text: str) -> str:
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"\s+", "", text)
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)  # `1 2` is not 12
 
 
 # -- structure ------------------------------------------------------------------------------------------------------
 
 _OPENING, _CLOSING = "([{", ")]}"
 _RELATION = "<>≤≥=≠≈∈"
-_MATRIX = re.compile(
-    r"[(\[]?\s*\\begin\{([pbBvV]?matrix|array)\}(?:\s*\{[^{}]*\})?(.*)\\end\{\1\}\s*[)\]]?", re.DOTALL
-)
+_MATRIX = re.compile(r"[(\[]?\s*\\begin\{([pbBvV]?matrix|array)\}(?:\s*\{[^{}]*\})?(.*)\\end\{\1\}\s*[)\]]?", re.DOTALL)
 _BASE = re.compile(r"\(?([0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(\d{1,2})\s*\}?|\\?(?:text\{)?\s*\(?base\s+(\d{1,2})\)?\}?)")
 _NAME = re.compile(  # a variable, a length `AB`, `f(x)`, `|z|`, an angle, a ratio of such; not a product like `xy`
     r"(?:\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|\\[a-z]+)'?(?:_(?:\w|\{[^{}]*\}))?(?:\((?:[a-z]|\d{1,4})\))?\|?"
@@ -144,7 +142,9 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
             return plain
         rows = [row for row in matrix[2].split(_ROW) if row.strip()]
         cells = [tuple(read_answer(cell, depth + 1) for cell in row.split("&")) for row in rows]
-        return MathNode("matrix", matrix[1][0] == "v" and "v" or "", tuple(MathNode("tuple", "", row) for row in cells))
+        return MathNode(
+            "matrix", "v" if matrix[1][0] == "v" else "", tuple(MathNode("tuple", "", row) for row in cells)
+        )
     for separators in (";", " or ", " and ", ","):
         parts = _split(text, separators)
         if len(parts) > 1:
@@ -177,7 +177,8 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         return MathNode("ratio", text, ratio)
     if _is_words(text):
         return MathNode("words", _read_words(text))
-    return plain
+    unit = re.fullmatch(r"(.*[^\s])\s*\\text\{([^{}]*)\}(?:\^[23])?", text)
+    return MathNode("expression", unit[1]) if unit and not _HEDGES.search(unit[2]) else plain
 
 
 def _read_list(texts: Sequence[str], depth: int = 0) -> MathNode:
@@ -187,11 +188,12 @@ def _read_list(texts: Sequence[str], depth: int = 0) -> MathNode:
     if len(groups) == len(nodes) and len(nodes) > 1 and all(_are_assignments(node.parts) for node in groups):
         return MathNode("list", "", tuple(nodes))
     flat = [part for node in nodes for part in (node.parts if node.kind == "list" else (node,))]
+    names = {part.parts[0].text for part in flat if part.kind == "relation"}
+    names = {part.parts[0].text for part in flat if part.kind == "relation"}
     for i, node in enumerate(flat[1:], 1):  # `x = 1, 2` says `x = 1, x = 2`
         before = flat[i - 1]
-        if node.kind in ("number", "expression") and before.kind == "relation" and _is_assignment(before):
-            if len({part.parts[0].text for part in flat if part.kind == "relation"}) == 1:
-                flat[i] = MathNode("relation", "=", (before.parts[0], node))
+        if node.kind in ("number", "expression") and len(names) == 1 and _is_assignment(before):
+            flat[i] = MathNode("relation", "=", (before.parts[0], node))
     return MathNode("list", "", tuple(flat))
 
 
@@ -381,9 +383,10 @@ def _read_unit(rest: str) -> str | None:
     wrapped, text = text != rest, text.strip().rstrip(".")
     if not text:
         return ""
-    if not re.fullmatch(r"°|%|°?\s*[^\W\d_][^\d\\_=<>+*()\[\]{}|]*(?:\^\{?[23]\}?)?(?:/\s*[a-z]{1,6}(?:\^\{?2\}?)?)?", text):
-        if not re.fullmatch(r"[%°]\s*[^\W\d_]*", text):
-            return None
+    if not re.fullmatch(
+        r"[%°]?\s*[^\W\d_][^\d\\_=<>+*()\[\]{}|]*(?:\^\{?[23]\}?)?(?:/\s*[a-z]{1,6}(?:\^\{?2\}?)?)?|[%°]", text
+    ):
+        return None
     lowered = text.lower()
     power = {"2": 2, "3": 3}.get(re.sub(r"[^23]", "", lowered[lowered.find("^") :])[:1], 1) if "^" in lowered else 1
     power = 2 if re.match(r"sq(?:uare)?\b", lowered) else 3 if re.match(r"cu(?:bic)?\b", lowered) else power
@@ -480,20 +483,18 @@ def _compare_in_order(gold: Sequence[MathNode], predicted: Sequence[MathNode], e
 def _compare_relations(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
     if gold.text == predicted.text and _compare_in_order(gold.parts, predicted.parts, equal):
         return True
-    if gold.text in ("=", "≠") and gold.text == predicted.text:
-        if _compare_in_order(gold.parts, predicted.parts[::-1], equal):
-            return True
     if gold.text != predicted.text or len(gold.text) > 1:
         return False
-    sides = [[part.text for part in node.parts] for node in (gold, predicted)]
-    return equal(*sides, "=" if gold.text in "=≠" else "<")
+    if gold.text in "=≠" and _compare_in_order(gold.parts, predicted.parts[::-1], equal):
+        return True
+    first, second = ([part.text for part in node.parts] for node in (gold, predicted))
+    return equal(first, second, "=" if gold.text in "=≠" else "<")
 
 
 def _compare_ratios(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
-    values = [[part.value for part in node.parts] for node in (gold, predicted)]
-    if len(values[0]) == len(values[1]) and all(value for both in values for value in both):
-        first, second = ([value / both[0] for value in both] for both in values)
-        return first == second
+    first, second = ([part.value for part in node.parts if part.value] for node in (gold, predicted))
+    if len(first) == len(second) == len(gold.parts) == len(predicted.parts):
+        return all(one * second[0] == other * first[0] for one, other in zip(first, second, strict=True))
     return _compare_in_order(gold.parts, predicted.parts, equal)
 
 
