@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import random
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -211,7 +212,7 @@ def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> lis
         return [_to_outcome(returned)]
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, (list, tuple)):
-        error = TypeError(f"returned {_quote(returned)} for {expected} samples; expected a list of {expected} numbers")
+        error = TypeError(f"returned {quote(returned)} for {expected} samples; expected a list of {expected} numbers")
         return [RewardFailure("wrong_type", error)] * expected
     if len(values) != expected:
         error = ValueError(f"returned {len(values)} values for {expected} samples")
@@ -222,16 +223,31 @@ def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> lis
 def _to_outcome(value: Any) -> RewardOutcome:
     entries = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in entries:
-        return RewardFailure("wrong_type", TypeError(f"returned a dict without the key 'reward': {_quote(value)}"))
+        return RewardFailure("wrong_type", TypeError(f"returned a dict without the key 'reward': {quote(value)}"))
     for name, entry in entries.items():
         of = "" if name == "reward" else f" for '{name}'"
         if not hasattr(entry, "__float__") or getattr(entry, "ndim", 0):
-            return RewardFailure("wrong_type", TypeError(f"returned {_quote(entry)}{of}; expected a number"))
-        entries[name] = float(entry)
+            return RewardFailure("wrong_type", TypeError(f"returned {quote(entry)}{of}; expected a number"))
+        try:
+            entries[name] = float(entry)
+        except OverflowError:  # an integer of a thousand digits, say
+            entries[name] = math.inf
         if not math.isfinite(entries[name]):
             return RewardFailure("not_finite", ValueError(f"returned {entries[name]}{of}; expected a finite number"))
     return entries
 
 
-def _quote(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.80}" if value is not None else "None"
+class _ShortRepr(reprlib.Repr):
+    """`repr` of what a service may send, such as lists in lists in lists, of which `repr` makes a RecursionError."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        return super().repr_int(x, level) if x.bit_length() < 4096 else f"an integer of {x.bit_length()} bits"
+
+
+def quote(value: Any) -> str:
+    """The type and the first characters of any value, for a message."""
+    return f"{type(value).__name__} {_ShortRepr().repr(value):.80}" if value is not None else "None"

@@ -20,10 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from coalign.rewards.checker import read_literal
 from coalign.rewards.sandbox.sandbox import REQUIREMENTS, Sandbox, SandboxLimits, SandboxResult, require_limits
 from coalign.types import Sample
 
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+# Possessive, so that a long line of blanks that is no fence is looked at once.
+_BLOCK = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)[^\n`]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.MULTILINE | re.DOTALL)
 _CLOSE = 1e-6  # relative or absolute difference of floating-point numbers that count as equal
 
 
@@ -72,7 +74,7 @@ async def code(
                 timed_out = True
                 break
             report = await sandbox.run(source, **test.request)
-            passed += test.passes(report)
+            passed += await asyncio.to_thread(test.passes, report)  # a second, if the code made its answer for that
             timed_out |= report.ended == "seconds"
             if not partial and not passed:
                 break
@@ -176,8 +178,8 @@ def _call_test(name: str, arguments: Sequence[Any], expected: Any) -> CodeTest:
 def _read_value(report: SandboxResult) -> tuple[bool, Any]:
     """(whether the code returned a literal, its value)."""
     try:
-        return bool(report.answer), ast.literal_eval(report.answer or "None")
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return bool(report.answer), read_literal(report.answer or "None")
+    except ValueError:
         return False, None
 
 

@@ -1,123 +1,173 @@
 """The math reward: reads the final answer out of a worked solution and compares it with the ground truth.
 
 It does not grade the reasoning, and it does not compute: `2+2` is not accepted for 4, so a model earns nothing by
-restating the problem. Numbers are compared exactly (as fractions); other answers are left to math-verify.
+restating the problem. `notation.py` says what makes two answers equal.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from fractions import Fraction
 
+from coalign.rewards.checker import AT_ONCE, check
+from coalign.rewards.notation import LONGEST, is_same
 from coalign.rewards.rules import read_truth
-from coalign.rewards.symbolic import equivalent
 from coalign.types import Sample
 
-# Longer answers and more marks are nonsense, and reading them would take quadratic time.
-_LONGEST = 400  # characters of an answer
-_MARKS = 10  # of an answer, from the last one back
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
-_NUMBER = re.compile(rf"(?:(?<![\w)])[-−]\$?)?{_DECIMAL}(?:/{_DECIMAL})?")
-_FRACTION = re.compile(rf"(-?)\s*(?:({_DIGITS})\s+)?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
-_UNIT = re.compile(r"(?:\s*%|\s*°)?\s*[^\W\d_]*(?:\s+[^\W\d_]+){0,3}\s*")
-_STRICT_MARK = re.compile(r"####|\\boxed\s*\{")
-_PHRASE = r"\b(?:the|final|correct)\s+answer(?:\s+is\b\s*:?|\s*[:=])|^[^\w\n]*A(?:nswer)?\s*:"
-_MARK = re.compile(rf"{_STRICT_MARK.pattern}|(?im:{_PHRASE})")
+_SHORT = 100  # characters that are read without a process of their own
+_MARKS = 10  # that are read, from the last one back: more are nonsense
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{\\$]))")
+_PHRASE = r"\b(?:the|final|correct)\s+answer(?:\s+is\b\s*:?|\s*[:=])|^[^\w\n]{0,20}A(?:nswer)?\s*:"
+_MARK = re.compile(rf"####|<answer>|(?im:{_PHRASE})")
+# Between two boxes that are one answer: `\boxed{1} and \boxed{2}`.
+_BETWEEN = re.compile(
+    r"(?:[\s$.,;]|\\[()\[\],; ]|\\q?quad|\band\b|\bor\b|\\text\s*\{\s*(?:,\s*)?(?:and|or)\s*\}){0,20}"
+)
+# What is said of an answer, and is none: "the answer is correct".
+_VERDICT = re.compile(
+    r"[\W_]*(?:\w+ly\s+)?(?:correct|right|wrong|incorrect|not|unclear|unknown|as\s+follows|below|above|therefore|given|"
+    r"found|obtained|the\s+same|consistent|verified|in\s+the)\b",
+    re.IGNORECASE,
+)
+# Where the prose after an answer begins: "5, because …", "5. This …".
+_PROSE = re.compile(
+    r"(?<!\bno)[.!?](?=\s|$)|[,;:]?\s+(?:because|since|which|as|so|where|when|with|for|if|by|after|that)\s|"
+    r",\s+(?!and\b|or\b)(?=[a-z]{2,}\s)|\s+\((?=[a-z]{3})",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(
+    r"(?:(?<![\w)}])[-−]\s?\$?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}\b)?"
+    r"(?:/[0-9]+(?:,[0-9]{3})*)?|\.[0-9]+"
+)
+_BEFORE = re.compile(r"(?:[\^_√±]|\\(?:pm|cdot|times|sqrt|frac)|[\w)}]\s?[-+*/·×]|[+*/])\s?[{(]?\s?$")  # an expression,
+_BEHIND = re.compile(
+    r"\s?(?:[\^_·×!]|\*(?!\*)|[+/](?=\s?[\w\\(])|-\s?[0-9\\(]|\\(?:pi|sqrt|cdot|times|frac)|[)}]\s?[\^_])"
+)
 
 
-def math(sample: Sample, *, answer_key: str = "answer", strict: bool = False) -> float:
+async def math(sample: Sample, *, answer_key: str = "answer", strict: bool = False) -> float:
     """1.0 if the final answer of the response equals that of ``row[answer_key]``, else 0.0.
 
-    Ground truth: what follows ``####`` (GSM8K), is in ``\\boxed{}`` (MATH), or follows "the answer is" / "A:"; else the
-    whole value. Prediction: the last such mark in the response (after ``</think>``, if any), else the last number.
-    ``strict`` accepts only ``####`` and ``\\boxed{}`` in the response. Thousands commas, currency signs, units and
-    percent signs are ignored, so 50% equals 50 and not 0.5. A truth that is a number needs a prediction that is the
-    same number. Other truths (roots, intervals, polynomials) match as text or by math-verify.
+    Ground truth: what is in ``\\boxed{}`` (MATH), follows ``####`` (GSM8K), or follows "the answer is" / "A:"; else the
+    whole value. Prediction, after ``</think>`` if there is one:
+
+    1. the last ``\\boxed{}`` that closes, with those that are joined to it ("and", a comma);
+    2. else what follows the last mark that has an answer: ``####``, ``<answer>``, "the answer is", "Answer:", "A:";
+    3. else the last number, if it is no part of an expression and no box was left open.
+
+    ``strict`` accepts only ``\\boxed{}`` and ``####`` in the response. A truth that is a number needs a prediction that
+    is the same number: thousands separators, currency signs and units are ignored (but centimetres are not metres, and
+    50% equals 50 and not 0.5). Lists and sets have no order, tuples and intervals have; expressions are compared by
+    math-verify. What takes more than five seconds to compare is wrong.
 
     Raises KeyError or ValueError for a row without a ground truth, ModuleNotFoundError if math-verify is needed and
     missing.
     """
     gold = read_truth(sample, answer_key)
-    gold = final_answer(gold) or gold
-    predicted = final_answer(sample.response.rpartition("</think>")[2], strict=strict, last_number=not strict)
-    return float(predicted is not None and same_answer(gold, predicted))
+    gold = find_answer(gold) or gold
+    predicted = find_answer(sample.response.rpartition("</think>")[2], strict=strict, last_number=not strict)
+    if predicted is None:
+        return 0.0
+    known = _compare_short(gold, predicted)
+    return float(await asyncio.to_thread(check, "math", gold, predicted) if known is None else known)
 
 
-def final_answer(text: str, *, strict: bool = False, last_number: bool = False) -> str | None:
-    """The text after the last answer mark; None if there is no mark.
+math.at_once = AT_ONCE  # so that waiting for a process is no part of a call's time
+
+
+def find_answer(text: str, *, strict: bool = False, last_number: bool = False) -> str | None:
+    """The final answer of a text; None if it has none.
 
     ``last_number`` falls back on the last number of the text; only ``####`` and ``\\boxed{}`` are ``strict`` marks.
     """
-    marks = list((_STRICT_MARK if strict else _MARK).finditer(text))
+    boxed, opened = _find_boxes(text)
+    if boxed:
+        return boxed
+    text = text if opened is None else text[:opened]
+    marks = [mark for mark in _MARK.finditer(text) if not strict or mark[0] == "####"]
     for mark in reversed(marks[-_MARKS:]):  # a mark with nothing behind it (a truncated response) does not count
-        behind = text[mark.end() :]
-        answer = (
-            _read_braces(behind[:_LONGEST]) if mark.group().endswith("{") else behind.strip().split("\n")[0].strip()
-        )
-        if answer:
+        behind = text[mark.end() : mark.end() + 8 * LONGEST].lstrip()
+        if mark[0] == "<answer>":
+            answer = behind.partition("</answer>")[0].strip()
+        else:
+            answer = behind.partition("\n")[0].strip(" \t*_`")
+            if mark[0] != "####":
+                answer = "" if _VERDICT.match(answer) else _cut_prose(answer)
+        if re.search(r"\w", answer):
             return answer
-    numbers = _NUMBER.findall(text) if last_number else []
-    return numbers[-1] if numbers else None
+    return _find_number(text) if last_number and opened is None else None
 
 
-def same_answer(gold: str, predicted: str) -> bool:
-    """Whether two final answers are equal: as numbers, as text, or, if the truth is an expression, symbolically."""
-    if (expected := number(gold)) is not None:
-        return expected == number(predicted)
-    if _plain(gold) == _plain(predicted):
-        return True
-    expression = re.search(r"[0-9\\^_=+*/(\[{<>-]", gold)
-    return expression is not None and len(predicted) <= _LONGEST and equivalent(gold, predicted)
+def is_same_answer(gold: str, predicted: str) -> bool:
+    """Whether two final answers are equal; False if five seconds do not decide it. Waits for the checker's process."""
+    known = _compare_short(gold, predicted)
+    return check("math", gold, predicted) if known is None else known
 
 
-def number(answer: str) -> Fraction | None:
-    """The number that an answer states; None for none, or for an expression (`2+2`, `\\sqrt{2}`).
+class _AlgebraNeeded(Exception):
+    """The comparison has come to an expression."""
 
-    `1,000`, `$5.00`, `50\\%`, `\\frac{3}{4}`, `1 1/2`, `18 dollars`, `x = 7`, `She makes $18 a day` all state one; of
-    several in running text it is the first.
-    """
-    text = _plain_number(answer)
-    if len(text) > _LONGEST:
+
+def _compare_short(gold: str, predicted: str) -> bool | None:
+    """Compare answers that are short and hold no expression; None for others, which a process of their own reads."""
+
+    def refuse(*_: object) -> bool:
+        raise _AlgebraNeeded
+
+    if max(len(gold), len(predicted)) > _SHORT:
         return None
-    text = text.rpartition("=")[2].strip()
-    if (whole := _FRACTION.match(text)) and _UNIT.fullmatch(text, whole.end()):
-        return _fraction(whole)
-    if re.search(r"[\\^{}()\[\]*+]|[0-9]\s*[-/]\s*[^\W_]", text):
+    try:
+        return is_same(gold, predicted, refuse)
+    except _AlgebraNeeded:
         return None
-    found = _NUMBER.search(text)
-    stated = _FRACTION.match(found.group()) if found else None
-    return _fraction(stated) if stated else None
 
 
-def _fraction(match: re.Match[str]) -> Fraction | None:
-    sign, whole, top, bottom = (part and part.replace(",", "") for part in match.groups())
-    if bottom is not None and Fraction(bottom) == 0:
-        return None
-    value = Fraction(whole or 0) + Fraction(top) / Fraction(bottom or 1)
-    return -value if sign else value
+def _find_boxes(text: str) -> tuple[str | None, int | None]:
+    """The content of the last closed boxes, joined by commas, and where a box begins that is left open behind them."""
+    contents: list[str] = []
+    opened, following = None, len(text)
+    for box in reversed(list(_BOX.finditer(text))[-_MARKS:]):
+        begin = box.end()
+        if box[0].endswith("{"):
+            end = _find_brace(text, begin)
+        else:  # `\boxed 5`
+            end = begin + len(text[begin : begin + LONGEST].split("$")[0].split(maxsplit=1)[0])
+        if end is None:
+            if not contents:
+                opened = following = box.start()
+            continue
+        if end > following:  # around a box that is read already
+            continue
+        if contents and not _BETWEEN.fullmatch(text[end + 1 : following][:_SHORT]):
+            break
+        if content := text[begin:end].strip():
+            contents.insert(0, content)
+        following = box.start()
+    return ", ".join(contents) or None, opened
 
 
-def _plain_number(answer: str) -> str:
-    """An answer with its number notations simplified to `-1,234.5/6`."""
-    text = _plain(answer).replace("{,}", ",").replace("−", "-")
-    text = re.sub(r"\\[dt]?frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))", r" \1\2/\3\4 ", text)
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", text)
-    return re.sub(r"[$€£¥]|\\[!,;: ]", "", text).replace("- ", "-").strip(" ~*").rstrip(".")
-
-
-def _plain(answer: str) -> str:
-    text = (
-        re.sub(r"\\(?:left|right|displaystyle)\b|\*\*|\\[()\[\]]", "", answer).replace("\\%", "%").replace("\\$", "$")
-    )
-    return " ".join(text.strip(" \t\n$").rstrip("$. ").lower().split())
-
-
-def _read_braces(text: str) -> str | None:
-    """The text before the closing brace of a group that is already open; None if it never closes."""
+def _find_brace(text: str, begin: int) -> int | None:
+    """Where the group that is open at ``begin`` closes; None if it does not, or is longer than an answer."""
     depth = 1
-    for i, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
+    for i in range(begin, min(len(text), begin + 8 * LONGEST)):
+        depth += (text[i] == "{") - (text[i] == "}")
         if depth == 0:
-            return text[:i].strip()
+            return i
     return None
+
+
+def _cut_prose(answer: str) -> str:
+    """An answer without the sentence that goes on behind it."""
+    answer = " ".join(answer.split())
+    prose = _PROSE.search(answer)
+    return answer[: prose.start()] if prose else answer
+
+
+def _find_number(text: str) -> str | None:
+    """The last number of a text; None if it is part of an expression."""
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return None
+    last = numbers[-1]
+    before, behind = text[max(0, last.start() - _SHORT) : last.start()], text[last.end() : last.end() + _SHORT]
+    return None if _BEFORE.search(before) or _BEHIND.match(behind) else last[0]

@@ -13,6 +13,7 @@ from pydantic import AfterValidator
 
 from coalign.config.functions import bind, list_columns, resolve
 from coalign.config.schema import Function
+from coalign.rewards.calls import quote
 from coalign.threads import ThreadPool
 from coalign.types import Sample
 
@@ -56,6 +57,7 @@ class NestedFunction:
         self._fn: Callable[..., Any] = partial(fn, **arguments)
         if inspect.isclass(fn):
             self._fn = self._fn()
+        self.at_once: int | None = getattr(fn, "at_once", None)
         self.arity = _arity(*list_columns(self._fn))
         self._is_async = any(map(inspect.iscoroutinefunction, (fn, type(self._fn).__call__)))
         self._threads = ThreadPool()
@@ -77,9 +79,13 @@ class NestedFunction:
 
     def _to_number(self, value: Any) -> float:
         value = value["reward"] if isinstance(value, dict) and "reward" in value else value
-        if not hasattr(value, "__float__") or getattr(value, "ndim", 0) or not math.isfinite(value):
-            raise ValueError(f"'{self.name}' returned {value!r:.80}; expected a finite number")
-        return float(value)
+        try:
+            number = float(value) if hasattr(value, "__float__") and not getattr(value, "ndim", 0) else math.nan
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ValueError(f"'{self.name}' returned {quote(value)}; expected a finite number")
+        return number
 
 
 async def _gather(awaitables: Sequence[Any]) -> list[Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from coalign.rewards.checker import AT_ONCE, check
 from coalign.rewards.nested import NestedFunction, ValueFunction
 from coalign.types import Sample
 
@@ -36,9 +39,45 @@ def contains(sample: Sample, *, answer_key: str = "answer", ignore_case: bool = 
     return float(answer.lower() in response.lower() if ignore_case else answer in response)
 
 
-def regex(sample: Sample, *, pattern: str) -> float:
-    """1.0 if the whole response matches ``pattern`` (Python's re; a dot matches line ends too): a format reward."""
-    return float(re.fullmatch(pattern, sample.response.strip(), re.DOTALL) is not None)
+def f1(sample: Sample, *, answer_key: str = "answer") -> float:
+    """The harmonic mean of precision and recall of the response's words, as SQuAD counts them (1606.05250, sec. 6.1).
+
+    In lower case, without punctuation and English articles. A row with a list of truths counts the best of them. 0.0 if
+    either has no words. A long response that also has the answer is worth little, unlike with ``contains``.
+    """
+    read_truth(sample, answer_key)
+    truths = sample.meta[answer_key]
+    said = _count_words(sample.response)
+    values = [0.0]
+    for truth in truths if isinstance(truths, (list, tuple)) else [truths]:
+        meant = _count_words(str(truth))
+        if shared := (said & meant).total():
+            values.append(2 * shared / (said.total() + meant.total()))
+    return max(values)
+
+
+def _count_words(text: str) -> Counter[str]:
+    words = re.sub(r"[^\w\s]|_", "", text.lower()).split()
+    return Counter(word for word in words if word not in ("a", "an", "the"))
+
+
+async def regex(sample: Sample, *, pattern: str) -> float:
+    """1.0 if the whole response matches ``pattern`` (Python's re; a dot matches line ends too): a format reward.
+
+    0.0 if five seconds do not decide it: with two `.*?` a pattern can take hours, and nothing could interrupt it here.
+    """
+    _check_pattern(pattern=pattern)
+    return float(await asyncio.to_thread(check, "pattern", pattern, sample.response.strip()))
+
+
+def _check_pattern(*, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"regex: pattern is {pattern!r}: {error}") from None
+
+
+regex.at_once, regex.check = AT_ONCE, _check_pattern
 
 
 def tags(
@@ -135,6 +174,7 @@ class CosineLength:
         threshold: float = 0.5,
     ) -> None:
         self._by = NestedFunction(by)
+        self.at_once = self._by.at_once
         self._limit, self._right, self._wrong = max_tokens, right, wrong
         self._exceeded, self._threshold = exceeded, threshold
 

@@ -52,7 +52,7 @@ HEAVY = {
     "vllm": "backends/engines/vllm/",
     "megatron": "backends/megatron/",
     "deepspeed": "backends/deepspeed.py",
-    "math_verify": "rewards/symbolic.py",
+    "latex2sympy2_extended": "rewards/checks.py",  # math-verify's parser
     "httpx2": "rewards/remote.py",
     "uvicorn": "commands/serve.py",
     "starlette": "commands/serve.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from itertools import pairwise
@@ -135,5 +136,5 @@ def test_rewards(played):
 
 
 def value(sample: Sample) -> float:
-    answer = math(sample)
+    answer = asyncio.run(math(sample))
     return answer["reward"] if isinstance(answer, dict) else answer

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from coalign.rewards.calls import GiveUp, RewardCaller, RewardError, RewardFailure, RewardFunction, TryLater
+from coalign.rewards.calls import (
+    GiveUp,
+    RewardCaller,
+    RewardError,
+    RewardFailure,
+    RewardFunction,
+    TryLater,
+    read_outcomes,
+)
 from coalign.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
@@ -357,3 +365,18 @@ def test_an_async_function_may_bound_its_calls(caller):
     narrow = Narrow()
     # What waits for its turn does not spend its timeout: 30 calls of 0.05 s, one after the other, each within 1 s.
     assert values(score(caller, narrow, SAMPLES * 5, timeout=1.0)) == [1.0] * 30 and narrow.most == 1
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**5000), {"reward": 1.0, "length": 10**400}], ids=range(3))
+def test_a_huge_integer_is_a_failure(value):
+    (outcome,) = read_outcomes(RewardFunction("huge", lambda sample: value), value, 1)
+    assert outcome.reason == "not_finite"
+
+
+def test_what_has_no_short_form_is_a_failure():
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    for value in (nested, [10**5000], {"reward": nested}):
+        (outcome,) = read_outcomes(RewardFunction("odd", abs), value, 1)
+        assert outcome.reason == "wrong_type" and len(str(outcome)) < 300

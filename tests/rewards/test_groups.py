@@ -12,6 +12,7 @@ from coalign.config.schema import RewardConfig
 from coalign.rewards import Tournament, pairwise
 from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction
 from coalign.rewards.groups import Comparison, bradley_terry, swiss_round, win_rates
+from coalign.rewards.nested import NestedFunction
 from tests.rewards.samples import sample
 
 HERE = "tests.rewards.test_groups:"
@@ -120,8 +121,8 @@ def test_an_odd_group_and_given_rounds(caller):
     ("returned", "message"),
     [
         ("none", "returned None; expected a finite number"),
-        ("text", "returned '1'; expected a finite number"),
-        ("nan", "returned nan; expected a finite number"),
+        ("text", "returned str '1'; expected a finite number"),
+        ("nan", "returned float nan; expected a finite number"),
         ("two", "returned 2; expected the first one's share of the win, from 0 to 1"),
         ("below", "returned -0.1; expected the first"),
     ],
@@ -239,3 +240,8 @@ def test_of_an_odd_number_each_sits_out_once():
 def test_after_all_have_met_there_are_rematches():
     games = [Comparison(i, j, 0.5) for i, j in combinations(range(4), 2)]
     assert sorted(i for pair in swiss_round(games, 4) for i in pair) == [0, 1, 2, 3]
+
+
+def test_a_huge_integer_is_named():
+    with pytest.raises(ValueError, match="expected a finite number"):
+        NestedFunction({"fn": "contains"})._to_number(10**5000)

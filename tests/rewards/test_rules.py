@@ -1,8 +1,10 @@
 """The one-line rewards."""
 
+import asyncio
+
 import pytest
 
-from coalign.rewards import contains, exact_match, length_penalty, regex, tags
+from coalign.rewards import contains, exact_match, f1, length_penalty, regex, tags
 from tests.rewards.samples import sample
 
 
@@ -24,10 +26,39 @@ def test_missing_truth_names_the_key_and_what_there_is(rule):
         rule(sample("x", answer=None))
 
 
+def match(one, pattern):
+    return asyncio.run(regex(one, pattern=pattern))
+
+
 def test_regex_must_match_the_whole_response():
     pattern = r"<think>.*</think>\s*<answer>.+</answer>"
-    assert regex(sample("<think>a\nb</think>\n<answer>5</answer>\n"), pattern=pattern) == 1.0
-    assert regex(sample("<think>a</think> <answer>5</answer> and more"), pattern=pattern) == 0.0
+    assert match(sample("<think>a\nb</think>\n<answer>5</answer>\n"), pattern=pattern) == 1.0
+    assert match(sample("<think>a</think> <answer>5</answer> and more"), pattern=pattern) == 0.0
+
+
+def test_a_pattern_that_takes_hours_is_not_matched_and_a_wrong_one_refused(monkeypatch):
+    monkeypatch.setattr("coalign.rewards.checker.SECONDS", 0.5)
+    assert match(sample("a" * 60 + "b"), pattern="(a|aa)+") == 0.0
+    with pytest.raises(ValueError, match=r"regex: pattern is '\(': missing \)"):
+        match(sample("a"), pattern="(")
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("Paris", "paris.", 1.0),
+        ("The Eiffel Tower!", "an Eiffel tower", 1.0),
+        ("in Paris, France", "Paris", 0.5),
+        ("Rome", "Paris", 0.0),
+        ("", "Paris", 0.0),
+        ("the", "a", 0.0),
+        ("b b", "b", 2 / 3),
+        ("London", ["Paris", "London"], 1.0),
+        ("1789", 1789, 1.0),
+    ],
+)
+def test_f1(response, truth, expected):
+    assert f1(sample(response, answer=truth)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (300, -1.0)])

@@ -1,0 +1,111 @@
+"""Checks of what a model wrote, in processes that can be killed: mathematics, literals, patterns.
+
+A response can hold anything, such as `9^{9^{9^9}}` or a literal of a million brackets. Reading it then takes hours
+inside one C call, which holds the interpreter's lock and which no signal or deadline can interrupt. So a process of its
+own reads it (`checks.py`), with limits of time and memory. A check that meets one is False: a verdict, not an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SECONDS = 5.0  # for one check; usual ones take milliseconds
+AT_ONCE = min(8, os.cpu_count() or 1)  # processes of a kind; more would slow each other down
+_START_SECONDS = 60.0  # importing sympy on a busy machine
+_SCRIPT = Path(__file__).with_name("checks.py")
+
+
+class CheckerMissing(ModuleNotFoundError):
+    """A check needs a package that is not installed."""
+
+
+def read_literal(text: str) -> Any:
+    """The value of a Python literal. Raises ValueError for what is none, or takes more than a second to read."""
+    if not check("literal", text, seconds=1.0):
+        raise ValueError("no Python literal, or one that takes too long to read")
+    return ast.literal_eval(text)
+
+
+def check(name: str, *arguments: Any, seconds: float | None = None) -> bool:
+    """Make a check of `checks.py` with JSON arguments; False if it takes more than ``seconds`` or too much memory.
+
+    Waits for a free process. Thread-safe; an event loop calls it in a thread. Raises CheckerMissing.
+    """
+    checkers = _start_pool("math" if name == "math" else "text")
+    checker = checkers.get()
+    try:
+        return checker.ask(name, *arguments, seconds=seconds)
+    finally:
+        checkers.put(checker)
+
+
+@cache
+def _start_pool(kind: str) -> queue.LifoQueue[Checker]:
+    """The processes of this worker, started when needed; the one used last comes first."""
+    pool: queue.LifoQueue[Checker] = queue.LifoQueue()
+    for _ in range(AT_ONCE):
+        pool.put(Checker(kind))
+    return pool
+
+
+class Checker:
+    """The parent's end of one process: started at the first check, and again after it was killed or died."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask(self, name: str, *arguments: Any, seconds: float | None = None) -> bool:
+        """The result of a check; False if it takes more than ``seconds`` (SECONDS) or ends the process."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps([name, *arguments]) + "\n")
+            process.stdin.flush()
+            answer = self._answers.get(timeout=SECONDS if seconds is None else seconds)
+        except (queue.Empty, BrokenPipeError):
+            answer = ""
+        if not answer:
+            process.kill()
+            process.wait()
+            self._process = None
+        if answer == "missing\n":
+            raise CheckerMissing(
+                "this ground truth is an expression, and comparing those needs math-verify: pip install 'coalign[math]'"
+            )
+        return answer == "1\n"
+
+    def _start(self) -> subprocess.Popen[str]:
+        # -P: without it this folder leads the import path, and its modules could hide others.
+        has_algebra = self._kind == "math" and importlib.util.find_spec("latex2sympy2_extended") is not None
+        command = [sys.executable, "-P", str(_SCRIPT), "algebra" if has_algebra else "plain"]
+        self._process = process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answers = queue.SimpleQueue()
+        threading.Thread(target=_forward, args=(process.stdout, self._answers), daemon=True).start()
+        try:
+            ready = self._answers.get(timeout=_START_SECONDS) == "ready\n"
+        except queue.Empty:
+            ready = False
+        if not ready:
+            process.kill()
+            self._process = None
+            raise RuntimeError(f"a checker did not start; run `{' '.join(command)}` to see why")
+        return process
+
+
+def _forward(lines: Iterable[str], answers: queue.SimpleQueue[str]) -> None:
+    for line in lines:
+        answers.put(line)
+    answers.put("")
