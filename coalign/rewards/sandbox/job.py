@@ -1,8 +1,8 @@
 """One run of untrusted code in a process of its own: first the limits, then the code, then the question about it.
 
 A job has ``code`` (Python source) and perhaps ``test``, statements that run after it. If these reach their end the
-answer is ``token`` and a list of the values, as literals, that they passed to ``ANSWER_NAME``. Without a test the code is
-a program, judged by its output.
+answer is ``token`` and a list of the values, as literals, that they passed to ``ANSWER_NAME``. Without a test the code
+is a program, judged by its output.
 """
 
 from __future__ import annotations

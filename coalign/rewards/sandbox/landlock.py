@@ -25,7 +25,7 @@ def apply(*, readable: Iterable[str], writable: Iterable[str], removable: bool) 
     Paths that do not exist are skipped. ``removable``: files in the writable ones can be removed and renamed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(_CREATE, None, 0, _ASK_VERSION)
+    version = find_version(libc)
     if version < 1:
         return False
     handled = (1 << next(count for since, count in _HANDLED if version >= since)) - 1
@@ -43,6 +43,11 @@ def apply(*, readable: Iterable[str], writable: Iterable[str], removable: bool) 
     done = libc.syscall(_RESTRICT, ruleset, 0) == 0
     os.close(ruleset)
     return done
+
+
+def find_version(libc: ctypes.CDLL) -> int:
+    """What this kernel's Landlock can do; below 1 if it has none."""
+    return libc.syscall(_CREATE, None, 0, _ASK_VERSION)
 
 
 def _add(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:

@@ -107,7 +107,7 @@ def _program(column: int, arch: int, *, fork: bool, threads: bool, unnamed: bool
         "vfork": [_allow() if fork else _refuse(errno.EAGAIN)],
         "execve": [start],  # would also undo the signal that ends the job with its supervisor
         "execveat": [start],
-        # Copies, and flags of the file. Anything else sets who gets which signal (F_SETOWN, F_SETSIG) or locks the file.
+        # Copies, and flags of the file. Anything else sets who gets which signal (F_SETOWN, F_SETSIG), or locks.
         "fcntl": [
             *_argument(1),
             *_if(_EQUAL, _DUPLICATE_CLOSED, _allow()),

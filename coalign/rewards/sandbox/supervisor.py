@@ -139,8 +139,7 @@ def _is_over_limit(folder: str, most: int) -> bool:
     files = total = 0
     for entry in os.scandir(folder):
         files += 1
-        with suppress(FileNotFoundError):  # the job may just have removed it
-            total += entry.stat(follow_symlinks=False).st_size
+        total += entry.stat(follow_symlinks=False).st_size
     return files > _FILES or total > most
 
 
