@@ -203,7 +203,8 @@ def report_of(test, answer):
 
 
 def test_the_expected_values_of_a_check_stay_outside():
-    (test,) = read_tests(f"{HUMAN_EVAL}    assert [line.strip() for line in test.request["test"].splitlines() if line] == [
+    (test,) = read_tests(f"{HUMAN_EVAL}    assert True, 'This prints'\n    print(candidate(3))\n", "double")
+    assert [line.strip() for line in test.request["test"].splitlines() if line] == [
         "METADATA = {}",
         "def check(candidate):",
         *("__answer__(candidate(1))", "__answer__(candidate(2))", "print(candidate(3))"),
