@@ -47,8 +47,9 @@ async def code(
       regard to whitespace; with `fn_name` in the latter, arguments and results of that function or `Solution` method.
 
     Each test is a process of its own with ``seconds`` of wall-clock time. Tests not begun within ``total_seconds`` have
-    failed (keep it below the reward's `timeout`). SandboxLimits describes the other limits. ``packages`` allows imports
-    of installed packages. ``require`` lists what this machine must be able to limit; to ask for less is a risk.
+    failed (keep both together below the reward's `timeout`). SandboxLimits describes the other limits. ``packages``
+    allows imports of installed packages. ``require`` lists what this machine must be able to limit; to ask for less is
+    a risk.
 
     Also logs `solved` (1.0 if all passed), `timed_out` (1.0 if a test ran out of time) and `forgeable`, the share of
     the row's tests that are judged beside the code. Raises KeyError or ValueError for a row without usable tests,

@@ -159,8 +159,8 @@ def _packages() -> list[str]:
     return list(dict.fromkeys([paths["purelib"], paths["platlib"]]))
 
 
-# The limits by name: code whose function `is_limited` attacks the limit, and what the machine needs to enforce it. Where
-# the limit is missing the attack succeeds, so it may hit nothing but this sandbox: its supervisor, its folder, PATH.
+# The limits by name: code whose function `is_limited` attacks the limit, and what the machine needs to enforce it.
+# Where the limit is missing the attack succeeds, so it may hit nothing but its own supervisor, its folder, and PATH.
 _FILTER = "a seccomp filter on x86_64 or aarch64"
 _REFUSED = """
 import ctypes, fcntl, os, signal, socket, struct
