@@ -136,8 +136,10 @@ def broken_call_agent(client, row):
 
 
 def test_a_call_that_cannot_be_read_stays_text():
-    one, outcome = agents("broken_call_agent", "<tool_call>{oops</tool_call>")
-    assert outcome.error is None and one.counts["tool_failed/bad_json"] == 1
+    deep = '<tool_call>{"name": "add", "arguments": {"{oops": ' + "[" * 90 + "]" * 90 + "}}</tool_call>"
+    for call in ("<tool_call>{oops</tool_call>", deep):
+        one, outcome = agents("broken_call_agent", call)
+        assert outcome.error is None and one.counts["tool_failed/bad_json"] == 1
 
 
 def post(address: str, body: dict) -> dict:

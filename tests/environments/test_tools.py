@@ -93,9 +93,13 @@ def test_calls_in_the_form_of_hermes():
     assert [(call.name, call.arguments) for call in calls] == [("a", {"x": 1}), ("b", {})]
     assert rest == "I ask."
     assert hermes(turn("no call")) == ("no call", [])
-    for wrong in ('{"name": 3}', "{", '["a"]', '{"name": "a", "arguments": [1]}', ""):
+    arguments = ("[" * 2000 + "]" * 2000, '{"a":' * 500 + "0" + "}" * 500, "9" * 5000, '"\\ud800"')
+    hostile = [f'{{"name": "a", "arguments": {{"x": {one}}}}}' for one in arguments]
+    for wrong in ('{"name": 3}', "{", '["a"]', '{"name": "a", "arguments": [1]}', "", *hostile):
         _, [call] = hermes(turn(f"<tool_call>{wrong}</tool_call>"))
         assert call.error.reason == "bad_json"
+    shallow = hostile[0].replace("[" * 2000, "[" * 60).replace("]" * 2000, "]" * 60)
+    assert hermes(turn(f"<tool_call>{shallow}</tool_call>"))[1][0].error is None
     cut = Turn('<tool_call>{"name": "a"}', '<tool_call>{"name": "a"}', [1], Status.OK)  # by a stop string
     assert hermes(cut)[1][0].name == "a"
 
@@ -141,10 +145,15 @@ def test_calls_of_one_turn_run_side_by_side():
     assert results == ['{"other": "a"}', '{"other": "b"}']
 
 
+NESTED = '<tool_call>{{"name": "lookup", "arguments": {{"word": {}{}}}}}</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("call", "reason", "told"),
     [
         ("<tool_call>{oops</tool_call>", "bad_json", "no valid JSON"),
+        (NESTED.format("[" * 200, "]" * 200), "bad_json", "more than 64 levels"),
+        (NESTED.format('"\\ud800', '"'), "bad_json", "surrogates not allowed"),
         (said(ask("search", q="x")), "unknown_tool", "there is no tool 'search'; there are: calculator, lookup"),
         (said(ask("lookup")), "bad_arguments", "argument 'word': Field required"),
         (said(ask("lookup", word="a", kind="c")), "bad_arguments", "argument 'kind'"),

@@ -2,12 +2,15 @@
 
 import asyncio
 import sys
+import time
 
 import pytest
 
 from coalign.rewards.calls import RewardFunction
-from coalign.rewards.code import code, extract_code, read_tests
+from coalign.rewards.code import code, extract_code
+from coalign.rewards.code_tests import read_tests
 from coalign.rewards.sandbox import sandbox
+from coalign.rewards.sandbox.sandbox import SandboxResult
 from tests.rewards.samples import sample
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs Linux")
@@ -99,17 +102,29 @@ FORGERIES = {
     "no assertions": "import builtins\nbuiltins.AssertionError = BaseException\ndef double(x): return 0",
     "no tests": "import os\nfor f in os.listdir('.'): os.remove(f)\ndef double(x): return 0",
     "kill": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos._exit(0)",
+    "exec": "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef double(x): return 0",
+    "compile": "import builtins\nreal = compile\nbuiltins.compile = lambda s, f, m, *a: real('0', f, m)\ndouble = id",
+    "harness": "import __main__\n__main__.main.__globals__['job'].exec = lambda *a: None\ndef double(x): return 0",
+    "repr": "import builtins\nbuiltins.repr = lambda x: 'True'\ndef double(x): return 0",
+    "built-ins": "import builtins\nfor k in ('abs', 'all', 'set'): setattr(builtins, k, bool)\ndouble = abs",
     "swallow": "import sys\nsys.excepthook = lambda *_: sys.exit(0)\ndef double(x): return 0",
 }
 
 
+HUMAN_EVAL = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 4\n"
+TESTS = {
+    "value": ASSERTS[:1],
+    "program": "import math\nassert double(1) == 2 and double(2) == 4",
+    "check": HUMAN_EVAL,
+    "loop": "for x in (1, 2):\n    assert double(x) == 2 * x, abs(x)",
+}
+
+
 @linux
-@pytest.mark.parametrize(
-    "tests", [ASSERTS[:1], "import math\nassert double(1) == 2 and double(2) == 4"], ids=["value", "run"]
-)
+@pytest.mark.parametrize("tests", TESTS.values(), ids=TESTS)
 def test_a_verdict_cannot_be_forged(tests):
     # Statements that run beside the code do meet its own objects: there, overloading `==` works, as anywhere.
-    tried = [name for name in FORGERIES if name != "equal to all" or isinstance(tests, list)]
+    tried = [name for name in FORGERIES if name != "equal to all" or tests != TESTS["loop"]]
     rewards = score([FORGERIES[name] for name in tried], tests)
     assert dict(zip(tried, rewards, strict=True)) == dict.fromkeys(tried, 0.0)
     assert score(RIGHT, tests) == 1.0
@@ -125,7 +140,7 @@ def test_a_test_that_hangs_fails_alone():
 def test_time_for_all_tests_together_runs_out():
     row = sample("while True: pass", tests=["assert True"] * 50)
     scored = asyncio.run(code(row, seconds=0.2, total_seconds=0.3))
-    assert scored == {"reward": 0.0, "solved": 0.0, "timed_out": 1.0}
+    assert scored == {"reward": 0.0, "solved": 0.0, "timed_out": 1.0, "forgeable": 1.0}
 
 
 @linux
@@ -138,6 +153,85 @@ def test_many_samples_at_once():
     assert RewardFunction("code", code).at_once >= 1
 
 
+JUDGED = [  # an assert; a value that is right, and one that is wrong; None if it has to be judged beside the code
+    ("assert f(1) == 2", "2", "3"),
+    ("assert 2 == f(1)", "2", "(2,)"),
+    ("assert f(1) == (1, 2)", "(1, 2)", "[1, 2]"),
+    ("assert f(1) != 2", "3", "2"),
+    ("assert 0 < f(1) <= 5", "5", "0"),
+    ("assert f(1) is None", "None", "0"),
+    ("assert f(1) is not True", "1", "True"),
+    ("assert f(1) in (3, 4)", "4", "5"),
+    ("assert 'a' in f(1)", "'cat'", "5"),
+    ("assert set(f(1)) == set([1, 2])", "{1, 2}", "[1, 2]"),
+    ("assert sorted(f(1)) == sorted((2, 1))", "[1, 2]", "(1, 2)"),
+    ("assert f(1) == -float('inf')", "-1e999", "0"),
+    ("assert abs(f(1) - 0.5) < 1e-6, 'near'", "0.5000000001", "0.6"),
+    ("assert abs(0.5 - f(1)) < 1e-6", "0.5", "'a'"),
+    ("assert math.fabs(f(1) - 10**400) < 1", None, None),
+    ("assert math.isclose(f(1), 2.0, rel_tol=0.1)", "2.1", "3"),
+    ("assert math.isclose(f(1), 2.0)", "2", "10" * 400),
+    ("assert f(1)", "True", "False"),
+    ("assert not f(1)", "False", "True"),
+    ("assert f(1) and f(2) == 2", "True, 2", "True, 3"),
+    ("assert True", "", "1"),
+    ("assert f(1) == f(2)", None, None),
+    ("assert all(f(x) == 1 for x in range(3))", None, None),
+    ("assert f(1) - 2 == 0", None, None),
+    ("assert np.allclose(f(1), [1.0])", None, None),
+    ("assert isinstance(f(1), int)", None, None),
+    ("assert f(1) is 5", None, None),
+    ("assert f(1) == 2 or f(1) == 3", None, None),
+    ("for x in (1, 2): assert f(x) == x", None, None),
+    ("raise ValueError", None, None),
+]
+
+
+@pytest.mark.parametrize(("statement", "right", "wrong"), JUDGED)
+def test_what_is_judged_outside(statement, right, wrong):
+    (test,) = read_tests([statement])
+    verdict = {one: test.passes(report_of(test, f"[{one}]")) for one in (right, wrong)}
+    if right is None:
+        assert test.forgeable == (statement != "assert True") and test.request["test"] == statement
+    else:
+        assert verdict == {right: True, wrong: False}
+        assert not test.passes(report_of(test, "")) and not test.passes(SandboxResult("exit 0", "", f"[{right}]"))
+
+
+def report_of(test, answer):
+    return SandboxResult("exit 0", "", test.request["token"] + answer)
+
+
+def test_the_expected_values_of_a_check_stay_outside():
+    (test,) = read_tests(f"{HUMAN_EVAL}    assert True, 'This prints'\n    print(candidate(3))\n", "double")
+    assert [line.strip() for line in test.request["test"].splitlines() if line] == [
+        "METADATA = {}",
+        "def check(candidate):",
+        *("__answer__(candidate(1))", "__answer__(candidate(2))", "print(candidate(3))"),
+        "check(double)",
+    ]
+    assert not test.forgeable and test.passes(report_of(test, "[2, 4]"))
+    for wrong in ("[2, 5]", "[2]", "[2, 4, 4]", "[]", "[4, 2]"):
+        assert not test.passes(report_of(test, wrong))
+    returns = HUMAN_EVAL.replace("    assert candidate(2)", "    if skip: return\n    assert candidate(2)")
+    for beside in (returns, HUMAN_EVAL + "    for i in range(9): assert candidate(i) == 2 * i\n"):
+        assert read_tests(beside, "double")[0].forgeable
+
+
+@linux
+def test_what_a_function_is_called_does_not_matter():
+    """MBPP has tasks whose function hides a built-in."""
+    tests = ["assert sum(10, 15) == 6", "assert set(sorted(3)) == set((3, 4))", "assert not abs(1)"]
+    named = "def sum(a, b): return 6\ndef sorted(x): return [3, 4, 3]\ndef abs(x): return 0"
+    assert score(named, tests) == 1.0
+
+
+@linux
+def test_what_is_judged_beside_the_code_is_counted():
+    row = sample(RIGHT, tests=["assert double(2) == 4", "assert double(2) == double(2)"])
+    assert asyncio.run(code(row, **PATIENT))["forgeable"] == 0.5
+
+
 def test_rows_without_usable_tests_are_failures_of_the_reward():
     with pytest.raises(KeyError, match=r"no tests in 'tests'; it has \['answer'\] \(set tests_key\)"):
         asyncio.run(code(sample("x", answer=1)))
@@ -147,21 +241,67 @@ def test_rows_without_usable_tests_are_failures_of_the_reward():
         ([{"in": 1}], "expected a list"),
         ({"inputs": ["1"], "outputs": []}, "shorter"),
         ({"fn_name": "a.b", "inputs": [[1]], "outputs": [1]}, "name of a function"),
+        ({"fn_name": "class", "inputs": [[1]], "outputs": [1]}, "name of a function"),
+        ({"fn_name": 5, "inputs": [[1]], "outputs": [1]}, "name of a function"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "the list of its arguments"),
+        ({"inputs": 5, "outputs": 5}, "expected a list"),
+        ("[" * 10**5, "nested too deeply"),
     ):
         with pytest.raises(ValueError, match=message):
             read_tests(tests)
 
 
+HOSTILE = (
+    *("", "[" * 10**5, "-" * 10**5 + "1", "__import__('os')", "\0", "9" * 10**5, "f()", "1 +", "{[]: 1}", "{{}}", "5"),
+    *(
+        "{0x" + "f" * 10**4 + ": 1}",
+        "0x" + "f" * 10**4,
+        "1e999",
+        "\ud800",
+        "'\\N{x}'",
+        "b'\\xf'",
+        "1 if 1 else 2",
+        "*a",
+    ),
+)
+
+
 def test_hostile_answers_are_wrong_not_errors():
-    (test,) = read_tests(["assert f() == [1]"])
-    for answer in ("", "[" * 10**5, "-" * 10**5 + "1", "__import__('os')", "\0", "9" * 10**5, "f()", "1 +"):
-        assert not test.passes(sandbox.SandboxResult("exit 0", "", answer))
-    assert test.passes(sandbox.SandboxResult("exit 0", "", "[1]"))
+    tests = [
+        *read_tests(["assert f() == [1]", "assert abs(f() - 1.5) < 1", "assert 3 in f()", "assert 0 < f() < 5"]),
+        *read_tests({"fn_name": "f", "inputs": [[1]] * 3, "outputs": [1.5, {"a": 1.5}, [[1.5]]]}),
+    ]
+    for answer in HOSTILE:
+        assert not any(test.passes(report_of(test, f"[{answer}]")) for test in tests)
+        assert not any(test.passes(report_of(test, answer)) for test in tests)
+    assert tests[0].passes(report_of(tests[0], "[[1]]"))
+
+
+@linux
+def test_objects_that_cannot_be_read_are_wrong():
+    unhashable = "class Odd:\n    def __repr__(self): return '{[]: 1}'\ndef f(x): return Odd()"
+    huge = "def f(x): return 10 ** 400"
+    hexadecimal = "class Odd:\n    def __repr__(self): return '0x' + 'f' * 9999\ndef f(x): return {Odd(): 1}"
+    calls = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [1.5, {"a": 1}]}
+    assert score([unhashable, huge, hexadecimal, "f = 5", "raise KeyboardInterrupt"], calls) == [0.0] * 5
+
+
+@linux
+def test_an_interrupt_of_the_supervisor_is_a_verdict():
+    interrupt = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\n"
+    assert score([interrupt, interrupt.replace("os.getppid()", "0")], ASSERTS) == [0.0, 0.0]
+
+
+def test_blanks_do_not_freeze_the_reading_of_a_response():
+    begun = time.process_time()
+    for blank in ("```" + " " * 10**5 + "`", ("```" + " " * 100) * 10**3, "`" * 10**5, (" " * 10**3 + "\n") * 100):
+        assert extract_code(blank + "\nx")
+    assert time.process_time() - begun < 5
 
 
 def test_a_machine_that_cannot_keep_what_is_required(monkeypatch):
     monkeypatch.setattr(sandbox, "find_shortfalls", lambda processes: {"files": "Landlock"})
     with pytest.raises(
-        sandbox.LimitNotEnforceable, match=r"files \(needs Landlock\).*`require: \[network, memory, processes, time\]`"
+        sandbox.LimitNotEnforceable, match=r"files \(needs Landlock\).*`require: \[network, libraries, disk, signals, "
     ):
         asyncio.run(code(sample("x", tests=ASSERTS)))

@@ -15,17 +15,17 @@ _EXECUTE, _WRITE, _READ, _LIST = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REMOVE, _MAKE, _TRUNCATE, _DEVICE_CONTROL = 1 << 5, 1 << 8, 1 << 14, 1 << 15
 _OF_A_FILE = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE_CONTROL
 _READABLE = _EXECUTE | _READ | _LIST
-_WRITABLE = _WRITE | _READ | _LIST | _REMOVE | _MAKE | _TRUNCATE  # a flat folder of plain files: quick to clear
+_WRITABLE = _WRITE | _READ | _LIST | _MAKE | _TRUNCATE  # a flat folder of plain files: quick to clear
 _HANDLED = ((5, 16), (3, 15), (2, 14), (1, 13))  # rights on files: (from version, how many)
 
 
-def apply(*, readable: Iterable[str], writable: Iterable[str]) -> bool:
+def apply(*, readable: Iterable[str], writable: Iterable[str], removable: bool) -> bool:
     """Let this thread, and all that it starts, open only files beneath these paths; False if this kernel cannot.
 
-    Paths that do not exist are skipped.
+    Paths that do not exist are skipped. ``removable``: files in the writable ones can be removed and renamed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(_CREATE, None, 0, _ASK_VERSION)
+    version = find_version(libc)
     if version < 1:
         return False
     handled = (1 << next(count for since, count in _HANDLED if version >= since)) - 1
@@ -35,13 +35,19 @@ def apply(*, readable: Iterable[str], writable: Iterable[str]) -> bool:
     ruleset = libc.syscall(_CREATE, attributes, len(attributes), 0)
     if ruleset < 0:
         return False
-    for paths, rights in ((readable, _READABLE), (writable, _WRITABLE)):
+    in_own = _WRITABLE | _REMOVE if removable else _WRITABLE
+    for paths, rights in ((readable, _READABLE), (writable, in_own)):
         for path in filter(os.path.exists, paths):
             _add(libc, ruleset, path, rights & handled)
     libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     done = libc.syscall(_RESTRICT, ruleset, 0) == 0
     os.close(ruleset)
     return done
+
+
+def find_version(libc: ctypes.CDLL) -> int:
+    """What this kernel's Landlock can do; below 1 if it has none."""
+    return libc.syscall(_CREATE, None, 0, _ASK_VERSION)
 
 
 def _add(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:

@@ -46,7 +46,7 @@ class SandboxLimits:
     memory_mb: int = 512  # address space of each process
     processes: int = 1  # 1: it can start none, but 31 threads; n: processes and threads together
     output_kb: int = 256
-    file_mb: int = 16  # of all its files together (256 at most, in one folder without sub-folders)
+    file_mb: int = 16  # of all its files together (256 at most, in memory, in one folder without sub-folders)
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -58,7 +58,7 @@ class SandboxLimits:
 class SandboxResult:
     """How a run ended: ``exit N``, ``signal N``, or the limit it was killed for: ``seconds``, ``output``, ``files``.
 
-    ``answer`` is the requested value as a literal; empty if the code did not get that far.
+    ``answer`` is the token and the values, as a list of literals; empty if the code did not get that far.
     """
 
     ended: str
@@ -103,15 +103,13 @@ class Sandbox:
     async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._opened.aclose()
 
-    async def run(
-        self, code: str, *, stdin: str = "", evaluate: str = "", test: str = "", token: str = ""
-    ) -> SandboxResult:
-        """Run ``code`` (Python source), then evaluate an expression or run the statements ``test``.
+    async def run(self, code: str, *, stdin: str = "", test: str = "", token: str = "") -> SandboxResult:
+        """Run ``code`` (Python source), then the statements ``test``, which may call ``__answer__(value)``.
 
-        The answer is the value of ``evaluate``, or ``token`` if the statements reach their end. With neither, the code
-        is a program of its own (``__main__``). Raises SandboxError if the supervisor does not answer.
+        If they reach their end the answer is ``token`` and the list of these values. Without a test the code is a
+        program of its own (``__main__``). Raises SandboxError if the supervisor does not answer.
         """
-        task = {"code": code, "stdin": stdin, "evaluate": evaluate, "test": test, "token": token}
+        task = {"code": code, "stdin": stdin, "test": test, "token": token}
         await self._send(task)
         try:
             line = await asyncio.wait_for(self._stdout.readline(), self.limits.seconds + _PATIENCE)
@@ -162,34 +160,96 @@ def _packages() -> list[str]:
 
 
 # The limits by name: code whose function `is_limited` attacks the limit, and what the machine needs to enforce it.
-_ATTACKS = {
-    "network": (
-        """
-def is_limited():
-    import socket
-    for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
-        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-            try:
-                socket.socket(family, kind)
-                return False
-            except PermissionError:
-                pass
-    return True
-""",
-        "a seccomp filter on x86_64 or aarch64",
-    ),
-    "files": (
-        """
-def is_limited():
-    for path, mode in ((PATH, "r"), (PATH, "a"), (PATH + ".new", "w"), ("/proc/self/environ", "r")):
+# Where the limit is missing the attack succeeds, so it may hit nothing but its own supervisor, its folder, and PATH.
+_FILTER = "a seccomp filter on x86_64 or aarch64"
+_REFUSED = """
+import ctypes, fcntl, os, signal, socket, struct
+
+def are_refused(*attacks):
+    for attack in attacks:
         try:
-            open(path, mode)
+            attack()
             return False
         except PermissionError:
             pass
     return True
+"""
+_ATTACKS = {
+    "network": (
+        """
+FAMILIES, DATAGRAM, TIPC = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX), socket.SOCK_DGRAM, 30
+
+def is_limited():
+    return are_refused(
+        *(lambda f=f: socket.socket(f, socket.SOCK_STREAM) for f in FAMILIES),
+        *(lambda f=f: socket.socket(f, DATAGRAM) for f in FAMILIES),
+        lambda: socket.socketpair(socket.AF_UNIX, DATAGRAM),
+        lambda: socket.socketpair(TIPC, socket.SOCK_STREAM),
+    )
+""",
+        _FILTER,
+    ),
+    "files": (
+        """
+def is_limited():
+    return are_refused(*(lambda a=a: open(*a) for a in (
+        (PATH, "r"), (PATH, "a"), (PATH + ".new", "w"), ("/proc/self/environ", "r")
+    )))
 """,
         "Landlock (Linux 5.13 or newer, switched on)",
+    ),
+    "libraries": (
+        """
+def is_limited():
+    library, lock = open(os.__file__), struct.pack("hhqqi4x", fcntl.F_RDLCK, 0, 0, 0, 0)
+    open("own", "w").close()
+    libc = ctypes.CDLL(None, use_errno=True)
+    return are_refused(
+        lambda: os.open("own", os.O_RDONLY | os.O_TRUNC),
+        lambda: os.open(PATH, os.O_ACCMODE | os.O_TRUNC),
+        lambda: fcntl.flock(library, fcntl.LOCK_EX | fcntl.LOCK_NB),
+        lambda: fcntl.fcntl(library, fcntl.F_SETLK, lock),
+        lambda: fcntl.fcntl(library, fcntl.F_SETLEASE, fcntl.F_RDLCK),
+        lambda: fcntl.ioctl(library, 0x80086601, bytes(8)),  # FS_IOC_GETFLAGS, for all that change a file
+    ) and libc.syscall(437, -100, b"own", bytes(24), 24) < 0 and ctypes.get_errno() == 38  # openat2: ENOSYS
+""",
+        _FILTER,
+    ),
+    "disk": (
+        """
+def is_limited():
+    files = []
+    try:
+        for i in range(3):
+            files.append(open(str(i), "wb"))
+            for _ in range(DISK):
+                files[-1].write(bytes(2**20))
+            files[-1].flush()
+            os.remove(str(i))
+    except OSError:
+        return True
+    return False
+""",
+        "Landlock (Linux 5.13 or newer, switched on), or mounts in a user namespace",
+    ),
+    "signals": (
+        """
+def is_limited():
+    read, write = os.pipe()
+    parent = os.getppid()
+    try:
+        os.kill(parent, signal.SIGINT)
+    except OSError:
+        pass
+    return are_refused(
+        lambda: fcntl.fcntl(read, fcntl.F_SETOWN, parent),
+        lambda: fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL),
+        lambda: fcntl.fcntl(read, 15, struct.pack("ii", 1, parent)),  # F_SETOWN_EX, F_OWNER_PID
+        lambda: fcntl.fcntl(read, fcntl.F_NOTIFY, 0),
+        *(lambda c=c: fcntl.ioctl(read, c, struct.pack("i", parent)) for c in (0x8901, 0x8902, 0x5452)),
+    )
+""",  # FIOSETOWN, SIOCSPGRP, FIOASYNC
+        _FILTER,
     ),
     "memory": (
         """
@@ -205,7 +265,7 @@ def is_limited():
     "processes": (
         """
 def is_limited():
-    import os, time
+    import time
     for started in range(PROCESSES + 1):
         try:
             if not os.fork():
@@ -225,25 +285,31 @@ REQUIREMENTS = tuple(_ATTACKS)
 def find_shortfalls(processes: int = 1) -> dict[str, str]:
     """The REQUIREMENTS that a sandbox on this machine does not enforce, each with what it would need.
 
-    Attacks a sandbox to find out, which takes part of a second, the first time.
+    Attacks sandboxes to find out, which takes part of a second, the first time.
     """
     return asyncio.run(_shortfalls(processes))
 
 
 async def _shortfalls(processes: int) -> dict[str, str]:
-    generous = SandboxLimits(seconds=20.0, memory_mb=256, processes=processes)
+    generous = SandboxLimits(seconds=60.0, memory_mb=256, processes=processes, file_mb=4)
     with tempfile.NamedTemporaryFile(prefix="coalign-secret-") as secret:
-        constants = f"PATH, MEMORY, PROCESSES = {secret.name!r}, {generous.memory_mb}, {processes}"
-        missing = {}
-        async with Sandbox(generous) as sandbox, Sandbox(SandboxLimits(seconds=0.2)) as short:
-            for name, (attack, needed) in _ATTACKS.items():
-                if name == "time":
-                    kept = (await short.run(attack)).ended == "seconds"
-                else:
-                    kept = (await sandbox.run(constants + attack, evaluate="is_limited()")).answer == "True"
-                if not kept:
-                    missing[name] = needed
-    return missing
+        limits = (secret.name, generous.memory_mb, processes, generous.file_mb)
+        start = f"PATH, MEMORY, PROCESSES, DISK = {limits!r}{_REFUSED}"
+        return {name: needed for name, (_, needed) in _ATTACKS.items() if not await _is_kept(name, start, generous)}
+
+
+async def _is_kept(name: str, start: str, generous: SandboxLimits) -> bool:
+    """Whether a limit holds, against its attack in a sandbox of its own, which must be able to go on afterwards."""
+    attack, _ = _ATTACKS[name]
+    try:
+        if name == "time":
+            async with Sandbox(SandboxLimits(seconds=0.2)) as short:
+                return (await short.run(attack)).ended == "seconds"
+        async with Sandbox(generous) as sandbox:
+            answer = (await sandbox.run(start + attack, test="__answer__(is_limited())")).answer
+            return answer == "[True]" and (await sandbox.run("")).ended == "exit 0"
+    except SandboxError:
+        return False
 
 
 def require_limits(requirements: Collection[str], processes: int = 1) -> None:

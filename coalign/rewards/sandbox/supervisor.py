@@ -7,6 +7,7 @@ whole. Nothing of a job is in its memory before the job arrives, and it never le
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -21,48 +22,51 @@ import job
 import rights
 from job import ANSWER
 
-_POLL = 0.05  # seconds between checks of the folder
+_POLL = 0.01  # seconds between checks of a folder that has no size of its own
 _FILES = 256  # the most that a job may have
 _NULL = ANSWER + 1
 _CALLER = 0  # the file descriptor of its orders
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's handler would let a job interrupt process 1
     settings = json.loads(sys.stdin.buffer.readline())
     Path("/proc/self/oom_score_adj").write_text("1000")
     root = os.geteuid() == 0
     alone = rights.take_own_user_id()
     isolated = rights.isolate()
-    rights.die_with_parent()
-    if isolated and (first := os.fork()):
-        os.waitpid(first, 0)
-        return
-    rights.die_with_parent()
+    bounded = isolated and rights.mount_folder(settings["folder"], settings["file_mb"], _FILES)
+    rights.die_with_parent(os.pidfd_open(os.getppid()))
+    starter = os.pidfd_open(os.getpid())
+    if isolated:
+        if first := os.fork():
+            os.waitpid(first, 0)
+            return
+        rights.die_with_parent(starter)
+    rules = {"counted": alone if root else isolated, "isolated": isolated, "bounded": bounded}
     for line in sys.stdin.buffer:
-        report = _run(json.loads(line), settings, counted=alone if root else isolated, isolated=isolated)
+        report = _run(json.loads(line), settings, rules)
         sys.stdout.write(json.dumps(report) + "\n")
         sys.stdout.flush()
 
 
-def _run(task: dict[str, Any], settings: dict[str, Any], *, counted: bool, isolated: bool) -> dict[str, Any]:
+def _run(task: dict[str, Any], settings: dict[str, Any], rules: dict[str, bool]) -> dict[str, Any]:
     """How the job ended (`exit N`, `signal N`, or the limit that it was killed for), its output and its answer."""
     output, answer = os.pipe(), os.pipe()
-    stdin = os.memfd_create("stdin")
-    with open(stdin, "wb", closefd=False) as file:
-        file.write(task["stdin"].encode(errors="replace"))
-    os.lseek(stdin, 0, os.SEEK_SET)
+    stdin, supervisor = _file_of(task["stdin"]), os.pidfd_open(os.getpid())
     child = os.fork()
     if not child:
+        rights.die_with_parent(supervisor)
         _connect(stdin, output[1], answer[1])
-        job.apply_limits(settings, counted=counted, isolated=isolated)
+        job.apply_limits(settings, **rules)
         os.dup2(_NULL, 2)  # until here errors are the supervisor's, and shown
         job.run_code(task, settings["packages"])
         sys.exit()
-    for end in (stdin, output[1], answer[1]):
+    for end in (stdin, supervisor, output[1], answer[1]):
         os.close(end)
     written = {output[0]: bytearray(), answer[0]: bytearray()}
-    broken = _watch(child, written, settings)
-    status = _end(child, isolated)
+    broken = _watch(child, written, settings, bounded=rules["bounded"])
+    status = _end(child, rules["isolated"])
     for end in written:
         os.close(end)
     _clear(settings["folder"])
@@ -70,8 +74,20 @@ def _run(task: dict[str, Any], settings: dict[str, Any], *, counted: bool, isola
     return {"ended": broken or status, "output": printed, "answer": answered}
 
 
+def _file_of(text: str) -> int:
+    """A file in memory that cannot grow or change, at its beginning."""
+    file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(text.encode(errors="replace"))
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
 def _connect(stdin: int, output: int, answer: int) -> None:
-    """Make these the only open files of this process, besides stderr and the null device."""
+    """Make these the only open files of this process, besides stderr and the null device; leave the process group."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for source, target in ((stdin, 0), (output, 1), (answer, ANSWER)):
         os.dup2(source, target)
     os.dup2(os.open(os.devnull, os.O_WRONLY), _NULL)
@@ -80,14 +96,15 @@ def _connect(stdin: int, output: int, answer: int) -> None:
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)
 
 
-def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any]) -> str | None:
+def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any], *, bounded: bool) -> str | None:
     """Read what the job writes until it ends; the name of the limit that it broke, if any."""
     most, deadline = settings["output_kb"] << 10, time.monotonic() + settings["seconds"]
     end, reading = os.pidfd_open(child), list(written)
     try:
         while True:
             left = deadline - time.monotonic()
-            ready, _, _ = select.select([end, _CALLER, *reading], [], [], max(0.0, min(_POLL, left)))
+            pause = left if bounded else min(_POLL, left)
+            ready, _, _ = select.select([end, _CALLER, *reading], [], [], max(0.0, pause))
             if _CALLER in ready:  # the caller sends nothing while a job runs, so it has closed or died
                 return "abandoned"
             for source in set(ready) - {end}:
@@ -101,7 +118,7 @@ def _watch(child: int, written: dict[int, bytearray], settings: dict[str, Any]) 
                 return None
             if left <= 0:
                 return "seconds"
-            if _is_over_limit(settings["folder"], settings["file_mb"] << 20):
+            if not bounded and _is_over_limit(settings["folder"], settings["file_mb"] << 20):
                 return "files"
     finally:
         os.close(end)
@@ -122,8 +139,7 @@ def _is_over_limit(folder: str, most: int) -> bool:
     files = total = 0
     for entry in os.scandir(folder):
         files += 1
-        with suppress(FileNotFoundError):  # the job may just have removed it
-            total += entry.stat(follow_symlinks=False).st_size
+        total += entry.stat(follow_symlinks=False).st_size
     return files > _FILES or total > most
 
 
