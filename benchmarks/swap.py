@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from coalign.memory.arena import Arena
+from coalign.memory import Arena
 
 
 def main() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from coalign.backends.engines.request import Response
-from coalign.backends.engines.samples import begin_samples, extend_samples
+from coalign.backends.engines.request import Response, begin_samples, extend_samples
 from coalign.backends.scorers.judge import JudgeModule
 from coalign.data.batch import Batch
 from coalign.types import Status

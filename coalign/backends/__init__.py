@@ -16,7 +16,7 @@ CLASSES = {
     "vllm": "coalign.backends.engines.vllm.module:VLLMModule",
     "reward": "coalign.backends.scorers.reward:RewardModule",
     "judge": "coalign.backends.scorers.judge:JudgeModule",
-    "preference": "coalign.backends.scorers.preference:PreferenceModule",
+    "preference": "coalign.backends.scorers.judge:PreferenceModule",
     "cached": "coalign.backends.scorers.cached:CachedModule",
     "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",
 }

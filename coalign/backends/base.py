@@ -23,7 +23,7 @@ from coalign.backends.objective import Objective, groups_of
 from coalign.backends.optim import compute_learning_rate
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.memory.arena import PARTS, Arena
+from coalign.memory import PARTS, Arena
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, Stat, Stats, Total, merge_stats
 
@@ -44,7 +44,7 @@ class Module:
     for modules that mostly wait (rewards). ``adopts``: ``load_weights(…, adopt=True)`` uses the given tensors without a
     copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``adapters``: low-rank adapters can
     be sent or received beside the weights (Context.adapter_rank). ``needs``: for each method, the parts of the model
-    (coalign.memory.arena.PARTS) that it computes with; a method that is not listed needs all of them on the device.
+    (coalign.memory.PARTS) that it computes with; a method that is not listed needs all of them on the device.
     """
 
     spmd: ClassVar[bool] = False
@@ -128,7 +128,7 @@ class Module:
 
     def move(self, to: str, parts: Sequence[str]) -> None:
         """Move these parts to the ``host`` or to the ``device``. They come back bit for bit the same. Raises
-        coalign.memory.arena.OutOfDeviceMemory if they do not fit."""
+        coalign.memory.OutOfDeviceMemory if they do not fit."""
         if to == "host":
             self.arena.leave(self.context.model, parts, constant=self.constant)
         else:

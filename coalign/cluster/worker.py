@@ -28,7 +28,7 @@ from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, 
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
-from coalign.memory.arena import PARTS, Arena
+from coalign.memory import PARTS, Arena
 from coalign.roles import Context
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""An episode behind the interface of OpenAI's chat completions, so that agents written against that can be trained.
+"""An episode behind the interface of OpenAI's chat completions, and the environment of agents written against that.
 
 The client holds the episode, not the messages. Only the new messages of a request are rendered and appended; the
 policy's earlier turns keep the tokens that were sampled. The same interface is served over HTTP on this machine, for
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -16,7 +17,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from coalign.config.functions import bind, resolve
 from coalign.data.messages import get_text
+from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode, Turn
 from coalign.environments.parsers import ToolRequest, hermes
 from coalign.types import Status
@@ -253,3 +256,56 @@ async def _respond(completions: ChatCompletions, reader: asyncio.StreamReader) -
 
 def _error(status: HTTPStatus, message: str) -> tuple[HTTPStatus, dict[str, Any]]:
     return status, {"error": {"message": message, "type": "invalid_request_error", "code": status.value}}
+
+
+async def agent(
+    episode: Episode,
+    *,
+    run: str,
+    arguments: dict[str, Any] = {},  # noqa: B006  (never changed)
+    parser: str = "hermes",
+    serve_http: bool = False,
+) -> None:
+    """Run a user's function ``run(client, row, **arguments)`` with the policy behind ``client``.
+
+    ``run`` is the dotted path of a plain or async function. ``client.chat.completions.create(messages=…, tools=…)``
+    answers like OpenAI's client (to be awaited in an async function). With ``serve_http`` the function gets the address
+    of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. Every request must continue
+    the conversation: see coalign.environments.chat. A number that the function returns is the reward. ``parser`` is the
+    format of the model's tool calls.
+    """
+    fn = resolve(run, "coalign.environments.chat")
+    settings = bind(fn, arguments, "rollout.arguments")
+    client = ChatClient(episode, resolve(parser, "coalign.environments.parsers"))
+    if serve_http:
+        async with serve_chat(client.chat.completions) as address:
+            value = await call_function(fn, address, episode.row, **settings)
+    else:
+        suited = client if inspect.iscoroutinefunction(fn) else BlockingChatClient(client)
+        value = await call_function(fn, suited, episode.row, **settings)
+    if value is not None:
+        episode.reward(value)
+
+
+def _check_agent(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any], parser: str, **_: Any) -> None:
+    bind(resolve(run, "coalign.environments.chat"), arguments, "rollout.arguments")
+    resolve(parser, "coalign.environments.parsers")
+
+
+agent.check = _check_agent
+
+
+class BlockingChatClient:
+    """The client for a plain function in a thread: ``create`` returns the answer itself."""
+
+    def __init__(self, client: ChatClient) -> None:
+        self.chat = ChatResource(_BlockingCompletions(client, asyncio.get_running_loop()))
+
+
+class _BlockingCompletions:
+    def __init__(self, client: ChatClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._client, self._loop = client, loop
+
+    def create(self, **request: Any) -> ChatCompletion:
+        answer = self._client.chat.completions.create(**request)
+        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()

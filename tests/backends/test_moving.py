@@ -11,7 +11,7 @@ from coalign.backends.objective import Objective
 from coalign.backends.scorers.cached import CachedModule
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
-from coalign.memory.arena import PARTS, Arena, OutOfDeviceMemory
+from coalign.memory import PARTS, Arena, OutOfDeviceMemory
 from coalign.roles import Context
 from tests.backends.batches import rollout
 from tests.tiny import tiny_model_dir

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from coalign.backends.engines.episodes import EpisodeRunner
-from coalign.backends.engines.request import Request
-from coalign.backends.engines.samples import begin_samples
+from coalign.backends.engines.request import Request, begin_samples
 from coalign.backends.engines.sampling import Sampling
 from coalign.config.schema import RolloutConfig
 from coalign.data.batch import Batch

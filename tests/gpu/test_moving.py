@@ -9,7 +9,7 @@ from coalign.backends.engines.native.module import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
-from coalign.memory.arena import PARTS, Arena
+from coalign.memory import PARTS, Arena
 from coalign.roles import Context
 from tests.backends.batches import rollout
 from tests.tiny import tiny_model_dir

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from coalign.memory import arena as arena_module
-from coalign.memory.arena import Arena, OutOfDeviceMemory
+from coalign import memory as arena_module
+from coalign.memory import Arena, OutOfDeviceMemory
 
 KIB = 256  # floats
 

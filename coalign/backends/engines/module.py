@@ -16,8 +16,7 @@ from coalign.backends import lora, pretrained
 from coalign.backends.base import Module
 from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
 from coalign.backends.engines.episodes import EpisodeRunner
-from coalign.backends.engines.request import Request
-from coalign.backends.engines.samples import begin_samples, count_missing_groups, extend_samples
+from coalign.backends.engines.request import Request, begin_samples, count_missing_groups, extend_samples
 from coalign.backends.engines.sampling import Sampling
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch

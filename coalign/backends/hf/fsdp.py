@@ -1,6 +1,6 @@
 """Models of transformers in plain torch, in one process or sharded over several with FSDP2.
 
-Ranks can also share rows, layers and experts (coalign.backends.hf.ranks).
+Ranks can also share rows, layers and experts (coalign.backends.hf.parallel).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from transformers import PreTrainedModel
 from coalign.backends import checkpoint, optim, pretrained
 from coalign.backends.base import HEADS, Measure, Outputs
 from coalign.backends.engines.native import kernels
-from coalign.backends.hf import expert_parallel, float8, tensor_parallel
+from coalign.backends.hf import layers as float8
+from coalign.backends.hf import parallel as expert_parallel
+from coalign.backends.hf import parallel as tensor_parallel
 from coalign.backends.hf.heads import PackedModel
 from coalign.backends.hf.layers import check_compile, compile_layers
 from coalign.backends.hf.module import HuggingFaceModule
-from coalign.backends.hf.ranks import RankMeshes
+from coalign.backends.hf.parallel import RankMeshes
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout, pack
 from coalign.backends.optim import WeightAverage
@@ -48,17 +50,17 @@ class FSDPModule(HuggingFaceModule):
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         if config.fp8:
-            float8.check_device_type(device, f"models.{name}.fp8")
+            float8.check_float8_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
         super().check_model(model, config, name)
-        tensor_parallel.check_architecture(model, decoder_layers(model), config, name)
+        tensor_parallel.check_cuts(model, decoder_layers(model), config, name)
 
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         if config.fp8:
-            float8.check(device, f"models.{name}.fp8")
+            float8.check_float8(device, f"models.{name}.fp8")
         if config.compile:
             check_compile(device, f"models.{name}.compile")
         if config.optimizer.name == "adamw_8bit" and not config.frozen:
@@ -84,7 +86,7 @@ class FSDPModule(HuggingFaceModule):
         if self.context.world_size == 1:
             self.model = self._read(self.device)
             if self.config.fp8:
-                float8.convert_layers(decoder_layers(self.model.model))
+                float8.convert_to_float8(decoder_layers(self.model.model))
         else:
             join_process_group(self.context, host=self.config.cpu_offload)
             ranks = RankMeshes(self.config, self.device)
@@ -153,7 +155,7 @@ class FSDPModule(HuggingFaceModule):
         model = self._wrap(pretrained.build_skeleton(self.config, name=self.context.model))
         model.heads = rows.heads
         if self.config.fp8:
-            float8.convert_layers(decoder_layers(model.model))
+            float8.convert_to_float8(decoder_layers(model.model))
         cut(model, ranks)
         shard(model, ranks, self.compute_dtype, host=self.config.cpu_offload)
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)

@@ -26,7 +26,7 @@ from coalign.backends.optim import WeightAverage
 from coalign.backends.process_group import all_reduce_values, enforce_determinism
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.memory.transfer import get_storage
+from coalign.memory import get_storage
 from coalign.roles import Context
 
 # glibc maps larger blocks anew each time, page by page: larger activations made a step 13 % slower.

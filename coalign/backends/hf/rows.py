@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from coalign.backends.hf.collectives import AllToAll, Group, ScatterRows
 from coalign.backends.layout import Block, Layout
+from coalign.backends.process_group import AllToAll, Group, ScatterRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from coalign.backends import pretrained, process_group
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
-from coalign.backends.hf import float8
-from coalign.backends.megatron.partition import OWNED, partition_weights, read_sizes
-from coalign.backends.megatron.weights import HuggingFaceExport, WeightPartition
+from coalign.backends.hf import layers
+from coalign.backends.megatron.partition import OWNED, HuggingFaceExport, WeightPartition, partition_weights, read_sizes
 from coalign.backends.process_group import all_reduce_values
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -48,7 +47,7 @@ class MegatronModule(TrainableModule):
         for key, reason in _find_problems(config, device):
             raise ValueError(f"models.{name}.{key}{reason}")
         if config.fp8:
-            float8.check_device_type(device, f"models.{name}.fp8")
+            layers.check_float8_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
@@ -79,18 +78,19 @@ class MegatronModule(TrainableModule):
         Raises what the checks of Module raise, and ValueError, naming the model, for weights that do not fit.
         """
         self.check_before_setup()
-        from coalign.backends.megatron import build, ranks
+        from coalign.backends.megatron import build
+        from coalign.backends.megatron import build as ranks
 
         config, context = self.config, self.context
         with self._here():
             try:
                 te = build.uses_transformer_engine(config, self.device)
                 self.weights = partition_weights(config, context.world_size, te=te)
-                ranks.join(read_sizes(config), context)
+                ranks.join_ranks(read_sizes(config), context)
                 try:
                     self._build(te=te)
                 except BaseException:
-                    ranks.leave()
+                    ranks.leave_ranks()
                     raise
             except ValueError as problem:
                 raise ValueError(f"models.{context.model}: {problem}") from problem
@@ -137,10 +137,10 @@ class MegatronModule(TrainableModule):
         return self.optimizer
 
     def close(self) -> None:
-        from coalign.backends.megatron import ranks
+        from coalign.backends.megatron import build as ranks
 
         if hasattr(self, "pipeline"):
-            ranks.leave()
+            ranks.leave_ranks()
 
     # ---- verbs of TrainableModule
 
@@ -153,7 +153,7 @@ class MegatronModule(TrainableModule):
             return self._trained.step(self.learning_rate)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
-        from coalign.backends.megatron import ranks
+        from coalign.backends.megatron import build as ranks
 
         return all_reduce_values(values, op, self.device, ranks.get_data_group())
 
@@ -172,16 +172,16 @@ class MegatronModule(TrainableModule):
 
     def save(self, dir: str | Path) -> None:
         """Save in Megatron's format `torch_dist`, which any layout of ranks can read."""
-        from coalign.backends.megatron import checkpoint
+        from coalign.backends.megatron import training
 
         with self._here():
-            checkpoint.save(dir, self.pipeline, self._trained, self.progress)
+            training.save_checkpoint(dir, self.pipeline, self._trained, self.progress)
 
     def load(self, dir: str | Path) -> None:
-        from coalign.backends.megatron import checkpoint
+        from coalign.backends.megatron import training
 
         with self._here():
-            self.restore_progress(checkpoint.load(dir, self.pipeline, self._trained))
+            self.restore_progress(training.load_checkpoint(dir, self.pipeline, self._trained))
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         """Write the weights: each rank writes a file of those that it exports."""

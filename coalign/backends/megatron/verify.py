@@ -15,12 +15,16 @@ from torch import Tensor
 
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.layout import pack
-from coalign.backends.megatron import ranks
-from coalign.backends.megatron.config import create_transformer_config
+from coalign.backends.megatron import build
+from coalign.backends.megatron.build import create_transformer_config
 from coalign.backends.megatron.cpu import on_cpu
 from coalign.backends.megatron.model import PackedGPT
-from coalign.backends.megatron.partition import ParallelSizes
-from coalign.backends.megatron.weights import WeightPartition, choose_vocabulary_multiple, collect_tensors
+from coalign.backends.megatron.partition import (
+    ParallelSizes,
+    WeightPartition,
+    choose_vocabulary_multiple,
+    collect_tensors,
+)
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.weights.convert.huggingface import whole_shard
@@ -112,8 +116,8 @@ def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], token
 def join_as_single_rank() -> Iterator[None]:
     """Make this process the only rank."""
     with on_cpu():
-        ranks.join(ParallelSizes(), Context())
+        build.join_ranks(ParallelSizes(), Context())
         try:
             yield
         finally:
-            ranks.leave()
+            build.leave_ranks()

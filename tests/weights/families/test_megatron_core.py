@@ -108,11 +108,10 @@ MESHES += [
 def ours(config, mesh, rank, vocabulary):
     """Our model on this rank."""
     from coalign.backends.hf.heads import LanguageModelHead
-    from coalign.backends.megatron.config import create_transformer_config
+    from coalign.backends.megatron.build import create_transformer_config, seed_all
     from coalign.backends.megatron.cpu import on_cpu
     from coalign.backends.megatron.model import PackedGPT
     from coalign.backends.megatron.partition import ParallelSizes
-    from coalign.backends.megatron.ranks import seed_all
 
     sizes = ParallelSizes(mesh.tensor, mesh.pipeline, expert=mesh.expert, expert_tensor=mesh.expert_tensor)
     stage = mesh.at(rank).pipeline[0]

@@ -31,13 +31,19 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from coalign.backends import lora
 from coalign.backends.engines.contract import InferenceEngine, OnToken
 from coalign.backends.engines.request import Decoder
 from coalign.backends.engines.sampling import Sampling
-from coalign.backends.engines.vllm import adapters
 from coalign.backends.engines.vllm.module import check_known
 from coalign.backends.engines.vllm.session import CounterSampler, VLLMSession
-from coalign.backends.engines.vllm.worker import WeightLoader, WeightOutlet
+from coalign.backends.engines.vllm.worker import (
+    ADAPTER_REQUEST,
+    WeightLoader,
+    WeightOutlet,
+    adapter_capacity,
+    check_adapters,
+)
 from coalign.config.schema import ModelConfig
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
@@ -121,7 +127,7 @@ class VLLMEngine(InferenceEngine):
     @property
     def lora_request(self) -> LoRARequest | None:
         """What makes vLLM apply the adapters to a request."""
-        return adapters.REQUEST if self.adapter_rank else None
+        return ADAPTER_REQUEST if self.adapter_rank else None
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
@@ -192,7 +198,7 @@ class VLLMEngine(InferenceEngine):
         """Yield weights and adapters, add weights to ``taken``; raise ValueError for one that does not fit."""
         parts: dict[str, torch.Size] = {}
         for name, tensor in weights:
-            if self.adapter_rank and adapters.adapted_weight(name):
+            if self.adapter_rank and lora.PART in name:
                 parts[name] = tensor.shape
                 yield name, tensor.detach()
                 continue
@@ -203,7 +209,7 @@ class VLLMEngine(InferenceEngine):
                 raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(shape)}")
             taken.add(name)
             yield name, tensor.detach()
-        adapters.check_adapters(parts, self.shapes, self.adapter_rank or 0)
+        check_adapters(parts, self.shapes, self.adapter_rank or 0)
 
     def _check_complete(self, taken: set[str]) -> None:
         """Raise ValueError if weights are missing: the first time any.
@@ -250,7 +256,7 @@ def create_engine_arguments(
         "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
     }
     if adapter_rank:
-        arguments |= {"enable_lora": True, "max_lora_rank": adapters.adapter_capacity(adapter_rank, model)}
+        arguments |= {"enable_lora": True, "max_lora_rank": adapter_capacity(adapter_rank, model)}
     return EngineArgs(**arguments | (CPU if device == "cpu" else {}) | config.vllm)
 
 

@@ -1,26 +1,101 @@
-"""Tensor parallelism with sequence parallelism (1909.08053, 2205.05198), from the plan in a model of transformers.
+"""Tensor and expert parallelism from the plans in a model of transformers, and the device meshes of one model.
 
-Between two blocks (the attention and the feed-forward part of a layer) each rank has a part of the row. A block gathers
-the row, computes with some heads or columns, and sums its output over the ranks. So the gradient of a cut weight is
-complete on its rank, and the gradient of an uncut weight in a block is summed over the ranks. Experts are not cut but
-distributed (coalign.backends.hf.expert_parallel). `check_architecture` refuses what cannot be cut, before loading.
+Tensor parallelism comes with sequence parallelism (1909.08053, 2205.05198). Between two blocks (the attention and the
+feed-forward part of a layer) each rank has a part of the row. A block gathers the row, computes with some heads or
+columns, and sums its output over the ranks. So the gradient of a cut weight is complete on its rank, and the gradient
+of an uncut weight in a block is summed over the ranks. `check_cuts` refuses what cannot be cut, before loading.
+
+Experts are not cut but distributed: each rank holds some of them, and transformers sends tokens to theirs and back by
+two all-to-alls around their forward. No two ranks have the same token, so any ranks can share experts.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
-from coalign.backends.hf import expert_parallel
-from coalign.backends.hf.collectives import AllGather, Group, ReduceScatter
-from coalign.backends.hf.expert_parallel import find_experts, find_style
+from coalign.backends.process_group import AllGather, Group, ReduceScatter
 from coalign.config.schema import ModelConfig
+
+# A weight that is cut in two ways is gathered in two steps; torch warns so for each kind of tensor.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+class RankMeshes:
+    """The meshes of a model over all ranks of the default process group. Making one is a collective.
+
+    Neighbouring ranks communicate fastest, so they are numbered along the parts of a layer first (tensor), then the
+    parts of a row (context), the parts of a batch (data), and the copies of the sharded model (replicate).
+
+    The ``context`` × ``tensor`` ranks that compute a row together each hold a part of it between two layers, so no two
+    ranks have the same token, and every gradient is a sum over all ranks: of uncut weights over the mesh ``whole``, of
+    weights cut by ``tensor`` or ``expert`` over the shard dimension of ``layers`` or ``experts``. These three meshes
+    have a replicate dimension in front. Raises ValueError where the sizes do not divide the ranks.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        world, copies = dist.get_world_size(), config.dp_replicate
+        tensor, context, expert = config.tensor_parallel, config.context_parallel, config.expert_parallel
+        for key, ways in (("tensor_parallel × context_parallel", tensor * context), ("expert_parallel", expert)):
+            if world % (copies * ways):
+                raise ValueError(f"{world} ranks do not divide by dp_replicate × {key} = {copies} × {ways}")
+
+        def mesh(**sizes: int) -> DeviceMesh:
+            return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+        shards = world // copies
+        self.whole = mesh(replicate=copies, shard=shards)
+        self.layers = mesh(replicate=copies, shard=shards // tensor, tensor=tensor) if tensor > 1 else self.whole
+        self.experts = mesh(replicate=copies, shard=shards // expert, expert=expert) if expert > 1 else self.whole
+        # Ranks that compute one row together, and ranks that have other rows.
+        self.rows = mesh(data=world // (context * tensor), context=context, tensor=tensor)
+
+    def sharding(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The part of ``mesh`` that FSDP shards over; with copies, over the second of two dimensions."""
+        return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+
+
+DISPATCH, SLICED = "ep_dispatch_experts", "moe_tp_experts"  # styles in the plans of transformers
+
+
+def find_style(name: str, plan: dict[str, str]) -> str | None:
+    """What a model's ``plan``, whose keys are patterns (`layers.*.mlp.up_proj`), says about ``name``."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def find_experts(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that hold the stacked experts of a layer, according to the model's plans."""
+    modules = model.named_modules()
+    return [m for n, m in modules if find_style(n, model.ep_plan) == DISPATCH or find_style(n, model.tp_plan) == SLICED]
+
+
+def find_unfit_experts(model: PreTrainedModel, ways: int) -> str | None:
+    """Why the experts of a model cannot be distributed over so many ranks; None if they can."""
+    experts = [module for name, module in model.named_modules() if find_style(name, model.ep_plan) == DISPATCH]
+    if not experts and find_experts(model):
+        return f"the plans of transformers {__version__} cut experts and distribute none; those of 5.19 do"
+    if not experts:
+        return f"{type(model).__name__} has no experts to distribute"
+    counts = {cast(int, module.num_experts) for module in experts}
+    return None if not any(count % ways for count in counts) else f"it does not divide the {max(counts)} experts"
+
+
+def apply_expert_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Distribute the experts (on the meta device) of all layers over ``mesh``, which has one dimension."""
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism  # not in every version
+
+    apply_expert_parallelism(model, mesh, cast(Any, None), model.ep_plan)  # no mesh of tensor parallelism
+
 
 # How a plan of transformers cuts a linear layer: its outputs, its inputs, or not at all. The styles in WHOLE repair
 # gradients in transformers' own implementation; here they are right without.
@@ -133,14 +208,14 @@ def _apply_to_row(function: type[AllGather] | type[ReduceScatter], x: Tensor, gr
     return function.apply(x[0], group)[None]
 
 
-def check_architecture(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig, name: str) -> None:
+def check_cuts(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig, name: str) -> None:
     """Raises ValueError, naming the key of ``models.<name>``, for an architecture that cannot be cut as configured.
     ``model`` may be on the meta device; ``layers`` are its decoder layers."""
-    for key, reason in _problems(model, layers, config):
+    for key, reason in _find_problems(model, layers, config):
         raise ValueError(f"models.{name}.{key} is {getattr(config, key)}: {reason}")
 
 
-def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig) -> Iterator[tuple[str, str]]:
+def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig) -> Iterator[tuple[str, str]]:
     text = model.config.get_text_config()
     queries = text.num_attention_heads
     values = getattr(text, "num_key_value_heads", None) or queries
@@ -164,5 +239,5 @@ def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConf
             yield "context_parallel", f"the {own} heads of keys and values of a process do not divide over it"
     if config.compile and (ways > 1 or config.expert_parallel > 1):
         yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
-    if config.expert_parallel > 1 and (reason := expert_parallel.find_unfit_experts(model, config.expert_parallel)):
+    if config.expert_parallel > 1 and (reason := find_unfit_experts(model, config.expert_parallel)):
         yield "expert_parallel", reason
