@@ -12,7 +12,7 @@ CLASSES = {
     "fsdp": "coalign.backends.hf.fsdp:FSDPModule",
     "deepspeed": "coalign.backends.deepspeed:DeepSpeedModule",
     "megatron": "coalign.backends.megatron.module:MegatronModule",
-    "native": "coalign.backends.engines.native.module:NativeModule",
+    "native": "coalign.backends.engines.native.engine:NativeModule",
     "vllm": "coalign.backends.engines.vllm.module:VLLMModule",
     "reward": "coalign.backends.scorers.reward:RewardModule",
     "judge": "coalign.backends.scorers.judge:JudgeModule",

@@ -130,15 +130,15 @@ class Module:
         """Move these parts to the ``host`` or to the ``device``. They come back bit for bit the same. Raises
         coalign.memory.OutOfDeviceMemory if they do not fit."""
         if to == "host":
-            self.arena.leave(self.context.model, parts, constant=self.constant)
+            self.arena.offload(self.context.model, parts, constant=self.constant)
         else:
-            self.arena.enter(self.context.model, parts)
+            self.arena.reload(self.context.model, parts)
 
     def measure_memory(self) -> Mapping[str, int]:
         """Bytes on the device, by part of the model. Called after each call."""
         for part in PARTS:
             self.arena.settle(self.context.model, part, self.tensors(part))
-        return self.arena.held(self.context.model)
+        return self.arena.list_resident(self.context.model)
 
 
 class TrainableModule(Module):

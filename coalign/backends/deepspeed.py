@@ -22,7 +22,7 @@ from torch import Tensor
 from coalign.backends import optim
 from coalign.backends.base import Outputs
 from coalign.backends.checkpoint import get_weights
-from coalign.backends.hf.module import HuggingFaceModule
+from coalign.backends.hf.fsdp import HuggingFaceModule
 from coalign.backends.layout import Layout
 from coalign.backends.process_group import join_process_group
 from coalign.config.errors import suggest

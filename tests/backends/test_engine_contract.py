@@ -8,10 +8,10 @@ import pytest
 
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.request import PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import Sampling
+from coalign.config.schema import SamplingConfig
 from coalign.types import Status
 
-SAMPLING = Sampling(max_new_tokens=4, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=())
+SAMPLING = SamplingConfig(max_new_tokens=4)
 
 
 class CountingSession(GenerationSession):

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from coalign.backends.engines.request import Response
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentBatch, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
-from coalign.types import Status
+from coalign.types import Response, Status
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -13,15 +13,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken, Progress
-from coalign.backends.engines.request import Request, Response
-from coalign.backends.engines.sampling import Sampling
+from coalign.backends.engines.request import Request
+from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode, EpisodeLog
 from coalign.environments.loop import EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
 from coalign.roles import Context
-from coalign.types import TOKEN_COLUMNS, Max, Stat, Stats, Status, Total, merge_stats
+from coalign.types import TOKEN_COLUMNS, Max, Response, Stat, Stats, Status, Total, merge_stats
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class EpisodeRunner:
         self,
         engine: InferenceEngine,
         begun: Batch,
-        sampling: Sampling,
+        sampling: SamplingConfig,
         *,
         min_groups: int | None = None,
         progress: Progress | None = None,
@@ -116,7 +116,8 @@ class EpisodeRunner:
                     if not session.unfinished:
                         running.wait()
                         continue
-                    engine.advance(session)
+                    with engine.stepping():
+                        session.step()
                     if progress is not None:
                         progress(running.finished, len(episodes), session.tokens_chosen)
             finally:
@@ -128,7 +129,7 @@ class EpisodeRunner:
         }
         return _to_batch(begun, episodes), {**_merge_episode_stats(running.calls), **prefill}
 
-    def _create_episodes(self, begun: Batch, sampling: Sampling, policy: EnginePolicy) -> list[Episode]:
+    def _create_episodes(self, begun: Batch, sampling: SamplingConfig, policy: EnginePolicy) -> list[Episode]:
         if not torch.equal(begun.lengths, begun["prompt_length"].long()):
             name = getattr(self.environment.fn, "__name__", "")
             raise ValueError(

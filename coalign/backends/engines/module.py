@@ -17,7 +17,6 @@ from coalign.backends.base import Module
 from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
 from coalign.backends.engines.episodes import EpisodeRunner
 from coalign.backends.engines.request import Request, begin_samples, count_missing_groups, extend_samples
-from coalign.backends.engines.sampling import Sampling
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.types import Stats, Status
@@ -110,8 +109,7 @@ class RolloutModule(Module):
             self.load_weights(lora.export_merged(moved), version=0, adopt=True)
         samples = self.context.samples_per_prompt if samples is None else samples
         begun = prompts if "index" in prompts else begin_samples(prompts, samples)
-        fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()
-        sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
+        sampling = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
         min_groups = None if min_complete is None else count_missing_groups(begun, min_complete)
         if self.runner is not None:
             if parts > 1:

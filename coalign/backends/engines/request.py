@@ -14,9 +14,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.sampling import Sampling
+from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
-from coalign.types import TOKEN_COLUMNS, Status
+from coalign.types import TOKEN_COLUMNS, Response, Status
 
 Decoder = Callable[[Sequence[str]], Callable[[list[int]], str]]  # stop strings -> (token ids -> the text to search)
 _INCOMPLETE = "\ufffd"  # what a tokenizer prints for a character of which some bytes are missing
@@ -85,19 +85,6 @@ class Request:
         return self.begun if self.first_turn is None else len(self.prompt) - self.first_turn
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """tokens i32[R], logprobs f32[R], versions i32[R] of the chosen tokens.
-
-    OK after an end token or stop string, TRUNCATED at the limit or the end of the context, PARTIAL if cut before.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    versions: Tensor
-    status: Status
-
-
 OnDone = Callable[[int, Response], object]  # (which of the request's samples, from 0; its response)
 
 
@@ -113,7 +100,7 @@ class SubmittedRequest:
 
     @classmethod
     def plan(
-        cls, request: Request, sampling: Sampling, on_done: OnDone, *, vocabulary: int, context: int | None
+        cls, request: Request, sampling: SamplingConfig, on_done: OnDone, *, vocabulary: int, context: int | None
     ) -> Self:
         """Accept a request: decide after how many tokens its samples end, and with which status.
 
@@ -144,7 +131,7 @@ class SubmittedRequest:
         """The most tokens that a sample can have, its prompt included."""
         return len(self.request.prompt) + self.limit
 
-    def find_stops(self, sampling: Sampling, decoder: Decoder) -> StopFinder | None:
+    def find_stops(self, sampling: SamplingConfig, decoder: Decoder) -> StopFinder | None:
         """Create the StopFinder of one sample, which has seen the tokens begun; None if no string ends it."""
         request = self.request
         strings = sampling.stop if request.stop is None else request.stop

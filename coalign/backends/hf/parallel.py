@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel, __version__
 
+from coalign.backends.hf.heads import PackedModel
 from coalign.backends.process_group import AllGather, Group, ReduceScatter
 from coalign.config.schema import ModelConfig
 
@@ -241,3 +243,36 @@ def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: Mode
         yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
     if config.expert_parallel > 1 and (reason := find_unfit_experts(model, config.expert_parallel)):
         yield "expert_parallel", reason
+
+
+def cut_model(model: PackedModel, ranks: RankMeshes) -> None:
+    """Distribute the experts of a model without weights, and cut its layers."""
+    if ranks.experts is not ranks.whole:
+        apply_expert_parallel(model.model, ranks.experts["expert"])
+    if ranks.layers is not ranks.whole:
+        apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
+
+
+def shard_model(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:
+    """Apply FSDP2 to every decoder layer, separately to its distributed experts, and to the rest. Gradients are summed
+    over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's memory."""
+    offload = CPUOffloadPolicy(pin_memory=ranks.whole.device_type == "cuda") if host else OffloadPolicy()
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    experts = find_experts(model.model) if ranks.experts is not ranks.whole else []
+    groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
+    for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
+        sharded = fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def move_buffers(device: torch.device, module: nn.Module) -> None:
+    """Move buffers to where their module computes: they are not sharded."""
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = buffer.to(device)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of the classes in `_no_split_modules`. (Sharding replaces their class by a subclass.)"""
+    blocks = set(model._no_split_modules or ())
+    return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]

@@ -1,7 +1,7 @@
 """megatron-core models over packed rows: causal language models, and models with a scalar head.
 
 Layers are megatron-core's, with attention over packed rows, and own ones where it lacks one: a norm for models without
-Transformer Engine, layers whose attention and MLP read the same residual (GPT-NeoX, Falcon), and the router of DeepSeek,
+Transformer Engine, layers whose attention and MLP read the same residual (GPT-NeoX, Falcon), and DeepSeek's router,
 which chooses among groups of experts.
 """
 

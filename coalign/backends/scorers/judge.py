@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
 from coalign.config.functions import bind, resolve

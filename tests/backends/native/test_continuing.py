@@ -123,7 +123,8 @@ def run_with_arrivals(asked, after, sampling=helpers.SAMPLING, **settings):
                     request, lambda place, response, group=request.group: answers.update({(group, place): response})
                 )
             for _ in range(after):
-                engine.advance(run)
+                with engine.stepping():
+                    run.step()
     return answers, run
 
 
@@ -151,10 +152,12 @@ def test_what_is_cut_comes_back_as_it_is():
     with engine.open(helpers.SAMPLING) as run:
         kept = run.submit(first, lambda place, response: answers.update({(0, place): response}))
         cut = run.submit(second, lambda place, response: answers.update({(1, place): response}))
-        engine.advance(run)
+        with engine.stepping():
+            run.step()
         run.cut(cut)
         while run.unfinished:
-            engine.advance(run)
+            with engine.stepping():
+                run.step()
     assert not kept.cut
     assert [len(answers[0, i].tokens) for i in (0, 1)] == [12, 12]
     assert [len(answers[1, i].tokens) for i in (0, 1)] == [2, 2]

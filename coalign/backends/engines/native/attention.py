@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from coalign.backends.attention import UnsupportedAttention
+
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
 ROWS = 8  # the engine computes multiples of this many rows: vector loops then never end inside a row
 STRIDE = 16  # decode attends over a whole number of such column blocks
@@ -24,10 +26,6 @@ _ROWS_AT_ONCE = 64
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 REFUSAL = "the native engine cannot run {}: {}; use `module: vllm`"
-
-
-class UnsupportedAttention(NotImplementedError):
-    """A layer needs attention that this backend does not compute."""
 
 
 class KVCache:

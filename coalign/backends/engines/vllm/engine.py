@@ -34,7 +34,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from coalign.backends import lora
 from coalign.backends.engines.contract import InferenceEngine, OnToken
 from coalign.backends.engines.request import Decoder
-from coalign.backends.engines.sampling import Sampling
 from coalign.backends.engines.vllm.module import check_known
 from coalign.backends.engines.vllm.session import CounterSampler, VLLMSession
 from coalign.backends.engines.vllm.worker import (
@@ -44,7 +43,7 @@ from coalign.backends.engines.vllm.worker import (
     adapter_capacity,
     check_adapters,
 )
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, SamplingConfig
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
 REASON = 400  # characters of vLLM's error message that are shown: it may list all models that it supports
@@ -154,7 +153,7 @@ class VLLMEngine(InferenceEngine):
         self.llm.engine_core.shutdown()
 
     @contextmanager
-    def _start_session(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[VLLMSession]:
+    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[VLLMSession]:
         with closing(VLLMSession(self, sampling, on_token)) as session:
             yield session
 
