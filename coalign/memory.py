@@ -156,7 +156,9 @@ class Arena:
                     each.resident, each.saved = False, each.users.keys() <= unchanging
                     self._count(-each.size)
                 self._offloaded.update(keys)
-            release_cache(self.device)
+            if self.device.type == "cuda":  # other processes can have it
+                with torch.cuda.device(self.device):
+                    torch.cuda.empty_cache()
             return sum(each.size for each in going)
 
     def reload(self, model: str, parts: Sequence[str]) -> int:
@@ -285,13 +287,6 @@ def copy_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
                 yield
         finally:
             stream.synchronize()
-
-
-def release_cache(device: torch.device) -> None:
-    """Return freed device memory to the driver, so that other processes can have it."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
 
 
 def _group_by_block(sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -27,7 +27,6 @@ from coalign.backends.layout import Layout
 from coalign.backends.process_group import join_process_group
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
-from coalign.roles import Context
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -81,7 +80,10 @@ class DeepSpeedModule(HuggingFaceModule):
             return
         deepspeed = import_deepspeed(self.device)
         if not dist.is_initialized():  # by another model of this process
-            make_process_group(self.context)
+            if self.context.world_size > 1:
+                join_process_group(self.context)
+            else:  # DeepSpeed expects one
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] (documented as public)
             DeepSpeedModule.owns_group = True
         self.model = self._read(torch.device("cpu"))
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -229,14 +231,6 @@ def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
     for option in config.deepspeed.zero:
         if option in OWNED:
             yield f"deepspeed.zero.{option}", f" is set by Coalign: {OWNED[option]}"
-
-
-def make_process_group(context: Context) -> None:
-    """Make the process group that DeepSpeed expects, for a single process too."""
-    if context.world_size > 1:
-        join_process_group(context)
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] (documented as public)
 
 
 def require_deepspeed() -> None:

@@ -13,7 +13,8 @@ import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Generic, Literal, TypeVar
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,10 +22,9 @@ from coalign.config.functions import bind, resolve
 from coalign.data.messages import get_text
 from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode, Turn
-from coalign.environments.parsers import ToolRequest, hermes
+from coalign.environments.parsers import ToolRequest
 from coalign.types import Status
 
-CompletionsT = TypeVar("CompletionsT")
 Parser = Callable[[Turn], tuple[str, list[ToolRequest]]]
 
 
@@ -131,14 +131,11 @@ class ChatCompletions:
             self.episode.count("tool_failed/bad_json", unreadable)
         if not calls or unreadable:
             return ChatMessage(content=turn.text)
-        at = len(self.episode.log.tokens)
-        functions = [
-            CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)) for call in calls
-        ]
-        return ChatMessage(
-            content=text or None,
-            tool_calls=[ToolCall(id=f"call_{at}_{i}", function=function) for i, function in enumerate(functions)],
-        )
+        at, requests = len(self.episode.log.tokens), []
+        for i, call in enumerate(calls):
+            function = CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
+            requests.append(ToolCall(id=f"call_{at}_{i}", function=function))
+        return ChatMessage(content=text or None, tool_calls=requests)
 
     def _append_new(self, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
         if not self._history:
@@ -159,18 +156,6 @@ class ChatCompletions:
         if tools != self._tools:
             raise HistoryRewritten("the tools are not those of the first call; they are part of the prompt")
         self.episode.say(*map(_with_objects, new))
-
-
-class ChatResource(Generic[CompletionsT]):
-    def __init__(self, completions: CompletionsT) -> None:
-        self.completions = completions
-
-
-class ChatClient:
-    """``await client.chat.completions.create(messages=…)`` takes the episode's next turn."""
-
-    def __init__(self, episode: Episode, parser: Parser = hermes) -> None:
-        self.chat = ChatResource(ChatCompletions(episode, parser))
 
 
 def _to_dict(message: Any) -> dict[str, Any]:
@@ -276,13 +261,22 @@ async def agent(
     """
     fn = resolve(run, "coalign.environments.chat")
     settings = bind(fn, arguments, "rollout.arguments")
-    client = ChatClient(episode, resolve(parser, "coalign.environments.parsers"))
+    completions, events = (
+        ChatCompletions(episode, resolve(parser, "coalign.environments.parsers")),
+        asyncio.get_running_loop(),
+    )
+
+    def create(**request: Any) -> ChatCompletion:
+        """Wait for the answer, in the thread of a plain function."""
+        return asyncio.run_coroutine_threadsafe(completions.create(**request), events).result()
+
     if serve_http:
-        async with serve_chat(client.chat.completions) as address:
+        async with serve_chat(completions) as address:
             value = await call_function(fn, address, episode.row, **settings)
     else:
-        suited = client if inspect.iscoroutinefunction(fn) else BlockingChatClient(client)
-        value = await call_function(fn, suited, episode.row, **settings)
+        suited = completions if inspect.iscoroutinefunction(fn) else SimpleNamespace(create=create)
+        client = SimpleNamespace(chat=SimpleNamespace(completions=suited))
+        value = await call_function(fn, client, episode.row, **settings)
     if value is not None:
         episode.reward(value)
 
@@ -293,19 +287,3 @@ def _check_agent(samples: Mapping[str, int], *, run: str, arguments: Mapping[str
 
 
 agent.check = _check_agent
-
-
-class BlockingChatClient:
-    """The client for a plain function in a thread: ``create`` returns the answer itself."""
-
-    def __init__(self, client: ChatClient) -> None:
-        self.chat = ChatResource(_BlockingCompletions(client, asyncio.get_running_loop()))
-
-
-class _BlockingCompletions:
-    def __init__(self, client: ChatClient, loop: asyncio.AbstractEventLoop) -> None:
-        self._client, self._loop = client, loop
-
-    def create(self, **request: Any) -> ChatCompletion:
-        answer = self._client.chat.completions.create(**request)
-        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()

@@ -280,7 +280,7 @@ class Episode:
                 else []
             )
         elif self._new_messages or self._render_prompt:
-            tokens = self._rendering.render_prompt(self.messages, self._tools)
+            tokens = self._rendering.template.prompt(self.messages, self._tools)
         else:
             tokens = self._prompt
         return tokens + self._new_tokens

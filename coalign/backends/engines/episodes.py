@@ -18,7 +18,7 @@ from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode, EpisodeLog
-from coalign.environments.loop import EnvironmentCall, EnvironmentFunction, EnvironmentLoop
+from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, Max, Response, Stat, Stats, Status, Total, merge_stats
@@ -110,7 +110,7 @@ class EpisodeRunner:
         with engine.open(sampling, on_token) as session:
             policy = EnginePolicy(session, self.tokenizer, self.loop, self.longest)
             episodes = self._create_episodes(begun, sampling, policy)
-            running = self.loop.start(self.environment, episodes, min_groups=min_groups)
+            running = EnvironmentBatch(self.loop, self.environment, episodes, min_groups)
             try:
                 while not running.done:
                     if not session.unfinished:
@@ -153,7 +153,7 @@ class EpisodeRunner:
         ]
 
     def _report_failures(self, calls: Sequence[EnvironmentCall]) -> None:
-        """EpisodeLog the traceback of each kind of failure once; raise EpisodesFailed if every call failed."""
+        """Log the traceback of each kind of failure once; raise EpisodesFailed if every call failed."""
         failed = [call for call in calls if call.error is not None]
         if not failed:
             return

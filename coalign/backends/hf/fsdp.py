@@ -86,7 +86,9 @@ class HuggingFaceModule(TrainableModule):
     # ---- what a subclass may override
 
     def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
-        with self._autocast():
+        # Over several ranks, the library that shards the parameters also casts them.
+        dtype = self.compute_dtype if self.context.world_size == 1 else None
+        with torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext():
             return self.model(layout.to(self.device), needs=needs)
 
     def _backward(self, loss: Tensor) -> None:
@@ -203,12 +205,6 @@ class HuggingFaceModule(TrainableModule):
             temperature = self.config.sampling.temperature or 1.0
             return LanguageModel(model, temperature=temperature, top=self.config.candidates)
         return ScalarModel(model, output=HEADS[self.config.head][0])
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        # Over several ranks, the library that shards the parameters also casts them.
-        if self.compute_dtype is None or self.context.world_size > 1:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
 
 def widest_output(model: PreTrainedModel) -> int:

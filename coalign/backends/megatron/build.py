@@ -143,7 +143,8 @@ def join_ranks(sizes: ParallelSizes, context: Context) -> None:
             expert_tensor_parallel_size=sizes.expert_tensor,
             distributed_timeout_minutes=int(process_group.TIMEOUT.total_seconds() // 60),
         )
-        seed_all(context.seed)
+        # Dropout differs between ranks with other rows or other parts of a layer, and is equal elsewhere.
+        tensor_parallel.model_parallel_cuda_manual_seed(context.seed)
         _joined = sizes
     _models += 1
 
@@ -157,11 +158,6 @@ def leave_ranks() -> None:
         if _owns_process_group:
             dist.destroy_process_group()
         _joined, _owns_process_group = None, False
-
-
-def seed_all(seed: int) -> None:
-    """Seed dropout: it differs between ranks with other rows or other parts of a layer, and is equal elsewhere."""
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def get_context_axis() -> RankAxis:

@@ -22,7 +22,14 @@ from torch import Tensor
 from coalign.backends import pretrained, process_group
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import layers
-from coalign.backends.megatron.partition import OWNED, HuggingFaceExport, WeightPartition, partition_weights, read_sizes
+from coalign.backends.megatron.partition import (
+    OWNED,
+    HuggingFaceExport,
+    WeightPartition,
+    collect_tensors,
+    partition_weights,
+    read_sizes,
+)
 from coalign.backends.process_group import all_reduce_values
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -120,7 +127,7 @@ class MegatronModule(TrainableModule):
         """Read the weights; return them unrounded if the model trains with a rounded copy."""
         from coalign.backends.megatron import build
 
-        own, exact = pipeline.collect_tensors(), {}
+        own, exact = collect_tensors(pipeline.models), {}
         rounded = not self.config.frozen and self.config.compute_dtype not in (None, self.config.dtype)
         with torch.no_grad():
             for name, tensor in build.read_weights(self.config, self.context, self.weights):
@@ -163,7 +170,7 @@ class MegatronModule(TrainableModule):
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield weights in ``compute_dtype``, as the model computes with them; `save_hf` writes the exact ones."""
-        for name, tensor in self._export.tensors(self.pipeline.collect_tensors()):
+        for name, tensor in self._export.tensors(collect_tensors(self.pipeline.models)):
             yield name, tensor.detach()
 
     @cached_property
@@ -189,7 +196,7 @@ class MegatronModule(TrainableModule):
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         dtype = getattr(torch, self.config.dtype)
         export = HuggingFaceExport(self.weights, self.context.rank, in_memory=False)
-        held = self.pipeline.collect_tensors()
+        held = collect_tensors(self.pipeline.models)
         if self.optimizer:
             with self._here():
                 held |= self.optimizer.collect_exact()

@@ -39,7 +39,6 @@ from coalign.backends.base import Measure, Outputs
 from coalign.backends.hf.rows import RowSharding
 from coalign.backends.layout import pack
 from coalign.backends.megatron.model import PackedGPT
-from coalign.backends.megatron.partition import collect_tensors
 from coalign.data.batch import Batch
 
 # The format of the optimizer's state in a checkpoint that other layouts of ranks can read.
@@ -143,10 +142,6 @@ class MegatronPipeline:
         for number, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 yield f"{number}/{name}", parameter
-
-    def collect_tensors(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers (an expert's bias) by the same names."""
-        return collect_tensors(self.models)
 
 
 class PipelineOptimizer:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import cast
@@ -140,7 +141,8 @@ class NativeModel:
         """The kernel of the linear layers; None: plain ones."""
         if self.device.type != "cpu" or self.dtype not in kernels.KERNELS or not self.linears:
             return None
-        return kernels.choose_kernel(((layer.in_features, layer.out_features) for layer in self.linears), self.dtype)
+        layers = Counter((layer.in_features, layer.out_features) for layer in self.linears)
+        return kernels.choose_kernel(tuple(sorted(layers.items())), self.dtype)
 
     @property
     def variant_parts(self) -> list[str]:

@@ -26,7 +26,6 @@ import vllm
 from torch import Tensor
 from vllm import EngineArgs, RequestOutput
 from vllm.config import VllmConfig
-from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -108,6 +107,7 @@ class VLLMEngine(InferenceEngine):
         self.decoder = decoder
         self.shapes = shapes
         self.adapter_rank = adapter_rank
+        self.lora_request = ADAPTER_REQUEST if adapter_rank else None  # makes vLLM apply the adapters to a request
         self.loads = 0  # number of times that weights were loaded
         self.pipelined = arguments.pipeline_parallel_size > 1
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
@@ -124,11 +124,6 @@ class VLLMEngine(InferenceEngine):
         self._outlet = WeightOutlet()
 
     @property
-    def lora_request(self) -> LoRARequest | None:
-        """What makes vLLM apply the adapters to a request."""
-        return ADAPTER_REQUEST if self.adapter_rank else None
-
-    @property
     def weights_dtype(self) -> torch.dtype | None:
         kinds = set(self.llm.collective_rpc("coalign_dtype"))
         return kinds.pop() if len(kinds) == 1 else None
@@ -140,14 +135,6 @@ class VLLMEngine(InferenceEngine):
         """
         with torch.compiler.set_stance("force_eager" if self.eager else "default"), self._name_lost_worker():
             return cast(list[RequestOutput], self.llm.step())  # generation models only
-
-    def sleep(self) -> None:
-        """Move weights to host memory and drop keys and values. Needs ``enable_sleep_mode``."""
-        self.llm.sleep(level=1, mode="keep")
-
-    def wake(self, parts: Sequence[str]) -> None:
-        """Allocate device memory again for these parts: ``weights``, ``kv``."""
-        self.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[part] for part in parts])
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
@@ -266,8 +253,12 @@ def check_arguments(arguments: EngineArgs, model: str) -> None:
 
 
 def _config(arguments: EngineArgs) -> VllmConfig:
+    """Raise ValueError for a head size that vLLM's CPU kernels do not support; vLLM would start all the same."""
     config = arguments.create_engine_config()
-    _check_heads(config.model_config.get_head_size())
+    size = config.model_config.get_head_size()
+    if current_platform.is_cpu() and not CPUAttentionBackend.supports_head_size(size):
+        known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
+        raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
     return config
 
 
@@ -278,13 +269,6 @@ def _explain_failure(arguments: EngineArgs, model: str) -> Iterator[None]:
     except Exception as problem:
         what, why = f"vLLM {vllm.__version__} cannot run '{arguments.model}'", shorten(str(problem), REASON)
         raise ValueError(f"models.{model}.load: {what} as it is set up here: {why}") from problem
-
-
-def _check_heads(size: int) -> None:
-    """Raise ValueError for a head size that vLLM's CPU kernels do not support; vLLM would start all the same."""
-    if current_platform.is_cpu() and not CPUAttentionBackend.supports_head_size(size):
-        known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
-        raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
 
 
 @contextmanager

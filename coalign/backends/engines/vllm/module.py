@@ -65,7 +65,7 @@ class VLLMModule(RolloutModule):
     parallel = ("tensor_parallel", "pipeline_parallel")
     adapters = True
     engine: VLLMEngine
-    away: frozenset[str] = frozenset()  # the parts (weights, kv) that have left the device
+    offloaded: frozenset[str] = frozenset()  # the parts (weights, kv) that are not on the device
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
@@ -127,12 +127,12 @@ class VLLMModule(RolloutModule):
         if self.context.device == "cpu" or not moving:
             return
         if to == "host":
-            if not self.away:
-                self.engine.sleep()
-            self.away = frozenset({"weights", "kv"})
-        elif back := sorted(moving & self.away):
-            self.engine.wake(back)
-            self.away -= moving
+            if not self.offloaded:
+                self.engine.llm.sleep(level=1, mode="keep")  # drops keys and values
+            self.offloaded = frozenset({"weights", "kv"})
+        elif back := sorted(moving & self.offloaded):
+            self.engine.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[part] for part in back])
+            self.offloaded -= moving
 
 
 def check_owned(options: Iterable[str], model: str) -> None:
