@@ -68,7 +68,7 @@ def _coalign(model: PreTrainedModel, prompts: list[list[int]], args: argparse.Na
     )
     engine.load_weights(model.named_parameters(), version=0, adopt=True)
     sampling = SamplingConfig(max_new_tokens=args.new)
-    return lambda: engine.generate([Request(p, i, args.samples) for i, p in enumerate(prompts)], sampling)
+    return lambda: next(engine.generate([Request(p, i, args.samples) for i, p in enumerate(prompts)], sampling))
 
 
 def _transformers(model: PreTrainedModel, prompts: list[list[int]], args: argparse.Namespace) -> Callable[[], object]:

@@ -2,6 +2,7 @@
 
 This file knows no backend, no algorithm and no Ray. It owns the order of events inside a training step: cut the batch
 into updates, count the global denominators, cut each update into micro-batches, forward and backward, optimizer step.
+It is long, so that a training step can be read from top to bottom in one place.
 """
 
 from __future__ import annotations
@@ -350,7 +351,6 @@ class TrainableModule(Module):
         return {"loss/ptx": merge_stats(seen).get("loss/nll", Stat(0.0, 0.0))}
 
     def _count_totals(self, batch: Batch) -> LossTotals:
-        """The denominators of one update, over all ranks."""
         segment, group = batch.segment[get_loss_mask(batch)], groups_of(batch)
         counts = len(segment), count_trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
         return LossTotals(*self.all_reduce([float(count) for count in counts]))
@@ -421,7 +421,6 @@ class TrainableModule(Module):
 
 
 def _split_updates(batch: Batch, count: int) -> list[Batch]:
-    """The parts of ``batch`` for ``count`` updates."""
     if "update" not in batch:
         return batch.split(count, keep=_group_column(batch))
     update = cast(Tensor, batch["update"])

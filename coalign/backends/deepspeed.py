@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coalign.backends import optim
+from coalign.backends import optim, require_package
 from coalign.backends.base import Outputs
 from coalign.backends.checkpoint import get_weights
 from coalign.backends.hf.fsdp import HuggingFaceModule
@@ -31,7 +30,7 @@ from coalign.config.schema import ModelConfig
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-SUPPORTED = "0.19"
+SUPPORTED = "0.19.*"
 TAG, LAYOUT = "engine", "layout.json"  # in a checkpoint: DeepSpeed's folder, and what must agree with it
 # key of zero_optimization that Coalign sets -> why
 OWNED = {
@@ -67,7 +66,7 @@ class DeepSpeedModule(HuggingFaceModule):
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raises ImportError without a supported DeepSpeed, and ValueError for an option that it does not have."""
         if cls.one_group(config):
-            require_deepspeed()
+            require_package("deepspeed", "DeepSpeed", SUPPORTED, "deepspeed", "deepspeed")
             if config.deepspeed.zero:
                 import_deepspeed(device)
                 check_zero_keys(config.deepspeed.zero, name)
@@ -196,7 +195,6 @@ class DeepSpeedModule(HuggingFaceModule):
 
     @property
     def _layout(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
         weights = get_weights(self.model).items()
         return {
             "deepspeed.stage": self.config.deepspeed.stage,
@@ -231,17 +229,6 @@ def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
     for option in config.deepspeed.zero:
         if option in OWNED:
             yield f"deepspeed.zero.{option}", f" is set by Coalign: {OWNED[option]}"
-
-
-def require_deepspeed() -> None:
-    """Raises ImportError, with the command that installs it, without a supported version of DeepSpeed."""
-    install = f"pip install 'coalign[deepspeed]' (DeepSpeed {SUPPORTED}.*)"
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        raise ImportError(f"module `deepspeed` needs DeepSpeed: {install}") from None
-    if not found.startswith(f"{SUPPORTED}."):
-        raise ImportError(f"module `deepspeed` works with DeepSpeed {SUPPORTED}.*; {found} is installed: {install}")
 
 
 def import_deepspeed(device: torch.device) -> Any:

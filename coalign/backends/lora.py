@@ -144,7 +144,6 @@ def export_separate(
 
 
 def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 

@@ -165,7 +165,6 @@ def _to_dict(message: Any) -> dict[str, Any]:
 
 
 def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parts of a message by which two messages are compared."""
     calls = [
         (call["function"]["name"], _parse_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or []

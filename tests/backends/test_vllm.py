@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_a_vllm_that_is_missing_or_unknown_is_named_with_what_to_do(directory, m
             raise PackageNotFoundError(package)
         return installed[package]
 
-    monkeypatch.setattr(vllm, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(ImportError, match=message):
         module(directory).setup()
 

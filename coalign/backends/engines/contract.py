@@ -181,22 +181,12 @@ class InferenceEngine(ABC):
         progress: Progress | None = None,
         on_token: OnToken | None = None,
         min_groups: int | None = None,
-    ) -> list[list[Response]]:
-        """Return the responses of each request, in the order of its samples; see ``generate_in_parts``."""
-        [answers] = self.generate_in_parts(requests, [len(requests)], sampling, progress, on_token, min_groups)
-        return answers
-
-    def generate_in_parts(
-        self,
-        requests: Sequence[Request],
-        sizes: Sequence[int],
-        sampling: SamplingConfig,
-        progress: Progress | None = None,
-        on_token: OnToken | None = None,
-        min_groups: int | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
     ) -> Iterator[list[list[Response]]]:
-        """Yield the responses of the first ``sizes[0]`` requests once they are complete, then of the next ones.
+        """Yield the responses of each request, in the order of its samples, once all are complete.
 
+        With ``sizes``, yield those of the first ``sizes[0]`` requests once they are complete, then of the next ones.
         All requests are computed together, and only while the caller asks for the next part. Until the last part is
         there, nobody else can use the engine.
 
@@ -208,7 +198,7 @@ class InferenceEngine(ABC):
         for request in requests:
             missing[request.group] += request.samples
         answers: list[list[Any]] = [[None] * request.samples for request in requests]
-        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        bounds = list(pairwise(accumulate(sizes or [len(requests)], initial=0)))
         waiting = [sum(request.samples for request in requests[start:stop]) for start, stop in bounds]
 
         def record(answer: list[Any], group: int, part: int, place: int, response: Response) -> None:

@@ -170,7 +170,6 @@ class EpisodeRunner:
 
 
 def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
-    """Join the episodes' logs with the sequence columns that the samples began with."""
     token = {
         column.name: torch.tensor(
             [value for episode in episodes for value in getattr(episode.log, column.name)],

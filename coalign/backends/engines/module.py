@@ -125,7 +125,7 @@ class RolloutModule(Module):
         ]
         requests = [request for _, own in planned for request in own]
         sizes = [len(own) for _, own in planned]
-        ready = self.engine.generate_in_parts(requests, sizes, sampling, progress, on_token, min_groups)
+        ready = self.engine.generate(requests, sampling, progress, on_token, min_groups, sizes=sizes)
         for piece, (rows, _), answers in zip(pieces, planned, ready, strict=True):
             with torch.inference_mode(False):  # the session's own mode would make the columns unusable for training
                 yield extend_samples(piece, rows, [response for responses in answers for response in responses])

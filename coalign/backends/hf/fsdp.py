@@ -188,13 +188,11 @@ class HuggingFaceModule(TrainableModule):
     # ---- building
 
     def _read(self, device: torch.device) -> PackedModel:
-        """Load the whole model. Raises what coalign.backends.pretrained raises."""
         model = self._wrap(pretrained.load(self.config, seed=self.context.seed, name=self.context.model)).to(device)
         model.check()
         return model
 
     def _wrap(self, model: PreTrainedModel) -> PackedModel:
-        """The model with the head that it computes with, after `check_model`."""
         self.check_model(model, self.config, self.context.model)
         if self.config.frozen:
             model.requires_grad_(False)

@@ -139,7 +139,6 @@ def _cut_blocks(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
 
 
 def _cut(linear: nn.Module, style: str, mesh: DeviceMesh) -> None:
-    """Cut a linear layer, or one with an adapter."""
     for path, module in linear.named_modules():
         for name in dict(module.named_parameters(recurse=False)):
             _distribute(module, name, mesh, _placement(style, path.split("."), name))

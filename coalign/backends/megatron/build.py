@@ -259,7 +259,6 @@ def _build_chunk(
 
 
 def _compute_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of megatron-core's configuration that say how it computes."""
     own = config.megatron
     fields: dict[str, Any] = {
         "sequence_parallel": own.sequence_parallel and config.tensor_parallel > 1,

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coalign.backends import pretrained, process_group
+from coalign.backends import pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
 from coalign.backends.hf import layers
 from coalign.backends.megatron.partition import (
@@ -65,7 +64,7 @@ class MegatronModule(TrainableModule):
 
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        require_megatron()
+        require_package("megatron", "megatron-core", SUPPORTED, "megatron", "megatron-core")
         from coalign.backends.megatron import build
 
         try:
@@ -265,14 +264,3 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
     for field in own.config:
         if field in OWNED:
             yield f"megatron.config.{field}", f": {OWNED[field]}"
-
-
-def require_megatron() -> None:
-    """Raise ImportError unless the supported megatron-core is installed."""
-    install = f"pip install 'coalign[megatron]' (megatron-core {SUPPORTED})"
-    try:
-        found = version("megatron-core")
-    except PackageNotFoundError:
-        raise ImportError(f"module `megatron` needs megatron-core: {install}") from None
-    if found != SUPPORTED:
-        raise ImportError(f"module `megatron` works with megatron-core {SUPPORTED}; {found} is installed: {install}")

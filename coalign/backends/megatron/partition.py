@@ -154,7 +154,6 @@ def _exchange(
 
 
 def _assemble(source: HuggingFaceTensor, parts: Sequence[tuple[BoxCopy, Tensor]]) -> Tensor:
-    """Join the parts of a Hugging Face tensor."""
     first = parts[0][1]
     if len(parts) == 1 and tuple(first.shape) == source.shape:
         return first  # a single rank exports its live tensors

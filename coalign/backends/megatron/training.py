@@ -112,7 +112,6 @@ class MegatronPipeline:
         return self._broadcast(micros, results[: len(micros)], loss)
 
     def _broadcast(self, micros: Sequence[Batch], results: list[Outputs], loss: Measure | None) -> list[Outputs]:
-        """Send outputs from the last stage to the others."""
         is_last = dist.get_rank() == self.last
         message: list[Any] = [None]
         if is_last:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,9 +87,10 @@ def _transformers(kind: type, folder: Path, dtype: str | None, tokens: Tensor) -
 
 
 def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], tokens: Tensor) -> Tensor:
-    """Return the same by megatron-core."""
     config, side = opened.config, opened.weights
-    with join_as_single_rank():
+    with on_cpu(), ExitStack() as stack:
+        build.join_ranks(ParallelSizes(), Context())
+        stack.callback(build.leave_ranks)
         multiple = choose_vocabulary_multiple(config, 1)
         layout = MegatronLayout(config, ParallelSizes().mesh(1), split_layers(config.num_layers))
         weights = WeightPartition(opened.family, layout, multiple)
@@ -110,14 +111,3 @@ def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], token
         batch = Batch(torch.tensor([len(tokens)]), {"tokens": tokens.int()}, {})
         outputs = model.eval()(pack(batch), None, ("entropy",))
     return torch.stack([outputs["logprobs"], outputs["entropy"]])
-
-
-@contextmanager
-def join_as_single_rank() -> Iterator[None]:
-    """Make this process the only rank."""
-    with on_cpu():
-        build.join_ranks(ParallelSizes(), Context())
-        try:
-            yield
-        finally:
-            build.leave_ranks()

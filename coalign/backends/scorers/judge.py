@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
@@ -60,9 +59,7 @@ class JudgeRunner:
         self.judging = build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
         self._template = load_template(self.tokenizer, config.chat_template or "auto")
-        self._policy_tokenizer = AutoTokenizer.from_pretrained(
-            context.tokenizer, trust_remote_code=config.trust_remote_code
-        )
+        self._policy_tokenizer = read_tokenizer(config, context.tokenizer)
         self._longest = (read_context_length(read_config(config)) or 2**31) - reserved
 
     def score(self, batch: Batch, answer: Callable[[Batch], list[JudgeReply]], name: str) -> dict[str, Any]:
@@ -119,7 +116,6 @@ def _failure(answers: Sequence[JudgeReply]) -> str:
 
 
 def _pack_questions(questions: Sequence[tuple[int, list[int]]]) -> Batch:
-    """(group, tokens) of each question as a Batch."""
     return Batch(
         torch.tensor([len(tokens) for _, tokens in questions]),
         {"tokens": torch.tensor([token for _, tokens in questions for token in tokens], dtype=torch.int32)},

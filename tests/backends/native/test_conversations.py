@@ -140,8 +140,10 @@ def test_another_history_is_another_conversation():
                 with engine.stepping():
                     run.step()
     assert run.tokens_kept == 0
-    alone = helpers.engine(MODEL).generate(
-        [Request([*prompt, 1, 2, 3], 0, limit=3, first_turn=len(prompt))], helpers.SAMPLING
+    alone = next(
+        helpers.engine(MODEL).generate(
+            [Request([*prompt, 1, 2, 3], 0, limit=3, first_turn=len(prompt))], helpers.SAMPLING
+        )
     )
     assert torch.equal(heard[1].logprobs, alone[0][0].logprobs)
 
@@ -153,4 +155,4 @@ def test_impossible_conversations_are_refused():
         Request([1, 2], 3, 2, first_turn=2),
     ):
         with pytest.raises(ValueError, match="group 3"):
-            helpers.engine(MODEL).generate([request], helpers.SAMPLING)
+            next(helpers.engine(MODEL).generate([request], helpers.SAMPLING))

@@ -168,7 +168,6 @@ class NativeSession(GenerationSession):
         return next((kept for kept in self.slots.kept if kept.is_continued_by(queued)), None)
 
     def _start(self, queued: QueuedRequest, kept: ActiveSequence | None) -> slice:
-        """Put as many of the request's samples into slots as fit; return the slots."""
         request, first = queued.request, len(self.slots.active)
         count = min(queued.waiting, self.slots.free)
         for place in range(queued.started, queued.started + count):
@@ -204,7 +203,6 @@ class NativeSession(GenerationSession):
                 queued.prefix = self.slots.cache.read(slots.start, len(queued.request.prompt))
 
     def _decode(self) -> None:
-        """Compute one more token for every active sequence."""
         active = self.slots.active
         if not active:
             return

@@ -197,7 +197,6 @@ def has_bf16() -> bool:
 
 
 def _measure_bf16() -> KernelChoice:
-    """Time products of 256² matrices; choose bfloat16 if it takes at most twice the time of float32."""
     size, rates = 256, {}
     for dtype in (torch.float32, torch.bfloat16):
         a = _random(size, size, dtype=dtype)

@@ -37,7 +37,7 @@ from coalign.backends.engines.native.attention import (
     ShapeOnlyAttention,
 )
 from coalign.backends.engines.native.kernels import PackedLinear, replace_linears
-from coalign.backends.pretrained import MIXERS
+from coalign.backends.pretrained import MIXERS, build_model
 
 NO_INTERFACE = "it does not use transformers' attention interface"
 
@@ -54,8 +54,11 @@ class NativeModel:
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
+        options = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
+        refusal = ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE))
         with torch.device("meta"):
-            self.module = _build(config, dtype, trust_remote_code).eval()
+            model = build_model(AutoModelForCausalLM.from_config, refusal, copy.deepcopy(config), **options)
+        self.module: PreTrainedModel = model.eval()
         _refuse_foreign_state(self.module)
         probe = {"input_ids": torch.zeros(1, ROWS, dtype=torch.int64, device="meta")}
         probe["position_ids"] = torch.arange(ROWS, device="meta")[None]
@@ -167,20 +170,6 @@ class NativeModel:
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep, kv=kv
         )
         return out.logits[0] if rows is None else out.logits[0, : len(rows)]
-
-
-def _build(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),
-            dtype=dtype,
-            attn_implementation=NAME,
-            trust_remote_code=trust_remote_code,
-        )
-    except KeyError as problem:  # some classes look attention up in a table of their own
-        if problem.args != (NAME,):
-            raise
-        raise ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE)) from problem
 
 
 def _refuse_foreign_state(module: PreTrainedModel) -> None:

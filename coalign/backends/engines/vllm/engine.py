@@ -210,7 +210,6 @@ class VLLMEngine(InferenceEngine):
             raise ValueError(f"the weights do not fit: missing {missing[:5]}{' …' * (len(missing) > 5)}{why}")
 
     def _list_fused(self, name: str) -> list[str]:
-        """List the weights that are loaded together with this one."""
         path, _, leaf = name.rpartition(".")
         owner, _, layer = path.rpartition(".")
         fused = next((parts for parts in self._fused.values() if layer in parts and len(parts) > 1), [layer])

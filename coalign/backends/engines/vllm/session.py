@@ -144,7 +144,6 @@ class VLLMSession(GenerationSession):
         )
 
     def _record(self, outputs: list[RequestOutput]) -> None:
-        """Record the tokens of a step, then report the responses that are complete."""
         ended: dict[str, Status] = {}
         for output in outputs:
             if (answer := self._answers.get(output.request_id)) is None:
@@ -166,7 +165,6 @@ class VLLMSession(GenerationSession):
             self._finish(name, status)
 
     def _add_tokens(self, answer: PartialResponse, output: RequestOutput) -> Status | None:
-        """Record new tokens; return the status if the response ends with them."""
         [completion] = output.outputs
         request, version, status = answer.submitted.request, self.engine.version, None
         for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True):
