@@ -20,9 +20,9 @@ from torch import Tensor
 
 from coalign.backends import optim, require_package
 from coalign.backends.base import Outputs
-from coalign.backends.checkpoint import get_weights
 from coalign.backends.hf.fsdp import HuggingFaceModule
 from coalign.backends.layout import Layout
+from coalign.backends.lora import get_weights
 from coalign.backends.process_group import join_process_group
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig

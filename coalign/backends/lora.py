@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coalign.backends.checkpoint import get_weights
 from coalign.config.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -103,6 +102,13 @@ def find_trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     # On disk peft gives the parameter of DoRA's module the name of the module.
     short = {name: name.replace(f".{ADAPTER}.", ".").replace("vector.weight", "vector") for name in found}
     return {PREFIX + short[name]: parameter for name, parameter in found.items()}
+
+
+def get_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and persistent buffers, live."""
+    parameters, persistent = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return parameters | buffers
 
 
 def export_merged(

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from coalign.backends import pretrained, require_package
-from coalign.backends.checkpoint import get_weights
 from coalign.backends.engines.module import RolloutModule
+from coalign.backends.lora import get_weights
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 
