@@ -162,6 +162,10 @@ class TrainableModule(Module):
         super().__init__(config, context)
         self._objectives: dict[str, Objective] = {}  # of calls that name another loss than the configured one
 
+    @property
+    def constant(self) -> Sequence[str]:
+        return ("weights",) if self.config.frozen else ()
+
     # ---- what a backend supplies
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:

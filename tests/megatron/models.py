@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import pack
-from coalign.backends.megatron import build
 from coalign.backends.megatron.build import create_transformer_config
 from coalign.backends.megatron.model import PackedGPT
 from coalign.backends.megatron.partition import (
@@ -135,7 +135,8 @@ class Megatron:
         for name, tensor in self.weights.read(self.rank, reference.tensors.__getitem__, in_memory=reference.in_memory):
             own.pop(name).copy_(tensor)
         assert not own, f"nothing was read for {sorted(own)}"
-        self.rows = RowSharding(build.get_context_axis(), RankAxis(), multiple=sizes.tensor)
+        context = RankAxis.of(parallel_state.get_context_parallel_group())
+        self.rows = RowSharding(context, RankAxis(), multiple=sizes.tensor)
 
     def own(self) -> dict[str, Tensor]:
         return {f"0/{name}": t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)}

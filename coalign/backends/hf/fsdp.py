@@ -164,10 +164,6 @@ class HuggingFaceModule(TrainableModule):
             return super().base_weights()
         return lora.disable_adapters(self.model)
 
-    @property
-    def constant(self) -> Sequence[str]:
-        return ("weights",) if self.config.frozen else ()
-
     def tensors(self, part: str) -> Iterable[Tensor]:
         if part == "weights":
             return self.model.parameters()  # without buffers, which are small
@@ -264,7 +260,7 @@ class FSDPModule(HuggingFaceModule):
         else:
             join_process_group(self.context, host=self.config.cpu_offload)
             ranks = RankMeshes(self.config, self.device)
-            self.rows = RowSharding(RankAxis.of(ranks.rows["context"]), RankAxis.of(ranks.rows["tensor"]))
+            self.rows = RowSharding(*(RankAxis.of(ranks.rows.get_group(name)) for name in ("context", "tensor")))
             self.data = ranks.rows.get_group("data")
             self._load_sharded(ranks, self.rows)
         layers = decoder_layers(self.model.model)

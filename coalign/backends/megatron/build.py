@@ -160,12 +160,6 @@ def leave_ranks() -> None:
         _joined, _owns_process_group = None, False
 
 
-def get_context_axis() -> RankAxis:
-    """Return this rank's place among those that have parts of its rows."""
-    group = cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
-    return RankAxis(group.rank(), group.size(), group)
-
-
 def get_data_group() -> dist.ProcessGroup:
     """Return the group of ranks that differ from this one only in their rows."""
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
@@ -208,7 +202,9 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
             parameter.data = parameter.data.to(settings.params_dtype)
         chunks.append(module.requires_grad_(not config.frozen))
     rows = RowSharding(
-        get_context_axis(), RankAxis(), multiple=config.tensor_parallel * (layers.FLOAT8_MULTIPLE if config.fp8 else 1)
+        RankAxis.of(cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())),
+        RankAxis(),
+        multiple=config.tensor_parallel * (layers.FLOAT8_MULTIPLE if config.fp8 else 1),
     )
     return MegatronPipeline(
         chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer

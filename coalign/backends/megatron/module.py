@@ -218,10 +218,6 @@ class MegatronModule(TrainableModule):
 
     # ---- memory
 
-    @property
-    def constant(self) -> Sequence[str]:
-        return ("weights",) if self.config.frozen else ()
-
     def tensors(self, part: str) -> Iterable[Tensor]:
         if part == "weights":
             return [parameter for _, parameter in self.pipeline.named()]
