@@ -86,8 +86,8 @@ def ended_early(**settings):
 def test_enough_groups_end_the_call():
     asked = helpers.requests(8, samples=3)
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=80)
-    whole = ended_early().generate(asked, sampling)
-    met = ended_early().generate(asked, sampling, min_groups=3)
+    whole = next(ended_early().generate(asked, sampling))
+    met = next(ended_early().generate(asked, sampling, min_groups=3))
     complete = [all(r.status != Status.PARTIAL for r in responses) for responses in met]
     assert 3 <= sum(complete) < 8
     cut = 0
@@ -99,7 +99,7 @@ def test_enough_groups_end_the_call():
             assert (response.status == Status.PARTIAL) == (length < len(full.tokens))
             cut += response.status == Status.PARTIAL
     assert cut
-    again = ended_early().generate(asked, sampling, min_groups=3)
+    again = next(ended_early().generate(asked, sampling, min_groups=3))
     assert [r.tokens.tolist() for r in helpers.flat(again)] == [r.tokens.tolist() for r in helpers.flat(met)]
 
 
