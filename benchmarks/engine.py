@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from coalign.backends.engines.native.engine import NativeEngine
 from coalign.backends.engines.native.model import NativeModel
 from coalign.backends.engines.request import Request
-from coalign.backends.engines.sampling import Sampling
+from coalign.config.schema import SamplingConfig
 
 
 def main() -> None:
@@ -67,10 +67,8 @@ def _coalign(model: PreTrainedModel, prompts: list[list[int]], args: argparse.Na
         decoder=lambda stops: str,
     )
     engine.load_weights(model.named_parameters(), version=0, adopt=True)
-    sampling = Sampling(
-        max_new_tokens=args.new, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=()
-    )
-    return lambda: engine.generate([Request(p, i, args.samples) for i, p in enumerate(prompts)], sampling)
+    sampling = SamplingConfig(max_new_tokens=args.new)
+    return lambda: next(engine.generate([Request(p, i, args.samples) for i, p in enumerate(prompts)], sampling))
 
 
 def _transformers(model: PreTrainedModel, prompts: list[list[int]], args: argparse.Namespace) -> Callable[[], object]:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from common import make_model
 
-from coalign.backends.engines.native.module import NativeModule
-from coalign.backends.engines.samples import begin_samples
+from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.request import begin_samples
 from coalign.cluster.local import LocalCluster
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from coalign.memory.arena import Arena
+from coalign.memory import Arena
 
 
 def main() -> None:
@@ -31,13 +31,13 @@ def main() -> None:
 
     arena = Arena(given.device)
     arena.settle("model", "weights", tensors)
-    first = timed(lambda: arena.leave("model", ["weights"]), given.device)
-    back = timed(lambda: arena.enter("model", ["weights"]), given.device)
+    first = timed(lambda: arena.offload("model", ["weights"]), given.device)
+    back = timed(lambda: arena.reload("model", ["weights"]), given.device)
     print(f"{gib:.2f} GiB in {given.tensors} tensors; at first leaves {gib / first:.1f}, comes {gib / back:.1f} GiB/s")
     rounds = [
         (
-            timed(lambda: arena.leave("model", ["weights"]), given.device),
-            timed(lambda: arena.enter("model", ["weights"]), given.device),
+            timed(lambda: arena.offload("model", ["weights"]), given.device),
+            timed(lambda: arena.reload("model", ["weights"]), given.device),
         )
         for _ in range(given.repeat)
     ]

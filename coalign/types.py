@@ -64,6 +64,19 @@ class Status(IntEnum):
     PARTIAL = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What a policy chose: tokens i32[R], logprobs f32[R], versions i32[R].
+
+    OK after an end token or stop string, TRUNCATED at the limit or the end of the context, PARTIAL if cut before.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    versions: Tensor
+    status: Status
+
+
 @dataclass(slots=True)
 class Sample:
     """One prompt with one response, as people read it and as reward functions receive it.

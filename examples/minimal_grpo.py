@@ -12,7 +12,7 @@ import torch
 from arithmetic import make_model
 
 from coalign.algorithms.advantages import group as group_advantages
-from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig, OptimizerConfig, SamplingConfig

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from coalign.backends.engines.request import Response
-from coalign.backends.engines.samples import begin_samples, extend_samples
+from coalign.backends.engines.request import begin_samples, extend_samples
 from coalign.backends.scorers.judge import JudgeModule
 from coalign.data.batch import Batch
-from coalign.types import Status
+from coalign.types import Response, Status
 
 
 def answered(questions: Batch, answers: Sequence[str], tokenizer: Any) -> Batch:

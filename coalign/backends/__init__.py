@@ -8,15 +8,36 @@ Start with ``base.py``: a backend is a subclass of ``Module``, or of ``Trainable
 - ``scorers/`` only score: reward functions, judges, reward models with a tokenizer of their own, cached answers.
 """
 
+from __future__ import annotations
+
+from contextlib import suppress
+from fnmatch import fnmatch
+from importlib import metadata
+
 CLASSES = {
     "fsdp": "coalign.backends.hf.fsdp:FSDPModule",
     "deepspeed": "coalign.backends.deepspeed:DeepSpeedModule",
     "megatron": "coalign.backends.megatron.module:MegatronModule",
-    "native": "coalign.backends.engines.native.module:NativeModule",
+    "native": "coalign.backends.engines.native.engine:NativeModule",
     "vllm": "coalign.backends.engines.vllm.module:VLLMModule",
     "reward": "coalign.backends.scorers.reward:RewardModule",
     "judge": "coalign.backends.scorers.judge:JudgeModule",
-    "preference": "coalign.backends.scorers.preference:PreferenceModule",
+    "preference": "coalign.backends.scorers.judge:PreferenceModule",
     "cached": "coalign.backends.scorers.cached:CachedModule",
     "retokenize": "coalign.backends.scorers.retokenize:RetokenizeModule",
 }
+
+
+def require_package(module: str, title: str, supported: str, extra: str, *names: str, more: str = "") -> None:
+    """Raises ImportError, with the command that installs it, unless a ``supported`` version of a package is installed.
+
+    ``names`` of its distributions; ``more``: a remark on the command.
+    """
+    install, found = f"pip install 'coalign[{extra}]' ({title} {supported}{more})", None
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found = found or metadata.version(name)
+    if found is None:
+        raise ImportError(f"module `{module}` needs {title}: {install}")
+    if not fnmatch(found, supported):
+        raise ImportError(f"module `{module}` works with {title} {supported}; {found} is installed: {install}")

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from coalign.backends.engines.native.attention import UnsupportedAttention
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Block, Layout
 
@@ -24,6 +23,23 @@ NAME = "coalign_packed"
 
 # Keyword arguments of decoders that change nothing here.
 HARMLESS = {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
+
+
+class UnsupportedAttention(NotImplementedError):
+    """A layer needs attention that this backend does not compute."""
+
+
+@torch.no_grad()
+def check_attention(model: nn.Module, compute: Callable[[], object]) -> None:
+    """Let ``compute`` run ``model``; UnsupportedAttention for a layer that calls attention with unknown settings. On
+    the meta device, without weights, the model runs up to the first operation that depends on values."""
+    try:
+        compute()
+    except UnsupportedAttention:
+        raise
+    except RuntimeError:  # such as a router, which needs to know which experts it chose
+        if not next(model.parameters()).is_meta:
+            raise
 
 
 @torch.compiler.disable  # blocks are Python objects: every row would be compiled anew

@@ -2,6 +2,7 @@
 
 This file knows no backend, no algorithm and no Ray. It owns the order of events inside a training step: cut the batch
 into updates, count the global denominators, cut each update into micro-batches, forward and backward, optimizer step.
+It is long, so that a training step can be read from top to bottom in one place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from coalign.backends.objective import Objective, groups_of
 from coalign.backends.optim import compute_learning_rate
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
-from coalign.memory.arena import PARTS, Arena
+from coalign.memory import PARTS, Arena
 from coalign.roles import Context
 from coalign.types import TOKEN_COLUMNS, Stat, Stats, Total, merge_stats
 
@@ -44,7 +45,7 @@ class Module:
     for modules that mostly wait (rewards). ``adopts``: ``load_weights(…, adopt=True)`` uses the given tensors without a
     copy. ``parallel``: the keys of coalign.config.schema.PARALLEL that it supports. ``adapters``: low-rank adapters can
     be sent or received beside the weights (Context.adapter_rank). ``needs``: for each method, the parts of the model
-    (coalign.memory.arena.PARTS) that it computes with; a method that is not listed needs all of them on the device.
+    (coalign.memory.PARTS) that it computes with; a method that is not listed needs all of them on the device.
     """
 
     spmd: ClassVar[bool] = False
@@ -128,17 +129,17 @@ class Module:
 
     def move(self, to: str, parts: Sequence[str]) -> None:
         """Move these parts to the ``host`` or to the ``device``. They come back bit for bit the same. Raises
-        coalign.memory.arena.OutOfDeviceMemory if they do not fit."""
+        coalign.memory.OutOfDeviceMemory if they do not fit."""
         if to == "host":
-            self.arena.leave(self.context.model, parts, constant=self.constant)
+            self.arena.offload(self.context.model, parts, constant=self.constant)
         else:
-            self.arena.enter(self.context.model, parts)
+            self.arena.reload(self.context.model, parts)
 
     def measure_memory(self) -> Mapping[str, int]:
         """Bytes on the device, by part of the model. Called after each call."""
         for part in PARTS:
             self.arena.settle(self.context.model, part, self.tensors(part))
-        return self.arena.held(self.context.model)
+        return self.arena.list_resident(self.context.model)
 
 
 class TrainableModule(Module):
@@ -160,6 +161,10 @@ class TrainableModule(Module):
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
         self._objectives: dict[str, Objective] = {}  # of calls that name another loss than the configured one
+
+    @property
+    def constant(self) -> Sequence[str]:
+        return ("weights",) if self.config.frozen else ()
 
     # ---- what a backend supplies
 
@@ -350,7 +355,6 @@ class TrainableModule(Module):
         return {"loss/ptx": merge_stats(seen).get("loss/nll", Stat(0.0, 0.0))}
 
     def _count_totals(self, batch: Batch) -> LossTotals:
-        """The denominators of one update, over all ranks."""
         segment, group = batch.segment[get_loss_mask(batch)], groups_of(batch)
         counts = len(segment), count_trained_sequences(segment, len(batch)), int(group.max()) + 1 if len(group) else 0
         return LossTotals(*self.all_reduce([float(count) for count in counts]))
@@ -421,7 +425,6 @@ class TrainableModule(Module):
 
 
 def _split_updates(batch: Batch, count: int) -> list[Batch]:
-    """The parts of ``batch`` for ``count`` updates."""
     if "update" not in batch:
         return batch.split(count, keep=_group_column(batch))
     update = cast(Tensor, batch["update"])

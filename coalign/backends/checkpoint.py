@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from coalign.backends.lora import get_weights
 from coalign.backends.optim import WeightAverage
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
@@ -31,13 +32,6 @@ def get_training_state(model: nn.Module, optimizer: Any | None, average: WeightA
     if average is not None:
         state |= {AVERAGE + name: tensor for name, tensor in average.tensors.items()}
     return state
-
-
-def get_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (tied ones once) and persistent buffers, live."""
-    parameters, persistent = dict(model.named_parameters()), model.state_dict()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return parameters | buffers
 
 
 def save(dir: str | Path, state: State, progress: dict[str, int], *, alone: bool) -> None:

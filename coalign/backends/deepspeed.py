@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -19,20 +18,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from coalign.backends import optim
+from coalign.backends import optim, require_package
 from coalign.backends.base import Outputs
-from coalign.backends.checkpoint import get_weights
-from coalign.backends.hf.module import HuggingFaceModule
+from coalign.backends.hf.fsdp import HuggingFaceModule
 from coalign.backends.layout import Layout
+from coalign.backends.lora import get_weights
 from coalign.backends.process_group import join_process_group
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
-from coalign.roles import Context
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-SUPPORTED = "0.19"
+SUPPORTED = "0.19.*"
 TAG, LAYOUT = "engine", "layout.json"  # in a checkpoint: DeepSpeed's folder, and what must agree with it
 # key of zero_optimization that Coalign sets -> why
 OWNED = {
@@ -68,7 +66,7 @@ class DeepSpeedModule(HuggingFaceModule):
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raises ImportError without a supported DeepSpeed, and ValueError for an option that it does not have."""
         if cls.one_group(config):
-            require_deepspeed()
+            require_package("deepspeed", "DeepSpeed", SUPPORTED, "deepspeed", "deepspeed")
             if config.deepspeed.zero:
                 import_deepspeed(device)
                 check_zero_keys(config.deepspeed.zero, name)
@@ -81,7 +79,10 @@ class DeepSpeedModule(HuggingFaceModule):
             return
         deepspeed = import_deepspeed(self.device)
         if not dist.is_initialized():  # by another model of this process
-            make_process_group(self.context)
+            if self.context.world_size > 1:
+                join_process_group(self.context)
+            else:  # DeepSpeed expects one
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] (documented as public)
             DeepSpeedModule.owns_group = True
         self.model = self._read(torch.device("cpu"))
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -194,7 +195,6 @@ class DeepSpeedModule(HuggingFaceModule):
 
     @property
     def _layout(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
         weights = get_weights(self.model).items()
         return {
             "deepspeed.stage": self.config.deepspeed.stage,
@@ -229,25 +229,6 @@ def _problems(config: ModelConfig) -> Iterator[tuple[str, str]]:
     for option in config.deepspeed.zero:
         if option in OWNED:
             yield f"deepspeed.zero.{option}", f" is set by Coalign: {OWNED[option]}"
-
-
-def make_process_group(context: Context) -> None:
-    """Make the process group that DeepSpeed expects, for a single process too."""
-    if context.world_size > 1:
-        join_process_group(context)
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] (documented as public)
-
-
-def require_deepspeed() -> None:
-    """Raises ImportError, with the command that installs it, without a supported version of DeepSpeed."""
-    install = f"pip install 'coalign[deepspeed]' (DeepSpeed {SUPPORTED}.*)"
-    try:
-        found = version("deepspeed")
-    except PackageNotFoundError:
-        raise ImportError(f"module `deepspeed` needs DeepSpeed: {install}") from None
-    if not found.startswith(f"{SUPPORTED}."):
-        raise ImportError(f"module `deepspeed` works with DeepSpeed {SUPPORTED}.*; {found} is installed: {install}")
 
 
 def import_deepspeed(device: torch.device) -> Any:

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coalign.backends.checkpoint import get_weights
 from coalign.config.schema import ModelConfig
 
 if TYPE_CHECKING:
@@ -105,6 +104,13 @@ def find_trained_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {PREFIX + short[name]: parameter for name, parameter in found.items()}
 
 
+def get_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and persistent buffers, live."""
+    parameters, persistent = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return parameters | buffers
+
+
 def export_merged(
     model: nn.Module, whole: GatherTensor = lambda tensor: tensor, *, changing: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
@@ -144,7 +150,6 @@ def export_separate(
 
 
 def _find_adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 

@@ -89,7 +89,10 @@ class Objective:
             raise ValueError(
                 f"the loss returned statistics named {sorted(taken)}, which the training step itself reports"
             )
-        return (result.value * weights.to(result.value)).sum(), {**_from_sampler(x), **result.stats}
+        mismatch: Stats = {}
+        if x.logprobs is not None and x.old is not None and x.rollout is not None:
+            mismatch = mismatch_stats(x.old, x.rollout)
+        return (result.value * weights.to(result.value)).sum(), {**mismatch, **result.stats}
 
     @property
     def compares(self) -> bool:
@@ -132,12 +135,6 @@ def loss_input(micro: Batch, outputs: Mapping[str, Tensor]) -> LossInput:
         **fields,
         **outputs,
     )
-
-
-def _from_sampler(x: LossInput) -> Stats:
-    if x.logprobs is None or x.old is None or x.rollout is None:
-        return {}
-    return mismatch_stats(x.old, x.rollout)
 
 
 def groups_of(batch: Batch) -> Tensor:

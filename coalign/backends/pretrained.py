@@ -67,16 +67,19 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     NotImplementedError for a family that cannot be ``packed``.
     """
     hf, auto, quantization = read_config(config), _auto(config), _quantization(config)
+    refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
     options = _options(config, packed=packed)
     if config.init == "random":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = _build(auto.from_config, hf, hf, **options)
+            model = build_model(auto.from_config, refusal, hf, **options)
         missing: set[str] = set()
     else:
         # Weights of another shape are refused below, by their names.
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = _build(auto.from_pretrained, hf, config.load, config=hf, **loading, **options, **quantization)
+        model, info = build_model(
+            auto.from_pretrained, refusal, config.load, config=hf, **loading, **options, **quantization
+        )
         if other := [
             f"{n} is {list(there)} there and {list(here)} in the model"
             for n, there, here in sorted(info["mismatched_keys"])
@@ -107,7 +110,8 @@ def build_skeleton(config: ModelConfig, *, name: str = "*", packed: bool = True)
     """Build the model on the meta device, without weights. ``packed``: as in `load`."""
     hf = read_config(config)
     with torch.device("meta"):
-        model = _build(_auto(config).from_config, hf, hf, **_options(config, packed=packed))
+        refusal = NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`"))
+        model = build_model(_auto(config).from_config, refusal, hf, **_options(config, packed=packed))
         if packed:
             _check_interface(model)
         if has_adapters(config):
@@ -120,8 +124,9 @@ def has_adapters(config: ModelConfig) -> bool:
     return config.lora is not None and (not config.frozen or config.lora.load is not None)
 
 
-def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    source = config.tokenizer or config.load
+def read_tokenizer(config: ModelConfig, source: str | None = None) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one in the directory ``source``."""
+    source = source or config.tokenizer or config.load
     return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
 
 
@@ -147,14 +152,14 @@ def save_config(config: ModelConfig, dir: str | Path) -> None:
     read_tokenizer(config).save_pretrained(dir)
 
 
-def _build(make: Callable[..., Any], hf: PretrainedConfig, *arguments: Any, **options: Any) -> Any:
-    """Call ``make``. NotImplementedError for a class that looks attention up in a table of its own."""
+def build_model(make: Callable[..., Any], refusal: Exception, *arguments: Any, **options: Any) -> Any:
+    """Call ``make``. Raises ``refusal`` for a class that looks attention up in a table of its own."""
     try:
         return make(*arguments, **options)
     except KeyError as problem:
-        if problem.args != (attention.NAME,):
+        if problem.args != (options.get("attn_implementation"),):
             raise
-        raise NotImplementedError(OWN_ATTENTION.format(f"the model type `{hf.model_type}`")) from problem
+        raise refusal from problem
 
 
 def _check_interface(model: PreTrainedModel) -> None:

@@ -1,13 +1,15 @@
-"""Settings of a whole process: its default process group, which one model's ranks form, and determinism."""
+"""The process group of one model's ranks, its differentiable collectives, and determinism of a whole process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from coalign.roles import Context
 
@@ -46,3 +48,85 @@ def enforce_determinism(**libraries: str) -> None:
     for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **libraries}.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
+
+
+Group = dist.ProcessGroup
+
+
+class AllGather(torch.autograd.Function):
+    """[n, …] on each of k ranks -> [k·n, …], end to end. The backward is a reduce-scatter: every rank computes a part
+    of the result, so gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """[k·n, …] on each of k ranks -> each rank's [n, …] of the sum over ranks. The backward is an all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.group), None
+
+
+class AllToAll(torch.autograd.Function):
+    """Split in dimension ``split``, one part for each rank; the received parts are joined in dimension ``join``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, split: int, join: int) -> Tensor:
+        ctx.group, ctx.dims = group, (split, join)
+        return _all_to_all(x, group, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        split, join = ctx.dims
+        return _all_to_all(grad, ctx.group, join, split), None, None, None
+
+
+class ScatterRows(torch.autograd.Function):
+    """[n, …], rows ``at`` i64[n] of a tensor -> the tensor [size, …]; other ranks of the groups have its other rows.
+
+    All ranks then compute the same from it, so each takes the gradient of its own rows without a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, at: Tensor, size: int, *groups: Group) -> Tensor:
+        ctx.save_for_backward(at)
+        whole = own.new_zeros(size, *own.shape[1:]).index_copy_(0, at, own)
+        for group in groups:
+            dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (at,) = ctx.saved_tensors
+        return grad.index_select(0, at), *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def _all_gather(x: Tensor, group: Group) -> Tensor:
+    out = x.new_empty(len(x) * group.size(), *x.shape[1:])
+    dist.all_gather(list(out.chunk(group.size())), x.contiguous(), group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    out = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    dist.reduce_scatter(out, list(x.contiguous().chunk(group.size())), group=group)
+    return out
+
+
+def _all_to_all(x: Tensor, group: Group, split: int, join: int) -> Tensor:
+    parts = torch.stack(x.chunk(group.size(), split))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(), join)

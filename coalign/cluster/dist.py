@@ -31,7 +31,7 @@ from coalign.cluster.balance import By, ShardedCall, concat_outcomes, reorder, s
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome
 from coalign.cluster.worker import find_module_class
 from coalign.config.schema import ModelConfig, ProfileConfig
-from coalign.memory.arena import PARTS
+from coalign.memory import PARTS
 from coalign.roles import Context, Rollout, Scorer, Trainable
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from coalign.cluster.placement.slots import Slot, list_slots
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.memory.arena import Arena
+from coalign.memory import Arena
 
 
 class LocalReference:

@@ -39,7 +39,7 @@ from coalign.cluster.stacks import StackFile, collect_stacks, listen
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
-from coalign.memory.arena import Arena
+from coalign.memory import Arena
 
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used

@@ -1,6 +1,6 @@
 """Decides which parts of which models are on the devices, and moves the parts that a call needs there.
 
-The driver decides and keeps count, workers move (coalign.memory.arena, or an engine by its own means). What a process
+The driver decides and keeps count, workers move (coalign.memory, or an engine by its own means). What a process
 has on its device is what it reported after its last call. With a known capacity a part leaves only if there is no
 memory for a call otherwise, and what a later call needs is fetched ahead where it fits. Without one, models of a place
 take turns.
@@ -19,7 +19,7 @@ from coalign.cluster.answers import WorkerHandle, WorkerTask, wait
 from coalign.cluster.future import DeviceMemoryUse, Future, Meta
 from coalign.cluster.placement.slots import Slot
 from coalign.config.schema import ModelConfig
-from coalign.memory.arena import PARTS
+from coalign.memory import PARTS
 from coalign.types import Max, Stats, Total
 
 GROWTH = 1.25  # a call's memory grows with its samples: so much more is kept free than it took so far

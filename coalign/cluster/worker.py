@@ -28,7 +28,7 @@ from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, 
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
-from coalign.memory.arena import PARTS, Arena
+from coalign.memory import PARTS, Arena
 from coalign.roles import Context
 
 if TYPE_CHECKING:
@@ -292,11 +292,11 @@ class Worker:
             return None
         own = {self.context.model: self.module.measure_memory()}
         models = self.arena.models()
-        on_device = {model: self.arena.held(model) for model in models} | own
+        on_device = {model: self.arena.list_resident(model) for model in models} | own
         cuda = self.arena.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.arena.device) if cuda else self.arena.peak
         peak = max(peak, sum(size for parts in on_device.values() for size in parts.values()))
-        return DeviceMemoryUse(on_device, {model: self.arena.away(model) for model in models}, before, peak)
+        return DeviceMemoryUse(on_device, {model: self.arena.list_offloaded(model) for model in models}, before, peak)
 
     def _measure_bytes(self) -> int:
         """Bytes of all models on the device."""

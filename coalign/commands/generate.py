@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 
-from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.native.engine import NativeModule
 from coalign.commands.judges import ResponseJudge, ResponseToScore, open_judge
 from coalign.commands.resumable import JsonRecord, RecordStream, ResumableOutput, fingerprint_settings
 from coalign.commands.score import report_unscored, summarise_scores, verdict_entries

@@ -14,9 +14,9 @@ first parameter. Keyword-only arguments are configuration (see docs/environments
     rollout: {fn: "my_environments:guess", tries: 5}
 """
 
-from coalign.environments.agent import agent
+from coalign.environments.chat import agent
 from coalign.environments.conversation import simulated_user, single_turn
 from coalign.environments.games import game, self_play
-from coalign.environments.tool_use import tool_use
+from coalign.environments.tools import tool_use
 
 __all__ = ["agent", "game", "self_play", "simulated_user", "single_turn", "tool_use"]

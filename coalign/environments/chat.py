@@ -1,4 +1,4 @@
-"""An episode behind the interface of OpenAI's chat completions, so that agents written against that can be trained.
+"""An episode behind the interface of OpenAI's chat completions, and the environment of agents written against that.
 
 The client holds the episode, not the messages. Only the new messages of a request are rendered and appended; the
 policy's earlier turns keep the tokens that were sampled. The same interface is served over HTTP on this machine, for
@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, Generic, Literal, TypeVar
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from coalign.config.functions import bind, resolve
 from coalign.data.messages import get_text
+from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode, Turn
-from coalign.environments.parsers import ToolRequest, hermes
+from coalign.environments.parsers import ToolRequest
 from coalign.types import Status
 
-CompletionsT = TypeVar("CompletionsT")
 Parser = Callable[[Turn], tuple[str, list[ToolRequest]]]
 
 
@@ -128,14 +131,11 @@ class ChatCompletions:
             self.episode.count("tool_failed/bad_json", unreadable)
         if not calls or unreadable:
             return ChatMessage(content=turn.text)
-        at = len(self.episode.log.tokens)
-        functions = [
-            CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)) for call in calls
-        ]
-        return ChatMessage(
-            content=text or None,
-            tool_calls=[ToolCall(id=f"call_{at}_{i}", function=function) for i, function in enumerate(functions)],
-        )
+        at, requests = len(self.episode.log.tokens), []
+        for i, call in enumerate(calls):
+            function = CalledFunction(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
+            requests.append(ToolCall(id=f"call_{at}_{i}", function=function))
+        return ChatMessage(content=text or None, tool_calls=requests)
 
     def _append_new(self, sent: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
         if not self._history:
@@ -158,18 +158,6 @@ class ChatCompletions:
         self.episode.say(*map(_with_objects, new))
 
 
-class ChatResource(Generic[CompletionsT]):
-    def __init__(self, completions: CompletionsT) -> None:
-        self.completions = completions
-
-
-class ChatClient:
-    """``await client.chat.completions.create(messages=…)`` takes the episode's next turn."""
-
-    def __init__(self, episode: Episode, parser: Parser = hermes) -> None:
-        self.chat = ChatResource(ChatCompletions(episode, parser))
-
-
 def _to_dict(message: Any) -> dict[str, Any]:
     """A message as a dict; clients also send back the objects that they received."""
     plain = message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
@@ -177,7 +165,6 @@ def _to_dict(message: Any) -> dict[str, Any]:
 
 
 def _comparison_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parts of a message by which two messages are compared."""
     calls = [
         (call["function"]["name"], _parse_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or []
@@ -253,3 +240,49 @@ async def _respond(completions: ChatCompletions, reader: asyncio.StreamReader) -
 
 def _error(status: HTTPStatus, message: str) -> tuple[HTTPStatus, dict[str, Any]]:
     return status, {"error": {"message": message, "type": "invalid_request_error", "code": status.value}}
+
+
+async def agent(
+    episode: Episode,
+    *,
+    run: str,
+    arguments: dict[str, Any] = {},  # noqa: B006  (never changed)
+    parser: str = "hermes",
+    serve_http: bool = False,
+) -> None:
+    """Run a user's function ``run(client, row, **arguments)`` with the policy behind ``client``.
+
+    ``run`` is the dotted path of a plain or async function. ``client.chat.completions.create(messages=…, tools=…)``
+    answers like OpenAI's client (to be awaited in an async function). With ``serve_http`` the function gets the address
+    of an HTTP endpoint instead, for its own clients (``base_url``) or for other programs. Every request must continue
+    the conversation: see coalign.environments.chat. A number that the function returns is the reward. ``parser`` is the
+    format of the model's tool calls.
+    """
+    fn = resolve(run, "coalign.environments.chat")
+    settings = bind(fn, arguments, "rollout.arguments")
+    completions, events = (
+        ChatCompletions(episode, resolve(parser, "coalign.environments.parsers")),
+        asyncio.get_running_loop(),
+    )
+
+    def create(**request: Any) -> ChatCompletion:
+        """Wait for the answer, in the thread of a plain function."""
+        return asyncio.run_coroutine_threadsafe(completions.create(**request), events).result()
+
+    if serve_http:
+        async with serve_chat(completions) as address:
+            value = await call_function(fn, address, episode.row, **settings)
+    else:
+        suited = completions if inspect.iscoroutinefunction(fn) else SimpleNamespace(create=create)
+        client = SimpleNamespace(chat=SimpleNamespace(completions=suited))
+        value = await call_function(fn, client, episode.row, **settings)
+    if value is not None:
+        episode.reward(value)
+
+
+def _check_agent(samples: Mapping[str, int], *, run: str, arguments: Mapping[str, Any], parser: str, **_: Any) -> None:
+    bind(resolve(run, "coalign.environments.chat"), arguments, "rollout.arguments")
+    resolve(parser, "coalign.environments.parsers")
+
+
+agent.check = _check_agent

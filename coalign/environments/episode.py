@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from coalign.data.messages import Message, parse_tools
 from coalign.data.templates import Tools
 from coalign.environments.rendering import Rendering
-from coalign.types import Status
+from coalign.types import Response, Status
 
 
 class EnvironmentClock:
@@ -65,19 +63,6 @@ class EnvironmentClock:
 _NOT_BOTH = "between two turns an environment says messages (Episode.say) or writes text (Episode.write), not both"
 
 
-class PolicyResponse(Protocol):
-    """tokens i32[R], logprobs f32[R], versions i32[R], and how the response ended."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def logprobs(self) -> Tensor: ...
-    @property
-    def versions(self) -> Tensor: ...
-    @property
-    def status(self) -> Status: ...
-
-
 class EpisodePolicy(Protocol):
     """Generates the turns of episodes."""
 
@@ -85,7 +70,7 @@ class EpisodePolicy(Protocol):
 
     async def respond(
         self, tokens: list[int], *, group: int, index: int, prompt_length: int, limit: int, stop: tuple[str, ...] | None
-    ) -> PolicyResponse:
+    ) -> Response:
         """Generate the continuation of ``tokens``, of which the first ``prompt_length`` precede the first turn."""
         ...
 
@@ -295,7 +280,7 @@ class Episode:
                 else []
             )
         elif self._new_messages or self._render_prompt:
-            tokens = self._rendering.render_prompt(self.messages, self._tools)
+            tokens = self._rendering.template.prompt(self.messages, self._tools)
         else:
             tokens = self._prompt
         return tokens + self._new_tokens

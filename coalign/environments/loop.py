@@ -71,9 +71,6 @@ class EnvironmentCall:
     def group(self) -> int:
         return self.episodes[0].group
 
-    def fail(self, reason: str, error: BaseException) -> None:
-        self.reason, self.error = reason, error
-
 
 class EnvironmentLoop(EventLoopThread):
     """An event loop that lives as long as its owner, so environments may keep clients open between batches."""
@@ -82,25 +79,19 @@ class EnvironmentLoop(EventLoopThread):
         super().__init__("environments")
         self.news = threading.Event()  # an environment has ended, or asks for a turn
 
-    def start(
-        self, environment: EnvironmentFunction, episodes: Sequence[Episode], *, min_groups: int | None = None
-    ) -> EnvironmentBatch:
-        """Start the environment of every episode, or group of them; one batch at a time. ``min_groups``: see
-        EnvironmentBatch."""
-        running = EnvironmentBatch(self, environment, episodes, min_groups)
-        self.events.call_soon_threadsafe(running.begin)
-        return running
-
 
 class EnvironmentBatch:
-    """The environments of one batch. Once ``min_groups`` groups are done, the episodes of the others end as PARTIAL."""
+    """The environments of one batch, started at once. A loop runs one batch at a time.
+
+    Once ``min_groups`` groups are done, the episodes of the others end as PARTIAL.
+    """
 
     def __init__(
         self,
         loop: EnvironmentLoop,
         environment: EnvironmentFunction,
         episodes: Sequence[Episode],
-        min_groups: int | None,
+        min_groups: int | None = None,
     ) -> None:
         self.loop = loop
         self.environment = environment
@@ -108,13 +99,10 @@ class EnvironmentBatch:
         self._min_groups = min_groups
         self._left = Counter(call.group for call in self.calls)  # calls of each group that are not done
         self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # those under way
-        self._done = not self.calls
+        self.done = not self.calls
+        loop.events.call_soon_threadsafe(self._begin)
 
     # ---- for the policy's thread -------------------------------------------------------------------------------------
-
-    @property
-    def done(self) -> bool:
-        return self._done
 
     @property
     def finished(self) -> int:
@@ -137,7 +125,7 @@ class EnvironmentBatch:
 
     # ---- on the event loop -------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         for call in self.calls:
             self._tasks[call] = self.loop.events.create_task(self._run(call))
         self._check()
@@ -155,17 +143,18 @@ class EnvironmentBatch:
             await self.environment.fn(argument, **self.environment.arguments)
         except asyncio.CancelledError as error:
             if call in self._tasks:  # the environment cancelled itself
-                call.fail("cancelled", error)
+                call.reason, call.error = "cancelled", error
         except OutOfTokens:
             pass  # the episodes keep what they have
         except (Exception, SystemExit) as error:
-            call.fail(type(error).__name__, error)
+            call.reason, call.error = type(error).__name__, error
         self._settle(call, Status.ERROR if call.error else None)
         self._check()
 
     def _expire(self, call: EnvironmentCall) -> None:
         seconds = self.environment.timeout
-        call.fail("timeout", TimeoutError(f"the environment took more than {seconds:g} s beside the policy's turns"))
+        call.reason = "timeout"
+        call.error = TimeoutError(f"the environment took more than {seconds:g} s beside the policy's turns")
         self._settle(call, Status.ERROR)
         self._check()
 
@@ -186,11 +175,11 @@ class EnvironmentBatch:
         complete = sum(not left for left in self._left.values())
         if self._min_groups is not None and complete >= self._min_groups:
             self._cut()
-        self._done = not self._tasks
+        self.done = not self._tasks
         self.loop.news.set()
 
     def _cut(self) -> None:
         for call in list(self._tasks):
             self._settle(call, Status.PARTIAL)
-        self._done = True
+        self.done = True
         self.loop.news.set()

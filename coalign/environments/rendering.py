@@ -34,10 +34,6 @@ class Rendering:
         self.tokenizer: Any = template.tokenizer
         self._special = list_special_tokens(self.tokenizer)
 
-    def render_prompt(self, messages: list[Message], tools: Tools | None) -> list[int]:
-        """The tokens before the policy's first turn. BadRow if the template refuses the messages."""
-        return self.template.prompt(messages, tools)
-
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text as it is."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Python functions as tools: their descriptions for the policy, and the results of its calls.
+"""Python functions as tools: their descriptions for the policy, its calls, and the environment that answers them.
 
 A tool is a plain or async function. Its annotated positional parameters are the arguments that the policy gives, its
 docstring describes it to the policy, and keyword-only parameters are configuration. A first parameter called
@@ -23,6 +23,7 @@ from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolError, ToolRequest
 from coalign.environments.rendering import format_call_id
+from coalign.types import Status
 
 __all__ = ["calculator"]
 
@@ -154,3 +155,58 @@ def _first_error(error: ValidationError) -> str:
     problem = error.errors()[0]
     where = ".".join(map(str, problem["loc"]))
     return f"argument '{where}': {problem['msg']}"
+
+
+async def tool_use(
+    episode: Episode,
+    *,
+    tools: list[Any],
+    parser: str = "hermes",
+    max_turns: int = 8,
+    tokens_per_turn: int | None = None,
+    tool_timeout: float = 30.0,
+    max_result_chars: int = 4000,
+) -> None:
+    """Let the policy call tools and read their results, turn after turn, until a turn calls none, or for ``max_turns``.
+
+    The chat template shows the tools in the prompt. ``parser`` is the format of the calls: a function of
+    coalign.environments.parsers, or a dotted path. The calls of one turn run concurrently. A call that cannot be read,
+    an unknown tool, wrong arguments, an exception, or no result within ``tool_timeout`` seconds is reported to the
+    policy, and counted. A truncated turn calls nothing.
+    """
+    read = resolve(parser, "coalign.environments.parsers")
+    box = Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
+    episode.begin(tools=box.descriptions)
+    for turns_left in reversed(range(max_turns)):
+        turn = await episode.generate(max_new_tokens=tokens_per_turn)
+        text, calls = read(turn) if turn.status == Status.OK else (turn.text, [])
+        if not calls:
+            return
+        episode.messages[-1] = _to_message(text, calls)
+        if not turns_left:
+            episode.count("out_of_turns")
+            return
+        episode.say(*await box.answer(episode, calls))
+
+
+def _check_tools(
+    samples: Mapping[str, int], *, tools: list[Any], parser: str, tool_timeout: float, max_result_chars: int, **_: Any
+) -> None:
+    resolve(parser, "coalign.environments.parsers")
+    Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
+
+
+tool_use.check = _check_tools
+
+
+def _to_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:
+    readable = [
+        {
+            "id": format_call_id(i),
+            "type": "function",
+            "function": {"name": call.name, "arguments": dict(call.arguments)},
+        }
+        for i, call in enumerate(calls)
+        if call.error is None
+    ]
+    return {"role": "assistant", "content": text, "tool_calls": readable}

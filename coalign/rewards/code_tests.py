@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
+from coalign.rewards.checker import read_literal
 from coalign.rewards.sandbox.sandbox import SandboxResult
 
 _CLOSE = 1e-6  # relative or absolute difference of floating-point numbers that count as equal
@@ -137,7 +138,7 @@ def _judged_test(statements: str, checks: list[ValueCheck], forgeable: bool = Fa
         if not report.answer.startswith(token):
             return False
         try:
-            values = ast.literal_eval(report.answer.removeprefix(token))
+            values = read_literal(report.answer.removeprefix(token))
             return len(values) == len(checks) and all(check(one) for check, one in zip(checks, values, strict=True))
         except (*_UNREADABLE, OverflowError):  # no literals, or of types that cannot be compared so
             return False

@@ -58,7 +58,7 @@ HEAVY = {
     "starlette": "commands/serve.py",
     "datasets": "data/sources.py",
     "bitsandbytes": "backends/optim.py",
-    "torchao": "backends/hf/float8.py",
+    "torchao": "backends/hf/layers.py",
     "peft": "backends/lora.py",
     "sentencepiece": "vocab/tokenizer.py",
 }

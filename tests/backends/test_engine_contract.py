@@ -8,10 +8,10 @@ import pytest
 
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.request import PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import Sampling
+from coalign.config.schema import SamplingConfig
 from coalign.types import Status
 
-SAMPLING = Sampling(max_new_tokens=4, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=())
+SAMPLING = SamplingConfig(max_new_tokens=4)
 
 
 class CountingSession(GenerationSession):
@@ -58,7 +58,7 @@ class CountingEngine(InferenceEngine):
 
 def test_answers_come_in_the_order_of_what_was_asked():
     asked = [Request([1], 5, samples=2, limit=3), Request([1], 4, samples=1)]
-    first, second = CountingEngine().generate(asked, SAMPLING)
+    first, second = next(CountingEngine().generate(asked, SAMPLING))
     assert [answer.tokens.tolist() for answer in (*first, *second)] == [[0, 1, 2], [0, 1, 2], [0, 1, 2, 3]]
     assert {answer.status for answer in (*first, *second)} == {Status.TRUNCATED}
     assert second[0].versions.tolist() == [3] * 4 and second[0].logprobs.tolist() == [-1.0] * 4
@@ -66,7 +66,7 @@ def test_answers_come_in_the_order_of_what_was_asked():
 
 def test_min_groups_cuts_the_others():
     asked = [Request([1], 0, limit=2), Request([1], 1, limit=4), Request([1], 2, limit=4)]
-    answers = CountingEngine().generate(asked, SAMPLING, min_groups=1)
+    answers = next(CountingEngine().generate(asked, SAMPLING, min_groups=1))
     assert [answer.status for [answer] in answers] == [Status.TRUNCATED, Status.PARTIAL, Status.PARTIAL]
     assert [len(answer.tokens) for [answer] in answers] == [2, 2, 2]
 
@@ -75,9 +75,9 @@ def test_a_response_that_the_engine_lost_is_an_error():
     engine = CountingEngine()
     engine.loses = 7
     with pytest.raises(RuntimeError, match="the engine returned 1 of 3 responses"):
-        engine.generate([Request([1], 6), Request([1], 7, samples=2)], SAMPLING)
+        next(engine.generate([Request([1], 6), Request([1], 7, samples=2)], SAMPLING))
     engine.loses = -1
-    assert len(engine.generate([Request([1], 6)], SAMPLING)) == 1
+    assert len(next(engine.generate([Request([1], 6)], SAMPLING))) == 1
 
 
 def test_a_version_counts_once_its_weights_are_there():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coalign.backends.hf import float8
-from coalign.backends.hf.fsdp import decoder_layers
+from coalign.backends.hf import layers
+from coalign.backends.hf.parallel import decoder_layers
 from coalign.config.schema import ModelConfig
 from tests.backends.batches import rollout
 from tests.backends.test_fsdp import Watched, module
@@ -33,20 +33,20 @@ def test_a_cpu_is_refused(tmp_path):
 )
 def test_a_gpu_without_such_kernels_is_refused(monkeypatch, capability, refused):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(float8, "find_spec", lambda name: object())
+    monkeypatch.setattr(layers, "find_spec", lambda name: object())
     if not refused:
-        return float8.check(torch.device("cuda"), KEY)
+        return layers.check_float8(torch.device("cuda"), KEY)
     with pytest.raises(
         ValueError, match=rf"{KEY} needs a GPU of compute capability 8\.9 or more; that of cuda is 8\.6"
     ):
-        float8.check(torch.device("cuda"), KEY)
+        layers.check_float8(torch.device("cuda"), KEY)
 
 
 def test_torchao_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(float8, "find_spec", lambda name: None)
+    monkeypatch.setattr(layers, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=rf"{KEY} needs torchao: pip install 'coalign\[fp8\]'"):
-        float8.check(torch.device("cuda"), KEY)
+        layers.check_float8(torch.device("cuda"), KEY)
 
 
 @pytest.mark.parametrize(("config", "message"), [({}, "it is float32"), (BF16 | {"lora": {}}, "with `lora`")])
@@ -58,24 +58,24 @@ def test_what_does_not_go_with_it(config, message):
 def test_the_linear_layers_whose_sizes_fit_are_chosen(tmp_path):
     attention = [f"self_attn.{name}_proj" for name in "qkvo"]
     mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    assert float8.find_float8_layers(layer(tiny_model_dir(tmp_path / "fits", intermediate_size=48))) == [
+    assert layers.find_float8_layers(layer(tiny_model_dir(tmp_path / "fits", intermediate_size=48))) == [
         *attention,
         *mlp,
     ]
-    assert float8.find_float8_layers(layer(tiny_model_dir(tmp_path / "odd", intermediate_size=40))) == attention
+    assert layers.find_float8_layers(layer(tiny_model_dir(tmp_path / "odd", intermediate_size=40))) == attention
 
 
 def test_routers_are_not(tmp_path):
-    names = float8.find_float8_layers(layer(tiny_model_dir(tmp_path, **MODELS["shared"] | {"num_experts": 16})))
+    names = layers.find_float8_layers(layer(tiny_model_dir(tmp_path, **MODELS["shared"] | {"num_experts": 16})))
     assert "self_attn.q_proj" in names and not [name for name in names if name.endswith("gate")]
     block = torch.nn.ModuleDict({"gate": torch.nn.Linear(32, 16), "up": torch.nn.Linear(32, 16)})
-    assert float8.find_float8_layers(block) == ["up"]
+    assert layers.find_float8_layers(block) == ["up"]
 
 
 def test_a_step_in_emulation_is_near_that_of_bfloat16_and_names_stay(tmp_path):
     pytest.importorskip("torchao")
     plain, rounded = (module(str(tiny_model_dir(tmp_path)), kind=Watched, **BF16) for _ in range(2))
-    float8.convert_layers(decoder_layers(rounded.model.model), emulate=True)
+    layers.convert_to_float8(decoder_layers(rounded.model.model), emulate=True)
     for each in (plain, rounded):
         each.train_step(rollout())
     away = float((rounded.gradient - plain.gradient).norm() / plain.gradient.norm())

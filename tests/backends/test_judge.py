@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coalign.backends.scorers.judge import JudgeModule
-from coalign.backends.scorers.preference import PreferenceModule
+from coalign.backends.scorers.judge import JudgeModule, PreferenceModule
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

@@ -5,13 +5,13 @@ import gc
 import pytest
 import torch
 
-from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.objective import Objective
 from coalign.backends.scorers.cached import CachedModule
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
-from coalign.memory.arena import PARTS, Arena, OutOfDeviceMemory
+from coalign.memory import PARTS, Arena, OutOfDeviceMemory
 from coalign.roles import Context
 from tests.backends.batches import rollout
 from tests.tiny import tiny_model_dir
@@ -124,7 +124,7 @@ def test_a_policy_with_weights_of_its_own_comes_back(path):
     first = policy.generate(PROMPTS)
     size = policy.measure_memory()["weights"]
     policy.move("host", PARTS)
-    assert policy.measure_memory() == {} and policy.arena.away("policy") == {"weights": size}
+    assert policy.measure_memory() == {} and policy.arena.list_offloaded("policy") == {"weights": size}
     policy.move("device", PARTS)
     assert torch.equal(policy.generate(PROMPTS)["rollout_logprobs"], first["rollout_logprobs"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_a_vllm_that_is_missing_or_unknown_is_named_with_what_to_do(directory, m
             raise PackageNotFoundError(package)
         return installed[package]
 
-    monkeypatch.setattr(vllm, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(ImportError, match=message):
         module(directory).setup()
 
@@ -195,11 +196,11 @@ def test_what_vllm_cannot_run_is_named_before_weights_are_read(directory, tmp_pa
 
 @VLLM
 def test_ranks_beyond_what_vllm_has_room_for_are_refused():
-    from coalign.backends.engines.vllm import adapters
+    from coalign.backends.engines.vllm import worker
 
-    assert [adapters.adapter_capacity(rank, "policy") for rank in (1, 4, 9, 512)] == [1, 8, 16, 512]
+    assert [worker.adapter_capacity(rank, "policy") for rank in (1, 4, 9, 512)] == [1, 8, 16, 512]
     with pytest.raises(ValueError, match=r"rank up to 512; the trainer's `lora\.rank` is 513: use `merged`"):
-        adapters.adapter_capacity(513, "policy")
+        worker.adapter_capacity(513, "policy")
 
 
 @VLLM

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coalign.data.batch import Batch
-from coalign.memory.arena import PARTS
+from coalign.memory import PARTS
 from tests.backends.batches import rollout
 from tests.conformance.backends import DEEPSPEED, Backend, build, exported, on_ranks, zero
 from tests.golden.curves import configuration

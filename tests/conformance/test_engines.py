@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from coalign.backends.engines.episodes import EpisodeRunner
-from coalign.backends.engines.request import Request
-from coalign.backends.engines.samples import begin_samples
-from coalign.backends.engines.sampling import Sampling
-from coalign.config.schema import RolloutConfig
+from coalign.backends.engines.request import Request, begin_samples
+from coalign.config.schema import RolloutConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.environments.conversation import find_environment
 from coalign.environments.episode import Episode
@@ -168,14 +166,15 @@ def test_an_error_of_the_listener_ends_the_call_alone(policy):
 
 
 def test_what_prompts_and_turns_have_in_common_is_computed_once(policy):
-    sampling = Sampling(8, 1.0, 0, 1.0, 0.0, 1.0, ())
+    sampling = SamplingConfig(max_new_tokens=8)
     prompt, answers = prompts()["tokens"][-45:].tolist(), []
 
     def ask(run, request):
         before = run.tokens_prefilled
         run.submit(request, lambda place, response: answers.append(response.tokens.tolist()))
         while run.unfinished:
-            policy.engine.advance(run)
+            with policy.engine.stepping():
+                run.step()
         return run.tokens_prefilled - before
 
     with policy.engine.open(sampling) as run:

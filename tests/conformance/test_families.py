@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from coalign.backends.hf import expert_parallel, tensor_parallel
+from coalign.backends.hf import parallel
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
@@ -54,9 +54,9 @@ def test_a_step_and_what_can_be_cut(case, tmp_path):
 
     model = module.model.model
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    reason = tensor_parallel.find_unfit_layers(model, list(layers))
+    reason = parallel.find_unfit_layers(model, list(layers))
     assert NO_PLAN[case] in reason if case in NO_PLAN else reason is None
-    reason = expert_parallel.find_unfit_experts(model, 2)
+    reason = parallel.find_unfit_experts(model, 2)
     assert reason is None if case in MOE else "no experts" in reason
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from coalign.backends.engines.samples import begin_samples
+from coalign.backends.engines.request import begin_samples
 from coalign.config.schema.rollout import RolloutConfig
 from coalign.data.batch import Batch
 from coalign.engine.filters import add_budgets

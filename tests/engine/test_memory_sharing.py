@@ -5,11 +5,11 @@ import signal
 
 import pytest
 
+from coalign import memory
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.pretrained import build_skeleton
 from coalign.cluster.future import WorkerError
 from coalign.config.schema import ModelConfig
-from coalign.memory import arena
 from tests import runs
 
 PARTS = ["weights", "gradients", "optimizer", "kv"]
@@ -133,14 +133,14 @@ class DiesLeaving(FSDPModule):
     def move(self, to, parts):
         if (self.version, to) == (2, "host") and "optimizer" in parts:
             left = iter(range(5))
-            whole = arena.view_bytes
+            whole = memory.view_bytes
 
             def raw(storage):
                 if next(left, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return whole(storage)
 
-            arena.view_bytes = raw
+            memory.view_bytes = raw
         super().move(to, parts)
 
 

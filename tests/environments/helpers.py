@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from coalign.backends.engines.request import Response
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentBatch, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
-from coalign.types import Status
+from coalign.types import Response, Status
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -82,7 +81,7 @@ def episode(
         group=group,
         index=index,
         seed=3,
-        prompt=renders.render_prompt(row["messages"], None),
+        prompt=renders.template.prompt(row["messages"], None),
         max_new_tokens=max_new_tokens,
         policy=policy or Script(says),
         rendering=renders,
@@ -95,7 +94,7 @@ def play(
     """The environment played to its end with each episode."""
     loop = EnvironmentLoop()
     try:
-        running = loop.start(EnvironmentFunction(fn, arguments, timeout), episodes, min_groups=min_groups)
+        running = EnvironmentBatch(loop, EnvironmentFunction(fn, arguments, timeout), episodes, min_groups=min_groups)
         while not running.done:
             running.wait()
         return running

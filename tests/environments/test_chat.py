@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from coalign.environments.agent import agent
+from coalign.environments.chat import agent
 from coalign.types import Status
 from tests.environments.helpers import TOKENIZER, episode, play
 

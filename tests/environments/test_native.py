@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coalign.backends.engines.episodes import EpisodesFailed
-from coalign.backends.engines.native.module import NativeModule
-from coalign.backends.engines.samples import begin_samples
+from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.request import begin_samples
 from coalign.config.schema import ModelConfig, RolloutConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template, read_samples

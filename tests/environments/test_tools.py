@@ -14,8 +14,7 @@ from coalign.config.errors import ConfigError
 from coalign.environments.calculator import calculator, evaluate
 from coalign.environments.episode import Turn
 from coalign.environments.parsers import hermes, llama
-from coalign.environments.tool_use import tool_use
-from coalign.environments.tools import build_tool
+from coalign.environments.tools import build_tool, tool_use
 from coalign.types import Status
 from tests.environments.helpers import TOKENIZER, episode, play
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.native.attention import NAME
-from coalign.backends.engines.sampling import Sampling, stream_key, truncate, uniforms
+from coalign.backends.engines.sampling import stream_key, truncate, uniforms
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 
@@ -63,7 +63,7 @@ def recorded() -> Iterator[Rollouts]:
     """Within this context, what policies of this process generate is kept."""
     rollouts = Rollouts()
 
-    def keep(module: RolloutModule, batch: Batch, sampling: Sampling) -> Batch:
+    def keep(module: RolloutModule, batch: Batch, sampling: SamplingConfig) -> Batch:
         rollouts.calls.append(batch)
         return batch
 
@@ -79,7 +79,7 @@ def replayed(rollouts: Rollouts) -> Iterator[None]:
     """
     calls = iter(rollouts.calls)
 
-    def replace(module: RolloutModule, batch: Batch, sampling: Sampling) -> Batch:
+    def replace(module: RolloutModule, batch: Batch, sampling: SamplingConfig) -> Batch:
         kept = next(calls, None)
         assert kept is not None, f"a call of generate more than the {len(rollouts.calls)} that were recorded"
         for name in ("group", "index", "prompt_length"):
@@ -100,8 +100,7 @@ def _after_generating(change: Any) -> Iterator[None]:
 
     def changed(self: RolloutModule, parts: int, prompts: Batch, **options: Any) -> Iterator[Any]:
         overrides = {name: value for name, value in options.items() if name in SamplingConfig.model_fields}
-        fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()
-        sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
+        sampling = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
         for batch in generate(self, parts, prompts, **options):
             yield change(self, batch, sampling)
 
@@ -110,7 +109,7 @@ def _after_generating(change: Any) -> Iterator[None]:
         yield
 
 
-def _compare(module: RolloutModule, kept: Batch, drawn: Batch, sampling: Sampling, rollouts: Rollouts) -> None:
+def _compare(module: RolloutModule, kept: Batch, drawn: Batch, sampling: SamplingConfig, rollouts: Rollouts) -> None:
     """Tokens are equal up to the first one of a small margin, and so are log-probs, nearly."""
     for old, new in zip(kept.rows(), drawn.rows(), strict=True):
         begin = int(old["prompt_length"])
@@ -132,7 +131,7 @@ def _compare(module: RolloutModule, kept: Batch, drawn: Batch, sampling: Samplin
 
 
 @torch.inference_mode()
-def _margin(module: RolloutModule, row: dict[str, Tensor], place: int, sampling: Sampling) -> float:
+def _margin(module: RolloutModule, row: dict[str, Tensor], place: int, sampling: SamplingConfig) -> float:
     """How much of probability lay between the draw of ``row``'s token at ``place`` and another token."""
     model = module.engine.model.module
     model.set_attn_implementation("eager")

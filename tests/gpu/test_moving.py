@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
-from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.objective import Objective
 from coalign.config.schema import ModelConfig
-from coalign.memory.arena import PARTS, Arena
+from coalign.memory import PARTS, Arena
 from coalign.roles import Context
 from tests.backends.batches import rollout
 from tests.tiny import tiny_model_dir
@@ -42,10 +42,10 @@ def test_the_device_gets_its_memory_back_and_the_bits_return():
     arena.settle("model", "weights", tensors)
     allocated, reserved = torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
     for _ in range(2):
-        assert arena.leave("model", ["weights"]) == 32 * MIB
+        assert arena.offload("model", ["weights"]) == 32 * MIB
         assert torch.cuda.memory_allocated(DEVICE) == allocated - 32 * MIB
         assert torch.cuda.memory_reserved(DEVICE) <= reserved - 32 * MIB  # other processes can have it
-        arena.enter("model", ["weights"])
+        arena.reload("model", ["weights"])
         assert torch.cuda.memory_allocated(DEVICE) == allocated
         assert all(torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, copies, strict=True))
 
@@ -77,18 +77,18 @@ def test_coming_back_does_not_wait_for_what_another_thread_computes():
     arena = Arena(DEVICE)
     weight = torch.randn(64 * MIB, device=DEVICE)
     arena.settle("next", "weights", [weight])
-    arena.leave("next", ["weights"])
+    arena.offload("next", ["weights"])
     matrix = torch.randn(4096, 4096, device=DEVICE)
     torch.cuda.synchronize()
     for _ in range(400):
         matrix = (matrix @ matrix).clamp_(-1, 1)
     end = torch.cuda.Event()
     end.record()
-    thread = threading.Thread(target=arena.enter, args=("next", ["weights"]))
+    thread = threading.Thread(target=arena.reload, args=("next", ["weights"]))
     thread.start()
     thread.join()
     assert not end.query()  # the products are still under way
     torch.cuda.synchronize()
-    arena.leave("next", ["weights"])
-    arena.enter("next", ["weights"])
+    arena.offload("next", ["weights"])
+    arena.reload("next", ["weights"])
     assert bool(weight.isfinite().all())

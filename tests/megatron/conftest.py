@@ -11,11 +11,11 @@ from coalign.roles import Context
 def alone() -> Iterator[None]:
     """This process as the only rank, on the CPU."""
     pytest.importorskip("megatron.core")
-    from coalign.backends.megatron import ranks
+    from coalign.backends.megatron import build
     from coalign.backends.megatron.cpu import on_cpu
     from coalign.backends.megatron.partition import ParallelSizes
 
     with on_cpu():
-        ranks.join(ParallelSizes(), Context())
+        build.join_ranks(ParallelSizes(), Context())
         yield
-        ranks.leave()
+        build.leave_ranks()

@@ -1,5 +1,5 @@
-"""Megatron models of tiny checkpoints, on the ranks that have met (coalign.backends.megatron.ranks.join), and what
-they must agree with."""
+"""Megatron models of tiny checkpoints, on the ranks that have joined (coalign.backends.megatron.build.join_ranks), and
+what they must agree with."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import pack
-from coalign.backends.megatron import ranks
-from coalign.backends.megatron.config import create_transformer_config
+from coalign.backends.megatron.build import create_transformer_config
 from coalign.backends.megatron.model import PackedGPT
-from coalign.backends.megatron.partition import ParallelSizes
-from coalign.backends.megatron.weights import HuggingFaceExport, WeightPartition, choose_vocabulary_multiple
+from coalign.backends.megatron.partition import (
+    HuggingFaceExport,
+    ParallelSizes,
+    WeightPartition,
+    choose_vocabulary_multiple,
+)
 from coalign.data.batch import Batch
 from coalign.weights import families
 from coalign.weights.layouts.megatron import MegatronLayout, split_layers
@@ -131,7 +135,8 @@ class Megatron:
         for name, tensor in self.weights.read(self.rank, reference.tensors.__getitem__, in_memory=reference.in_memory):
             own.pop(name).copy_(tensor)
         assert not own, f"nothing was read for {sorted(own)}"
-        self.rows = RowSharding(ranks.get_context_axis(), RankAxis(), multiple=sizes.tensor)
+        context = RankAxis.of(parallel_state.get_context_parallel_group())
+        self.rows = RowSharding(context, RankAxis(), multiple=sizes.tensor)
 
     def own(self) -> dict[str, Tensor]:
         return {f"0/{name}": t for name, t in self.model.state_dict().items() if isinstance(t, Tensor)}

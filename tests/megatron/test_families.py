@@ -15,7 +15,7 @@ from tests.weights.families.checkpoints import MOE
 
 pytest.importorskip("megatron.core")
 
-from coalign.backends.megatron import ranks
+from coalign.backends.megatron import build
 from coalign.backends.megatron.cpu import on_cpu
 from coalign.backends.megatron.partition import ParallelSizes
 from coalign.roles import Context
@@ -102,12 +102,12 @@ def _every(rank: int, port: int, file: Path, ports: list[int]) -> dict[Any, Any]
     found: dict[Any, Any] = {}
     with on_cpu():
         for (name, (sizes, cases)), at in zip(LAYOUTS.items(), [port, *ports], strict=True):
-            ranks.join(sizes, Context(rank=rank, world_size=2, rendezvous=f"127.0.0.1:{at}"))
+            build.join_ranks(sizes, Context(rank=rank, world_size=2, rendezvous=f"127.0.0.1:{at}"))
             for case in cases:
                 found[name, case] = Megatron(references[case], sizes).differences()
             if name == "tensor":
                 found["halves", "llama"] = _cut_in_halves(Megatron(references["llama"], sizes))
-            ranks.leave()
+            build.leave_ranks()
     return found
 
 

@@ -20,10 +20,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from coalign.backends.megatron import layers
+from coalign.backends.megatron import model as layers
 from coalign.backends.megatron.attention import LatentAttention, PackedAttention
-from coalign.backends.megatron.config import create_transformer_config
-from coalign.backends.megatron.layers import ExpertGroupChoice, PackedNorm, ParallelLayer
+from coalign.backends.megatron.build import create_transformer_config
+from coalign.backends.megatron.model import ExpertGroupChoice, PackedNorm, ParallelLayer
 from coalign.backends.megatron.partition import ParallelSizes
 from coalign.weights import families
 from tests.weights.families.checkpoints import checkpoint

@@ -49,7 +49,7 @@ def test_how_far_the_sampler_is_from_the_trainer(tmp_path, updates):
 
 
 def test_a_bad_sampler_is_seen(tmp_path, monkeypatch):
-    from coalign.backends.engines.native.module import NativeModule
+    from coalign.backends.engines.native.engine import NativeModule
 
     generate = NativeModule.generate
 

@@ -1,6 +1,6 @@
 """Generation engines: they compute the tokens of a policy. Open contract.py first.
 
 contract.py: InferenceEngine and GenerationSession, what every engine implements. module.py: RolloutModule, the policy
-module around an engine. request.py, sampling.py, samples.py: requests, token draws, batches. episodes.py: environments.
+module around an engine. request.py, sampling.py: requests and samples, token draws. episodes.py: environments.
 native/ and vllm/: the two engines.
 """

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalign.backends.engines.request import OnDone, Request, Response, SubmittedRequest
-from coalign.backends.engines.sampling import Sampling
-from coalign.types import Status
+from coalign.backends.engines.request import OnDone, Request, SubmittedRequest
+from coalign.config.schema import SamplingConfig
+from coalign.types import Response, Status
 
 Progress = Callable[[int, int, int], None]  # (responses finished, responses in all, tokens chosen)
 OnToken = Callable[[int, int, int], None]  # (group, index, token)
@@ -92,7 +92,9 @@ class InferenceEngine(ABC):
     # ---- what an engine implements
 
     @abstractmethod
-    def _start_session(self, sampling: Sampling, on_token: OnToken | None) -> AbstractContextManager[GenerationSession]:
+    def _start_session(
+        self, sampling: SamplingConfig, on_token: OnToken | None
+    ) -> AbstractContextManager[GenerationSession]:
         """Start a session. Entered while no weights are loaded; leaving the context ends what is unfinished."""
 
     @abstractmethod
@@ -145,10 +147,10 @@ class InferenceEngine(ABC):
             self.version = version
 
     @contextmanager
-    def open(self, sampling: Sampling, on_token: OnToken | None = None) -> Iterator[GenerationSession]:
-        """Open a session, to be computed with ``advance``. There is one at a time: a second caller waits.
+    def open(self, sampling: SamplingConfig, on_token: OnToken | None = None) -> Iterator[GenerationSession]:
+        """Open a session, whose steps are computed within ``stepping``. There is one at a time: a second caller waits.
 
-        ``on_token(group, index, token)`` is called for every token as it is chosen, on the thread that advances. What
+        ``on_token(group, index, token)`` is called for every token as it is chosen, on the thread that steps. What
         it raises ends the session; the engine stays usable.
         """
         with self._session_lock, ExitStack() as stack:
@@ -159,13 +161,14 @@ class InferenceEngine(ABC):
             finally:
                 self._session = None
 
-    def advance(self, session: GenerationSession) -> None:
-        """Compute one step of an open session, once the engine is not paused."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within this context, entered once the engine is not paused, an open session may compute a step."""
         with self._state:
             self._state.wait_for(lambda: self._pauses == 0)
             self._stepping = True
         try:
-            session.step()
+            yield
         finally:
             with self._state:
                 self._stepping = False
@@ -174,26 +177,16 @@ class InferenceEngine(ABC):
     def generate(
         self,
         requests: Sequence[Request],
-        sampling: Sampling,
+        sampling: SamplingConfig,
         progress: Progress | None = None,
         on_token: OnToken | None = None,
         min_groups: int | None = None,
-    ) -> list[list[Response]]:
-        """Return the responses of each request, in the order of its samples; see ``generate_in_parts``."""
-        [answers] = self.generate_in_parts(requests, [len(requests)], sampling, progress, on_token, min_groups)
-        return answers
-
-    def generate_in_parts(
-        self,
-        requests: Sequence[Request],
-        sizes: Sequence[int],
-        sampling: Sampling,
-        progress: Progress | None = None,
-        on_token: OnToken | None = None,
-        min_groups: int | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
     ) -> Iterator[list[list[Response]]]:
-        """Yield the responses of the first ``sizes[0]`` requests once they are complete, then of the next ones.
+        """Yield the responses of each request, in the order of its samples, once all are complete.
 
+        With ``sizes``, yield those of the first ``sizes[0]`` requests once they are complete, then of the next ones.
         All requests are computed together, and only while the caller asks for the next part. Until the last part is
         there, nobody else can use the engine.
 
@@ -205,7 +198,7 @@ class InferenceEngine(ABC):
         for request in requests:
             missing[request.group] += request.samples
         answers: list[list[Any]] = [[None] * request.samples for request in requests]
-        bounds = list(pairwise(accumulate(sizes, initial=0)))
+        bounds = list(pairwise(accumulate(sizes or [len(requests)], initial=0)))
         waiting = [sum(request.samples for request in requests[start:stop]) for start, stop in bounds]
 
         def record(answer: list[Any], group: int, part: int, place: int, response: Response) -> None:
@@ -222,7 +215,8 @@ class InferenceEngine(ABC):
                 while session.unfinished and (waiting[part] or last):
                     if min_groups is not None and sum(not left for left in missing.values()) >= min_groups:
                         session.cut_all()
-                    self.advance(session)
+                    with self.stepping():
+                        session.step()
                     if progress is not None:
                         progress(session.finished, session.total, session.tokens_chosen)
                 if waiting[part]:

@@ -13,15 +13,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken, Progress
-from coalign.backends.engines.request import Request, Response
-from coalign.backends.engines.sampling import Sampling
+from coalign.backends.engines.request import Request
+from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode, EpisodeLog
-from coalign.environments.loop import EnvironmentCall, EnvironmentFunction, EnvironmentLoop
+from coalign.environments.loop import EnvironmentBatch, EnvironmentCall, EnvironmentFunction, EnvironmentLoop
 from coalign.environments.rendering import Rendering
 from coalign.roles import Context
-from coalign.types import TOKEN_COLUMNS, Max, Stat, Stats, Status, Total, merge_stats
+from coalign.types import TOKEN_COLUMNS, Max, Response, Stat, Stats, Status, Total, merge_stats
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class EpisodeRunner:
         self,
         engine: InferenceEngine,
         begun: Batch,
-        sampling: Sampling,
+        sampling: SamplingConfig,
         *,
         min_groups: int | None = None,
         progress: Progress | None = None,
@@ -110,13 +110,14 @@ class EpisodeRunner:
         with engine.open(sampling, on_token) as session:
             policy = EnginePolicy(session, self.tokenizer, self.loop, self.longest)
             episodes = self._create_episodes(begun, sampling, policy)
-            running = self.loop.start(self.environment, episodes, min_groups=min_groups)
+            running = EnvironmentBatch(self.loop, self.environment, episodes, min_groups)
             try:
                 while not running.done:
                     if not session.unfinished:
                         running.wait()
                         continue
-                    engine.advance(session)
+                    with engine.stepping():
+                        session.step()
                     if progress is not None:
                         progress(running.finished, len(episodes), session.tokens_chosen)
             finally:
@@ -128,7 +129,7 @@ class EpisodeRunner:
         }
         return _to_batch(begun, episodes), {**_merge_episode_stats(running.calls), **prefill}
 
-    def _create_episodes(self, begun: Batch, sampling: Sampling, policy: EnginePolicy) -> list[Episode]:
+    def _create_episodes(self, begun: Batch, sampling: SamplingConfig, policy: EnginePolicy) -> list[Episode]:
         if not torch.equal(begun.lengths, begun["prompt_length"].long()):
             name = getattr(self.environment.fn, "__name__", "")
             raise ValueError(
@@ -152,7 +153,7 @@ class EpisodeRunner:
         ]
 
     def _report_failures(self, calls: Sequence[EnvironmentCall]) -> None:
-        """EpisodeLog the traceback of each kind of failure once; raise EpisodesFailed if every call failed."""
+        """Log the traceback of each kind of failure once; raise EpisodesFailed if every call failed."""
         failed = [call for call in calls if call.error is not None]
         if not failed:
             return
@@ -169,7 +170,6 @@ class EpisodeRunner:
 
 
 def _to_batch(begun: Batch, episodes: Sequence[Episode]) -> Batch:
-    """Join the episodes' logs with the sequence columns that the samples began with."""
     token = {
         column.name: torch.tensor(
             [value for episode in episodes for value in getattr(episode.log, column.name)],

@@ -16,9 +16,7 @@ from coalign.backends import lora, pretrained
 from coalign.backends.base import Module
 from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
 from coalign.backends.engines.episodes import EpisodeRunner
-from coalign.backends.engines.request import Request
-from coalign.backends.engines.samples import begin_samples, count_missing_groups, extend_samples
-from coalign.backends.engines.sampling import Sampling
+from coalign.backends.engines.request import Request, begin_samples, count_missing_groups, extend_samples
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.types import Stats, Status
@@ -111,8 +109,7 @@ class RolloutModule(Module):
             self.load_weights(lora.export_merged(moved), version=0, adopt=True)
         samples = self.context.samples_per_prompt if samples is None else samples
         begun = prompts if "index" in prompts else begin_samples(prompts, samples)
-        fields = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides}).model_dump()
-        sampling = Sampling(**{**fields, "stop": tuple(fields["stop"])})
+        sampling = SamplingConfig(**{**self.config.sampling.model_dump(), **overrides})
         min_groups = None if min_complete is None else count_missing_groups(begun, min_complete)
         if self.runner is not None:
             if parts > 1:
@@ -128,7 +125,7 @@ class RolloutModule(Module):
         ]
         requests = [request for _, own in planned for request in own]
         sizes = [len(own) for _, own in planned]
-        ready = self.engine.generate_in_parts(requests, sizes, sampling, progress, on_token, min_groups)
+        ready = self.engine.generate(requests, sampling, progress, on_token, min_groups, sizes=sizes)
         for piece, (rows, _), answers in zip(pieces, planned, ready, strict=True):
             with torch.inference_mode(False):  # the session's own mode would make the columns unusable for training
                 yield extend_samples(piece, rows, [response for responses in answers for response in responses])

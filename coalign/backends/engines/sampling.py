@@ -6,29 +6,16 @@ the batch, the replica or the order of arrival.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from coalign.config.schema import SamplingConfig
 
 _CHUNK = 128
 _CANDIDATES = 1024  # top-p first looks for the nucleus among this many tokens, then sorts the whole vocabulary
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64, Steele et al. 2014
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The fields of coalign.config.schema.SamplingConfig, which states their meaning and defaults; hashable."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    stop: tuple[str, ...]
 
 
 def stream_key(seed: int, group: int, index: int) -> int:
@@ -47,7 +34,9 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift(state ^ _shift(state, 31), 11).to(torch.float64) * 2.0**-53
 
 
-def sample(logits: Tensor, uniform: Tensor, sampling: Sampling, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, uniform: Tensor, sampling: SamplingConfig, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
     logits [B, V]; uniform f64[B]; seen bool[B, V]: the tokens of prompt and response, which the penalty applies to.
@@ -72,7 +61,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def truncate(probs: Tensor, sampling: Sampling) -> Tensor:
+def truncate(probs: Tensor, sampling: SamplingConfig) -> Tensor:
     """Set probabilities [B, V] outside top-k, then top-p, then min-p to zero, without renormalising.
 
     Every rule keeps the tokens whose probability reaches a threshold: equally likely tokens stay or go together.

@@ -1,11 +1,14 @@
-"""Models of transformers in plain torch, in one process or sharded over several with FSDP2.
+"""Models of transformers over packed rows: what all of their trainers have in common, and the one in plain torch.
 
-Ranks can also share rows, layers and experts (coalign.backends.hf.ranks).
+FSDPModule runs in one process, or sharded over several with FSDP2. Ranks can also share rows, layers and experts
+(coalign.backends.hf.parallel). Log-probs come from coalign.backends.hf.heads, attention over packed sequences from
+coalign.backends.attention, the order of events in a training step from coalign.backends.base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,25 +17,196 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from coalign.backends import checkpoint, optim, pretrained
-from coalign.backends.base import HEADS, Measure, Outputs
+from coalign.backends import checkpoint, lora, optim, pretrained
+from coalign.backends.base import HEADS, Measure, Outputs, TrainableModule
 from coalign.backends.engines.native import kernels
-from coalign.backends.hf import expert_parallel, float8, tensor_parallel
-from coalign.backends.hf.heads import PackedModel
-from coalign.backends.hf.layers import check_compile, compile_layers
-from coalign.backends.hf.module import HuggingFaceModule
-from coalign.backends.hf.ranks import RankMeshes
+from coalign.backends.hf.heads import LanguageModel, PackedModel, ScalarModel
+from coalign.backends.hf.layers import (
+    check_compile,
+    check_float8,
+    check_float8_device_type,
+    compile_layers,
+    convert_to_float8,
+    recompute_layers,
+)
+from coalign.backends.hf.parallel import RankMeshes, check_cuts, cut_model, decoder_layers, move_buffers, shard_model
 from coalign.backends.hf.rows import RankAxis, RowSharding
 from coalign.backends.layout import Layout, pack
 from coalign.backends.optim import WeightAverage
-from coalign.backends.process_group import join_process_group
+from coalign.backends.process_group import all_reduce_values, enforce_determinism, join_process_group
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
+from coalign.memory import get_storage
 from coalign.roles import Context
+
+# glibc maps larger blocks anew each time, page by page: larger activations made a step 13 % slower.
+CPU_BLOCK = 32 * 2**20
+
+
+class HuggingFaceModule(TrainableModule):
+    """A causal LM, value model or reward model, frozen or trained.
+
+    A subclass sets ``model``, and ``optimizer`` if the model is trained. It overrides `_forward`, `_backward` and
+    `_gather` where its library works differently.
+    """
+
+    adapters = True
+    model: PackedModel
+    optimizer: Any = None
+    average: WeightAverage | None = None
+    data: dist.ProcessGroup | None = None  # of one rank for each part of the batch; None: all ranks
+
+    @classmethod
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        model = pretrained.build_skeleton(config, name=name)
+        cls.check_model(model, config, name)
+        PackedModel(model).check()
+
+    @classmethod
+    def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
+        """Raises ValueError for what ``model``, with or without weights, cannot do as ``config`` says."""
+        if getattr(model.config.get_text_config(), "output_router_logits", False):
+            raise ValueError(
+                f"models.{name}.load: config.json of {config.load} sets `output_router_logits: true`, for a loss that "
+                "balances experts and that Coalign does not compute; set it to false there"
+            )
+
+    def __init__(self, config: ModelConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self.device = torch.device(context.device)
+        compute = getattr(torch, config.compute_dtype or config.dtype)
+        self.compute_dtype = compute if compute != getattr(torch, config.dtype) else None
+        if config.deterministic:
+            enforce_determinism()
+
+    # ---- what a subclass may override
+
+    def _forward(self, layout: Layout, needs: Sequence[str]) -> Outputs:
+        # Over several ranks, the library that shards the parameters also casts them.
+        dtype = self.compute_dtype if self.context.world_size == 1 else None
+        with torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext():
+            return self.model(layout.to(self.device), needs=needs)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Add its gradient. Losses have global denominators, so gradients are sums over micro-batches and ranks."""
+        loss.backward()
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """The full tensor of a weight that may be sharded. A collective."""
+        return tensor
+
+    # ---- methods of TrainableModule
+
+    def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
+        self.model.train(loss is not None)
+        if loss is not None:  # the optimizer step releases it
+            self.arena.reserve(self.context.model, "gradients", self._gradient_size)
+        results = []
+        for micro in micros:
+            layout = pack(micro, share_prefix=self.config.share_prefix)
+            with torch.set_grad_enabled(loss is not None):
+                outputs = self._forward(layout, needs)
+                if loss is not None:
+                    self._backward(loss(micro, outputs))
+            results.append({name: out.detach() for name, out in outputs.items()})
+        return results
+
+    def _set_learning_rate(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+
+    def token_budget(self, longest: int) -> int | None:
+        budget = self.config.max_tokens_per_micro
+        if self.device.type != "cpu":
+            return budget
+        fits = max(CPU_BLOCK // (4 * widest_output(self.model.model)), longest)
+        return fits if budget is None else min(budget, fits)
+
+    def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        if self.context.world_size == 1:
+            return list(values)
+        return all_reduce_values(values, op, self.device, self.data)
+
+    @property
+    def exports(self) -> bool:
+        return True
+
+    def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Weights are gathered one by one; the rank that has yielded the fewest bytes so far yields the next."""
+        export = lora.export_merged if self.context.adapter_rank is None else lora.export_separate
+        yielded = [0] * self.context.world_size
+        for name, tensor in export(self.model.model, self._gather, changing=changing):
+            owner = yielded.index(min(yielded))
+            yielded[owner] += tensor.nbytes
+            if owner == self.context.rank:
+                yield name, tensor.detach()
+
+    def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
+        if average and self.average is None:
+            raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
+        with self.average.swap_in() if average and self.average else nullcontext():
+            weights = {}
+            for name, tensor in lora.export_merged(self.model.model, self._gather):
+                if self.context.rank == 0:
+                    weights[name] = tensor.detach()
+            if self.context.rank == 0:
+                pretrained.save(self.model.model, weights, self.config, dir)
+
+    def save_adapter(self, dir: str | Path) -> None:
+        lora.save(self.model.model, dir, self._gather, write=self.context.rank == 0)
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        if not pretrained.has_adapters(self.config):
+            return super().base_weights()
+        return lora.disable_adapters(self.model)
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        if part == "weights":
+            return self.model.parameters()  # without buffers, which are small
+        if part == "gradients":
+            return [p.grad for p in self.model.parameters() if p.grad is not None]
+        if part == "optimizer" and self.optimizer is not None:
+            entries = (value for state in self.optimizer.state.values() for value in state.values())
+            averages = self.average.tensors.values() if self.average else ()
+            return [*(value for value in entries if isinstance(value, Tensor)), *averages]
+        return ()
+
+    @property
+    def _gradient_size(self) -> int:
+        """Bytes, on this rank's device."""
+        here = (p for p in self.model.parameters() if p.requires_grad and p.device.type == self.device.type)
+        return sum(get_storage(p).nbytes() for p in here)
+
+    # ---- building
+
+    def _read(self, device: torch.device) -> PackedModel:
+        model = self._wrap(pretrained.load(self.config, seed=self.context.seed, name=self.context.model)).to(device)
+        model.check()
+        return model
+
+    def _wrap(self, model: PreTrainedModel) -> PackedModel:
+        self.check_model(model, self.config, self.context.model)
+        if self.config.frozen:
+            model.requires_grad_(False)
+        elif self.config.activation_checkpointing:
+            recompute_layers(model, self.config.activation_checkpointing)
+        if self.config.head == "lm":
+            # Greedy sampling (temperature 0) has no distribution of its own; log-probs are then at temperature 1.
+            temperature = self.config.sampling.temperature or 1.0
+            return LanguageModel(model, temperature=temperature, top=self.config.candidates)
+        return ScalarModel(model, output=HEADS[self.config.head][0])
+
+
+def widest_output(model: PreTrainedModel) -> int:
+    """The largest number of outputs per token of any linear layer below the head."""
+    linears = [m for m in model.base_model.modules() if isinstance(m, nn.Linear | Conv1D)]
+    widths = (m.nf if isinstance(m, Conv1D) else m.out_features for m in linears)
+    return max(widths, default=model.config.get_text_config().hidden_size)
+
 
 # A row that every model can read, to compare a cut model with the whole one.
 PROBE = Batch(torch.tensor([16]), {"tokens": torch.arange(16, dtype=torch.int32)})
@@ -48,17 +222,17 @@ class FSDPModule(HuggingFaceModule):
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         if config.fp8:
-            float8.check_device_type(device, f"models.{name}.fp8")
+            check_float8_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_model(cls, model: PreTrainedModel, config: ModelConfig, name: str) -> None:
         super().check_model(model, config, name)
-        tensor_parallel.check_architecture(model, decoder_layers(model), config, name)
+        check_cuts(model, decoder_layers(model), config, name)
 
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         if config.fp8:
-            float8.check(device, f"models.{name}.fp8")
+            check_float8(device, f"models.{name}.fp8")
         if config.compile:
             check_compile(device, f"models.{name}.compile")
         if config.optimizer.name == "adamw_8bit" and not config.frozen:
@@ -72,10 +246,8 @@ class FSDPModule(HuggingFaceModule):
 
     def __init__(self, config: ModelConfig, context: Context) -> None:
         super().__init__(config, context)
-        if (
-            self.compute_dtype is not None
-            and kernels.choose_compute_dtype(self.compute_dtype, self.device) == torch.float32
-        ):
+        compute = self.compute_dtype
+        if compute is not None and kernels.choose_compute_dtype(compute, self.device) == torch.float32:
             self.compute_dtype = None
 
     def setup(self) -> None:
@@ -84,11 +256,11 @@ class FSDPModule(HuggingFaceModule):
         if self.context.world_size == 1:
             self.model = self._read(self.device)
             if self.config.fp8:
-                float8.convert_layers(decoder_layers(self.model.model))
+                convert_to_float8(decoder_layers(self.model.model))
         else:
             join_process_group(self.context, host=self.config.cpu_offload)
             ranks = RankMeshes(self.config, self.device)
-            self.rows = RowSharding(RankAxis.of(ranks.rows["context"]), RankAxis.of(ranks.rows["tensor"]))
+            self.rows = RowSharding(*(RankAxis.of(ranks.rows.get_group(name)) for name in ("context", "tensor")))
             self.data = ranks.rows.get_group("data")
             self._load_sharded(ranks, self.rows)
         layers = decoder_layers(self.model.model)
@@ -153,11 +325,11 @@ class FSDPModule(HuggingFaceModule):
         model = self._wrap(pretrained.build_skeleton(self.config, name=self.context.model))
         model.heads = rows.heads
         if self.config.fp8:
-            float8.convert_layers(decoder_layers(model.model))
-        cut(model, ranks)
-        shard(model, ranks, self.compute_dtype, host=self.config.cpu_offload)
+            convert_to_float8(decoder_layers(model.model))
+        cut_model(model, ranks)
+        shard_model(model, ranks, self.compute_dtype, host=self.config.cpu_offload)
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
-        model.apply(partial(_buffers_to, self.device))
+        model.apply(partial(move_buffers, self.device))
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
         # Buffers outside of the state dict (rotary frequencies) are uninitialised.
         for name, buffer in model.named_buffers():
@@ -178,36 +350,3 @@ class FSDPModule(HuggingFaceModule):
                 f"model '{self.context.model}': {type(self.model.model).__name__}, cut over {self.context.world_size} "
                 f"processes, does not compute what it does in one: outputs differ by {difference:.3g}"
             )
-
-
-def cut(model: PackedModel, ranks: RankMeshes) -> None:
-    """Distribute the experts of a model without weights, and cut its layers."""
-    if ranks.experts is not ranks.whole:
-        expert_parallel.apply_expert_parallel(model.model, ranks.experts["expert"])
-    if ranks.layers is not ranks.whole:
-        tensor_parallel.apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
-
-
-def shard(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:
-    """Apply FSDP2 to every decoder layer, separately to its distributed experts, and to the rest. Gradients are summed
-    over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's memory."""
-    offload = CPUOffloadPolicy(pin_memory=ranks.whole.device_type == "cuda") if host else OffloadPolicy()
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    experts = expert_parallel.find_experts(model.model) if ranks.experts is not ranks.whole else []
-    groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
-    for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
-        sharded = fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _buffers_to(device: torch.device, module: nn.Module) -> None:
-    """Move buffers to where their module computes: they are not sharded."""
-    for name, buffer in module.named_buffers(recurse=False):
-        module._buffers[name] = buffer.to(device)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of the classes in `_no_split_modules`. (Sharding replaces their class by a subclass.)"""
-    blocks = set(model._no_split_modules or ())
-    return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]

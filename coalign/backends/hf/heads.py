@@ -21,7 +21,7 @@ from coalign.algorithms.logprobs import (
     log_collision,
     top_logprobs,
 )
-from coalign.backends.engines.native.attention import UnsupportedAttention
+from coalign.backends.attention import check_attention
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
 from coalign.data.batch import Batch
@@ -52,19 +52,11 @@ class PackedModel(nn.Module):
             heads=self.heads,
         ).last_hidden_state[0]
 
-    @torch.no_grad()
     def check(self) -> None:
-        """Raises NotImplementedError where this class would compute something else than ``model`` itself. On the meta
-        device, without weights, the model runs up to the first operation that depends on values."""
+        """Raises NotImplementedError where this class would compute something else than ``model`` itself."""
         self.eval()
         row = pack(Batch(torch.tensor(LENGTHS), {"tokens": torch.arange(sum(LENGTHS))}))
-        try:
-            self.hidden(row.to(self.model.device))
-        except UnsupportedAttention:
-            raise
-        except RuntimeError:  # such as a router, which needs to know which experts it chose
-            if self.model.device.type != "meta":
-                raise
+        check_attention(self.model, lambda: self.hidden(row.to(self.model.device)))
 
 
 class LanguageModelHead:

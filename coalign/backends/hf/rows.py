@@ -13,10 +13,9 @@ from typing import Self
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from coalign.backends.hf.collectives import AllToAll, Group, ScatterRows
 from coalign.backends.layout import Block, Layout
+from coalign.backends.process_group import AllToAll, Group, ScatterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +27,8 @@ class RankAxis:
     group: Group | None = None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Self:
-        return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    def of(cls, group: Group) -> Self:
+        return cls(group.rank(), group.size(), group)
 
 
 @dataclass(frozen=True, slots=True)

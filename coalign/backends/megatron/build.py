@@ -1,35 +1,169 @@
-"""Builds this rank's part of a megatron-core model from a model's configuration and its Hugging Face directory."""
+"""Builds this rank's part of a megatron-core model: process groups, configuration, chunks, weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from coalign.backends import pretrained
+from coalign.backends import pretrained, process_group
 from coalign.backends.base import HEADS
-from coalign.backends.hf import float8
+from coalign.backends.hf import layers
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.hf.rows import RankAxis, RowSharding
-from coalign.backends.megatron import ranks
-from coalign.backends.megatron.config import create_transformer_config
+from coalign.backends.megatron.attention import compute_attention_factor
 from coalign.backends.megatron.model import PackedGPT, ScalarGPT
-from coalign.backends.megatron.partition import OWNED, read_sizes
+from coalign.backends.megatron.partition import (
+    ALWAYS,
+    EXPERTS,
+    LATENT,
+    OWNED,
+    SCORE,
+    ParallelSizes,
+    WeightPartition,
+    read_sizes,
+)
 from coalign.backends.megatron.training import MegatronPipeline
-from coalign.backends.megatron.weights import SCORE, WeightPartition
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
 from coalign.weights import families
 from coalign.weights.convert.huggingface import HuggingFaceReader
+from coalign.weights.families import MegatronConfig
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+# Fused kernels that layers without Transformer Engine do not have.
+UNFUSED = dict.fromkeys(
+    (
+        "persist_layer_norm",
+        "masked_softmax_fusion",
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "apply_rope_fusion",
+        "gradient_accumulation_fusion",
+    ),
+    False,
+)
+
+
+def create_transformer_config(
+    model: MegatronConfig, sizes: ParallelSizes, *, dtype: torch.dtype = torch.float32, te: bool = False, **more: Any
+) -> TransformerConfig:
+    """Create the configuration.
+
+    te: the layers are Transformer Engine's. more: further fields, by megatron-core's names.
+    """
+    fields: dict[str, Any] = {name: getattr(model, name) for name in ALWAYS}
+    if model.num_moe_experts:
+        fields |= {name: getattr(model, name) for name in EXPERTS}
+        # A list makes checkpoints store each layer by itself; 1 means that all layers have experts.
+        fields["moe_layer_freq"] = list(model.moe_layer_freq) if 0 in model.moe_layer_freq else 1
+        # No auxiliary loss of pre-training, unless the user sets one.
+        fields |= {"moe_router_load_balancing_type": "none", "moe_router_bias_update_rate": 0.0}
+        fields |= {"moe_router_dtype": "fp32", "moe_grouped_gemm": te}
+        fields["expert_model_parallel_size"], fields["expert_tensor_parallel_size"] = sizes.expert, sizes.expert_tensor
+    if model.multi_latent_attention:
+        fields |= {name: getattr(model, name) for name in LATENT} | {"rope_type": "rope"}
+        if (scaling := model.rope_scaling) is not None:  # of the scores
+            fields |= {"rotary_scaling_factor": scaling.factor, "mscale_all_dim": scaling.mscale_all_dim or 0.0}
+    fields |= {
+        "activation_func": ACTIVATIONS[model.activation_func],
+        "hidden_dropout": 0.0,  # megatron-core's default is 0.1
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "virtual_pipeline_model_parallel_size": sizes.virtual if sizes.virtual > 1 else None,
+        "context_parallel_size": sizes.context,
+        "sequence_parallel": sizes.tensor > 1,
+        "variable_seq_lengths": True,  # rows are as long as their sequences
+        "moe_token_dispatcher_type": "alltoall",  # needed for variable lengths
+        "batch_p2p_sync": False,
+        # With virtual stages, two ranks are each other's next and previous: batched messages would be mixed up.
+        "overlap_p2p_comm": sizes.virtual > 1,
+        "batch_p2p_comm": sizes.virtual == 1,
+        "calculate_per_token_loss": True,  # gradients are sums: the loss has global denominators
+        # Weights come from Hugging Face tensors, but only initialised parameters get their partition attributes.
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _initialise_nothing),
+    }
+    if not te:
+        fields |= UNFUSED
+    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    config = kind(**fields | more)
+    if (factor := compute_attention_factor(model.rope_scaling)) != 1.0:
+        # megatron-core reads these attributes, which are no fields, and computes 1 + mscale · ln(scaling factor) / 10.
+        vars(config).update(yarn_rotary_scaling_factor=math.e, yarn_mscale=10 * (factor - 1), yarn_mscale_all_dim=0.0)
+    return config
+
+
+def _initialise_nothing(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+_joined: ParallelSizes | None = None  # the partition of all models of this process
+_models = 0  # that use the groups
+_owns_process_group = False  # whether `leave` ends torch's process group
+
+
+def join_ranks(sizes: ParallelSizes, context: Context) -> None:
+    """Join the other ranks. All models of a process share megatron-core's groups, which are global to it.
+
+    Raises ValueError for a second model of the process with another partition.
+    """
+    global _joined, _models, _owns_process_group
+    if _joined not in (None, sizes):
+        raise ValueError(
+            f"megatron-core cuts all models of a process alike: {_joined} before, {sizes} now; give the models "
+            "processes of their own (no common `runtime.colocation` group), or the same sizes"
+        )
+    if _joined is None:
+        if not dist.is_initialized():
+            process_group.join_process_group(context, host=True)
+            _owns_process_group = True
+        parallel_state.initialize_model_parallel(
+            sizes.tensor,
+            sizes.pipeline,
+            sizes.virtual if sizes.virtual > 1 else None,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=int(process_group.TIMEOUT.total_seconds() // 60),
+        )
+        # Dropout differs between ranks with other rows or other parts of a layer, and is equal elsewhere.
+        tensor_parallel.model_parallel_cuda_manual_seed(context.seed)
+        _joined = sizes
+    _models += 1
+
+
+def leave_ranks() -> None:
+    """Leave; the last model of the process destroys the groups."""
+    global _joined, _models, _owns_process_group
+    _models -= 1
+    if _models == 0:
+        parallel_state.destroy_model_parallel()
+        if _owns_process_group:
+            dist.destroy_process_group()
+        _joined, _owns_process_group = None, False
+
+
+def get_data_group() -> dist.ProcessGroup:
+    """Return the group of ranks that differ from this one only in their rows."""
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
+
 
 # Transformer Engine's hybrid recipe (2209.05433): E4M3 forward, E5M2 for gradients of outputs, factors scaled by the
 # largest entries of the last calls.
@@ -68,7 +202,9 @@ def build_pipeline(config: ModelConfig, context: Context, weights: WeightPartiti
             parameter.data = parameter.data.to(settings.params_dtype)
         chunks.append(module.requires_grad_(not config.frozen))
     rows = RowSharding(
-        ranks.get_context_axis(), RankAxis(), multiple=config.tensor_parallel * (float8.MULTIPLE if config.fp8 else 1)
+        RankAxis.of(cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())),
+        RankAxis(),
+        multiple=config.tensor_parallel * (layers.FLOAT8_MULTIPLE if config.fp8 else 1),
     )
     return MegatronPipeline(
         chunks, rows, trained=not config.frozen, distributed_optimizer=config.megatron.distributed_optimizer
@@ -119,7 +255,6 @@ def _build_chunk(
 
 
 def _compute_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of megatron-core's configuration that say how it computes."""
     own = config.megatron
     fields: dict[str, Any] = {
         "sequence_parallel": own.sequence_parallel and config.tensor_parallel > 1,
@@ -139,7 +274,7 @@ def check_machine(config: ModelConfig, device: torch.device) -> None:
     """Raise ValueError for a missing Transformer Engine or GPU, and for fields that megatron-core does not have."""
     te = uses_transformer_engine(config, device)
     if config.fp8:
-        float8.check_device(device, "fp8")
+        layers.check_float8_device(device, "fp8")
         if not te:
             raise ValueError(
                 "fp8 of Megatron's layers needs Transformer Engine (pip install 'transformer-engine[pytorch]')"

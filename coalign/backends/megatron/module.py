@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,11 +18,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from coalign.backends import pretrained, process_group
+from coalign.backends import pretrained, process_group, require_package
 from coalign.backends.base import IDLE, Measure, Outputs, TrainableModule
-from coalign.backends.hf import float8
-from coalign.backends.megatron.partition import OWNED, partition_weights, read_sizes
-from coalign.backends.megatron.weights import HuggingFaceExport, WeightPartition
+from coalign.backends.hf import layers
+from coalign.backends.megatron.partition import (
+    OWNED,
+    HuggingFaceExport,
+    WeightPartition,
+    collect_tensors,
+    partition_weights,
+    read_sizes,
+)
 from coalign.backends.process_group import all_reduce_values
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -48,7 +53,7 @@ class MegatronModule(TrainableModule):
         for key, reason in _find_problems(config, device):
             raise ValueError(f"models.{name}.{key}{reason}")
         if config.fp8:
-            float8.check_device_type(device, f"models.{name}.fp8")
+            layers.check_float8_device_type(device, f"models.{name}.fp8")
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
@@ -59,7 +64,7 @@ class MegatronModule(TrainableModule):
 
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
-        require_megatron()
+        require_package("megatron", "megatron-core", SUPPORTED, "megatron", "megatron-core")
         from coalign.backends.megatron import build
 
         try:
@@ -79,18 +84,19 @@ class MegatronModule(TrainableModule):
         Raises what the checks of Module raise, and ValueError, naming the model, for weights that do not fit.
         """
         self.check_before_setup()
-        from coalign.backends.megatron import build, ranks
+        from coalign.backends.megatron import build
+        from coalign.backends.megatron import build as ranks
 
         config, context = self.config, self.context
         with self._here():
             try:
                 te = build.uses_transformer_engine(config, self.device)
                 self.weights = partition_weights(config, context.world_size, te=te)
-                ranks.join(read_sizes(config), context)
+                ranks.join_ranks(read_sizes(config), context)
                 try:
                     self._build(te=te)
                 except BaseException:
-                    ranks.leave()
+                    ranks.leave_ranks()
                     raise
             except ValueError as problem:
                 raise ValueError(f"models.{context.model}: {problem}") from problem
@@ -120,7 +126,7 @@ class MegatronModule(TrainableModule):
         """Read the weights; return them unrounded if the model trains with a rounded copy."""
         from coalign.backends.megatron import build
 
-        own, exact = pipeline.collect_tensors(), {}
+        own, exact = collect_tensors(pipeline.models), {}
         rounded = not self.config.frozen and self.config.compute_dtype not in (None, self.config.dtype)
         with torch.no_grad():
             for name, tensor in build.read_weights(self.config, self.context, self.weights):
@@ -137,10 +143,10 @@ class MegatronModule(TrainableModule):
         return self.optimizer
 
     def close(self) -> None:
-        from coalign.backends.megatron import ranks
+        from coalign.backends.megatron import build as ranks
 
         if hasattr(self, "pipeline"):
-            ranks.leave()
+            ranks.leave_ranks()
 
     # ---- verbs of TrainableModule
 
@@ -153,7 +159,7 @@ class MegatronModule(TrainableModule):
             return self._trained.step(self.learning_rate)
 
     def all_reduce(self, values: Sequence[float], op: str = "sum") -> list[float]:
-        from coalign.backends.megatron import ranks
+        from coalign.backends.megatron import build as ranks
 
         return all_reduce_values(values, op, self.device, ranks.get_data_group())
 
@@ -163,7 +169,7 @@ class MegatronModule(TrainableModule):
 
     def export_weights(self, *, changing: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield weights in ``compute_dtype``, as the model computes with them; `save_hf` writes the exact ones."""
-        for name, tensor in self._export.tensors(self.pipeline.collect_tensors()):
+        for name, tensor in self._export.tensors(collect_tensors(self.pipeline.models)):
             yield name, tensor.detach()
 
     @cached_property
@@ -172,16 +178,16 @@ class MegatronModule(TrainableModule):
 
     def save(self, dir: str | Path) -> None:
         """Save in Megatron's format `torch_dist`, which any layout of ranks can read."""
-        from coalign.backends.megatron import checkpoint
+        from coalign.backends.megatron import training
 
         with self._here():
-            checkpoint.save(dir, self.pipeline, self._trained, self.progress)
+            training.save_checkpoint(dir, self.pipeline, self._trained, self.progress)
 
     def load(self, dir: str | Path) -> None:
-        from coalign.backends.megatron import checkpoint
+        from coalign.backends.megatron import training
 
         with self._here():
-            self.restore_progress(checkpoint.load(dir, self.pipeline, self._trained))
+            self.restore_progress(training.load_checkpoint(dir, self.pipeline, self._trained))
 
     def save_hf(self, dir: str | Path, *, average: bool = False) -> None:
         """Write the weights: each rank writes a file of those that it exports."""
@@ -189,7 +195,7 @@ class MegatronModule(TrainableModule):
             raise ValueError(f"model '{self.context.model}' keeps no average of its weights (ema)")
         dtype = getattr(torch, self.config.dtype)
         export = HuggingFaceExport(self.weights, self.context.rank, in_memory=False)
-        held = self.pipeline.collect_tensors()
+        held = collect_tensors(self.pipeline.models)
         if self.optimizer:
             with self._here():
                 held |= self.optimizer.collect_exact()
@@ -211,10 +217,6 @@ class MegatronModule(TrainableModule):
         dist.barrier()
 
     # ---- memory
-
-    @property
-    def constant(self) -> Sequence[str]:
-        return ("weights",) if self.config.frozen else ()
 
     def tensors(self, part: str) -> Iterable[Tensor]:
         if part == "weights":
@@ -258,14 +260,3 @@ def _find_problems(config: ModelConfig, device: torch.device) -> Iterator[tuple[
     for field in own.config:
         if field in OWNED:
             yield f"megatron.config.{field}", f": {OWNED[field]}"
-
-
-def require_megatron() -> None:
-    """Raise ImportError unless the supported megatron-core is installed."""
-    install = f"pip install 'coalign[megatron]' (megatron-core {SUPPORTED})"
-    try:
-        found = version("megatron-core")
-    except PackageNotFoundError:
-        raise ImportError(f"module `megatron` needs megatron-core: {install}") from None
-    if found != SUPPORTED:
-        raise ImportError(f"module `megatron` works with megatron-core {SUPPORTED}; {found} is installed: {install}")

@@ -1,20 +1,187 @@
-"""Plans which rank has what of a model, and lists the fields of megatron-core's configuration that Coalign sets.
+"""Plans which rank has what of a model, reads Hugging Face tensors into the ranks, and exports them from there.
 
-megatron-core is not imported here.
+It also lists the fields of megatron-core's configuration that Coalign sets. megatron-core is not imported here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
-from coalign.backends.megatron.weights import WeightPartition, choose_vocabulary_multiple
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
 from coalign.config.schema import ModelConfig
 from coalign.files import read_model_config
 from coalign.weights import families
+from coalign.weights.families import Family, Parameter
+from coalign.weights.families.family import HuggingFaceTensor
 from coalign.weights.layouts.megatron import MegatronLayout, Mesh, split_layers
 from coalign.weights.layouts.megatron_model import MegatronConfig
+from coalign.weights.layouts.shards import Box, BoxCopy, Shard, ShardBox, cut, plan
+
+SCORE = "score.weight"  # of a value or reward model, in every Hugging Face directory
+
+
+@dataclass(frozen=True)
+class WeightPartition:
+    """Knows which tensors each rank of ``layout`` has.
+
+    vocabulary: the padded vocabulary is a multiple of it. scalar: the head is one row.
+    """
+
+    family: Family
+    layout: MegatronLayout
+    vocabulary: int
+    scalar: bool = False
+    _known: dict[bool, dict[str, Parameter]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def padded(self) -> int:
+        """Rows of the embedding and the output layer."""
+        return -(-self.layout.config.vocab_size // self.vocabulary) * self.vocabulary
+
+    def parameters(self, *, in_memory: bool) -> dict[str, Parameter]:
+        """Return the parameters of the whole model; ``in_memory``: from tensors of a transformers model, not a file."""
+        if in_memory not in self._known:  # thousands of experts take seconds
+            self._known[in_memory] = self._parameters(in_memory)
+        return self._known[in_memory]
+
+    def _parameters(self, in_memory: bool) -> dict[str, Parameter]:
+        config = self.layout.config
+        found = self.family.parameters(config, vocab_divisor=self.vocabulary, in_memory=in_memory)
+        if self.scalar:
+            name, shape = "output_layer.weight", (1, config.hidden_size)
+            box: Box = tuple((0, size) for size in shape)
+            sources, pieces = {SCORE: HuggingFaceTensor(SCORE, shape)}, (ShardBox(SCORE, box, box),)
+            found[name] = Parameter(name, shape, "replicated", sources=sources, pieces=pieces)
+        return found
+
+    def sources(self, *, in_memory: bool) -> dict[str, HuggingFaceTensor]:
+        return {name: s for p in self.parameters(in_memory=in_memory).values() for name, s in p.sources.items()}
+
+    def shards(self, rank: int, *, in_memory: bool) -> list[Shard]:
+        """List a rank's tensors, in all of its chunks, by `<chunk>/<name in the chunk>`."""
+        parameters, at = self.parameters(in_memory=in_memory), self.layout.mesh.at(rank)
+        return [
+            replace(shard, name=f"{chunk}/{shard.name}")
+            for chunk in range(len(self.layout.stages[at.pipeline[0]]))
+            for shard in self.layout.shards(parameters, at, chunk)
+        ]
+
+    def read(self, rank: int, tensor: Callable[[str], Tensor], *, in_memory: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield a rank's tensors, made from Hugging Face ones. Raises ValueError for a wrong shape."""
+        sources = self.sources(in_memory=in_memory)
+        return cut(lambda name: sources[name].read(tensor(name)), self.shards(rank, in_memory=in_memory))
+
+
+class HuggingFaceExport:
+    """Makes Hugging Face tensors from those of the ranks; each on one rank only, spread evenly.
+
+    The ranks of a pipeline stage make the tensors of its layers among themselves, one for each rank at a time, and send
+    each other only the missing parts.
+    """
+
+    def __init__(self, weights: WeightPartition, rank: int, *, in_memory: bool) -> None:
+        mesh = weights.layout.mesh
+        self.rank, self.sources = rank, weights.sources(in_memory=in_memory)
+        self.stage = [r for r in range(mesh.size) if mesh.at(r).pipeline == mesh.at(rank).pipeline]
+        self.held = [weights.shards(r, in_memory=in_memory) for r in self.stage]
+        # A tied embedding is also on the last stage, which does not export it again.
+        parameters, own = weights.parameters(in_memory=in_memory), mesh.at(rank).pipeline[0]
+        here = {name for p in parameters.values() if weights.layout.stage_of(p)[0] == own for name in p.sources}
+        self.names = [name for name in self.sources if name in here]
+
+    @cached_property
+    def moves(self) -> dict[str, list[BoxCopy]]:
+        """For each tensor, which parts its owner takes from which rank of the stage."""
+        found: dict[str, list[BoxCopy]] = {}
+        for number, name in enumerate(self.names):
+            owner = number % len(self.stage)
+            box: Box = tuple((0, size) for size in self.sources[name].shape)
+            whole = Shard(name, self.sources[name].shape, name, (ShardBox(name, box, box),))
+            found |= plan([whole], self.held, near=owner)
+        return found
+
+    def tensors(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) that this rank exports, from its own tensors by `<chunk>/<name>`.
+
+        A collective of the stage's ranks.
+        """
+        me, ranks = self.stage.index(self.rank), len(self.stage)
+        for start in range(0, len(self.names), ranks):
+            together = self.names[start : start + ranks]
+            received = _exchange(together, self.moves, own, self.stage, me)
+            if me < len(together):
+                name = together[me]
+                yield name, self.sources[name].write(_assemble(self.sources[name], received))
+
+
+def _exchange(
+    names: Sequence[str],
+    moves: Mapping[str, Sequence[BoxCopy]],
+    own: Mapping[str, Tensor],
+    stage: Sequence[int],
+    me: int,
+) -> list[tuple[BoxCopy, Tensor]]:
+    """Return the parts of this rank's tensor; rank i of the stage makes the i-th of ``names``.
+
+    Each rank sends each other one at most one message.
+    """
+    mine = moves[names[me]] if me < len(names) else []
+    out: dict[int, list[Tensor]] = defaultdict(list)
+    for owner, name in enumerate(names):
+        for move in moves[name]:
+            if move.rank == me and owner != me:
+                out[owner].append(_box(own[move.source], move.taken).reshape(-1))
+    come: dict[int, list[BoxCopy]] = defaultdict(list)
+    for move in mine:
+        if move.rank != me:
+            come[move.rank].append(move)
+    like = next(iter(own.values()))
+    buffers = {r: like.new_empty(sum(_size(m.taken) for m in parts)) for r, parts in come.items()}
+    operations = [dist.P2POp(dist.isend, torch.cat(parts), stage[r]) for r, parts in sorted(out.items())]
+    operations += [dist.P2POp(dist.irecv, buffer, stage[r]) for r, buffer in sorted(buffers.items())]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    pieces = {r: iter(buffer.split([_size(m.taken) for m in come[r]])) for r, buffer in buffers.items()}
+    return [(m, _box(own[m.source], m.taken) if m.rank == me else next(pieces[m.rank])) for m in mine]
+
+
+def _assemble(source: HuggingFaceTensor, parts: Sequence[tuple[BoxCopy, Tensor]]) -> Tensor:
+    first = parts[0][1]
+    if len(parts) == 1 and tuple(first.shape) == source.shape:
+        return first  # a single rank exports its live tensors
+    view = first.new_empty(source.shape)
+    for move, part in parts:
+        place = _box(view, move.given)
+        place.copy_(part.reshape(place.shape))
+    return view
+
+
+def _box(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(*ends) for ends in box)]
+
+
+def _size(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def choose_vocabulary_multiple(config: MegatronConfig, ranks: int) -> int:
+    """Return Megatron's 128 for each rank if that leaves every rank real tokens, else the number of ranks."""
+    return 128 * ranks if config.vocab_size > 128 * ranks * (ranks - 1) else ranks
+
+
+def collect_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the live tensors of a rank's chunks by `<chunk>/<name in the chunk>`."""
+    states = enumerate(chunk.state_dict(keep_vars=True) for chunk in chunks)
+    return {f"{i}/{name}": t for i, state in states for name, t in state.items() if isinstance(t, Tensor)}
+
 
 # Fields that MegatronConfig and megatron-core's configuration both have, with the same name and meaning.
 ALWAYS = (

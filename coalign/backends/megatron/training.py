@@ -1,16 +1,27 @@
-"""Trains a Megatron model over its ranks: micro-batches through pipeline stages, gradients, optimizer steps."""
+"""Trains a Megatron model over its ranks: micro-batches through pipeline stages, gradients, optimizer steps.
+
+Checkpoints have Megatron's format `torch_dist`, which any layout of ranks can read. torch's own writer stores the
+shards that megatron-core plans: megatron-core's writer forks and spawns processes, which is unsafe in a worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -21,18 +32,17 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from coalign.backends.base import Measure, Outputs
 from coalign.backends.hf.rows import RowSharding
 from coalign.backends.layout import pack
 from coalign.backends.megatron.model import PackedGPT
-from coalign.backends.megatron.weights import collect_tensors
 from coalign.data.batch import Batch
 
 # The format of the optimizer's state in a checkpoint that other layouts of ranks can read.
 BY_PARAMETER = "fully_reshardable"
-
-Outputs = dict[str, Tensor]
-Loss = Callable[[Batch, Outputs], Tensor]
 
 
 class MegatronPipeline:
@@ -55,7 +65,7 @@ class MegatronPipeline:
         self.last = parallel_state.get_pipeline_model_parallel_last_rank()
 
     def run(
-        self, micros: Sequence[Batch], loss: Loss | None, *, needs: Sequence[str], share_prefix: bool, idle: Batch
+        self, micros: Sequence[Batch], loss: Measure | None, *, needs: Sequence[str], share_prefix: bool, idle: Batch
     ) -> list[Outputs]:
         """Return the outputs of each micro-batch, on every rank; with ``loss``, add its gradient.
 
@@ -101,8 +111,7 @@ class MegatronPipeline:
             return results
         return self._broadcast(micros, results[: len(micros)], loss)
 
-    def _broadcast(self, micros: Sequence[Batch], results: list[Outputs], loss: Loss | None) -> list[Outputs]:
-        """Send outputs from the last stage to the others."""
+    def _broadcast(self, micros: Sequence[Batch], results: list[Outputs], loss: Measure | None) -> list[Outputs]:
         is_last = dist.get_rank() == self.last
         message: list[Any] = [None]
         if is_last:
@@ -132,10 +141,6 @@ class MegatronPipeline:
         for number, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 yield f"{number}/{name}", parameter
-
-    def collect_tensors(self) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers (an expert's bias) by the same names."""
-        return collect_tensors(self.models)
 
 
 class PipelineOptimizer:
@@ -274,3 +279,54 @@ def _add_steps(part: Any) -> tuple[str, Callable[[Any, dict[str, Tensor]], None]
         original(parameter, {**tensors, "step": part.optimizer.state[own]["step"].clone()})
 
     return name, complete
+
+
+# Passed as copies: megatron-core adds process groups to them.
+METADATA = {"distrib_optim_sharding_type": BY_PARAMETER, "chained_optim_avoid_prefix": True}
+
+
+class _CheckpointWriter(SaveShardedStrategy):
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    can_handle_sharded_objects = True  # pyright: ignore[reportAssignmentType]  # a property of the base class
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        writer = FileSystemWriter(checkpoint_dir, thread_count=1)
+        state_dict_saver.save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
+
+
+def save_checkpoint(
+    dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimizer, progress: Mapping[str, int]
+) -> None:
+    """Save the state of all ranks (a collective)."""
+    Path(dir).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _checkpoint_state(pipeline, optimizer, loading=False) | {
+        "progress": dict(progress),
+        "steps": optimizer.steps,
+    }
+    dist_checkpointing.save(state, str(dir), _CheckpointWriter(), content_metadata=dict(METADATA))
+
+
+def load_checkpoint(dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimizer) -> dict[str, int]:
+    """Load the state and return the progress (a collective). Raises FileNotFoundError without a checkpoint."""
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(dir)):
+        raise FileNotFoundError(f"{dir} holds no checkpoint of a Megatron model (no metadata.json there)")
+    state = cast(
+        dict[str, Any], dist_checkpointing.load(_checkpoint_state(pipeline, optimizer, loading=True), str(dir))
+    )
+    for title, model in zip(pipeline.titles, pipeline.models, strict=True):
+        model.load_state_dict(state[title])
+    optimizer.load(state["optimizer"], state["steps"])
+    return state["progress"]
+
+
+def _checkpoint_state(pipeline: MegatronPipeline, optimizer: PipelineOptimizer, *, loading: bool) -> dict[str, Any]:
+    state = {
+        title: model.sharded_state_dict(metadata=dict(METADATA))
+        for title, model in zip(pipeline.titles, pipeline.models, strict=True)
+    }
+    return state | {"optimizer": optimizer.inner.sharded_state_dict(state, is_loading=loading, metadata=dict(METADATA))}

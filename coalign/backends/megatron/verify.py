@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +15,16 @@ from torch import Tensor
 
 from coalign.backends.hf.heads import LanguageModelHead
 from coalign.backends.layout import pack
-from coalign.backends.megatron import ranks
-from coalign.backends.megatron.config import create_transformer_config
+from coalign.backends.megatron import build
+from coalign.backends.megatron.build import create_transformer_config
 from coalign.backends.megatron.cpu import on_cpu
 from coalign.backends.megatron.model import PackedGPT
-from coalign.backends.megatron.partition import ParallelSizes
-from coalign.backends.megatron.weights import WeightPartition, choose_vocabulary_multiple, collect_tensors
+from coalign.backends.megatron.partition import (
+    ParallelSizes,
+    WeightPartition,
+    choose_vocabulary_multiple,
+    collect_tensors,
+)
 from coalign.data.batch import Batch
 from coalign.roles import Context
 from coalign.weights.convert.huggingface import whole_shard
@@ -83,9 +87,10 @@ def _transformers(kind: type, folder: Path, dtype: str | None, tokens: Tensor) -
 
 
 def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], tokens: Tensor) -> Tensor:
-    """Return the same by megatron-core."""
     config, side = opened.config, opened.weights
-    with join_as_single_rank():
+    with on_cpu(), ExitStack() as stack:
+        build.join_ranks(ParallelSizes(), Context())
+        stack.callback(build.leave_ranks)
         multiple = choose_vocabulary_multiple(config, 1)
         layout = MegatronLayout(config, ParallelSizes().mesh(1), split_layers(config.num_layers))
         weights = WeightPartition(opened.family, layout, multiple)
@@ -106,14 +111,3 @@ def _megatron(opened: OpenedCheckpoint, dtypes: Mapping[str, torch.dtype], token
         batch = Batch(torch.tensor([len(tokens)]), {"tokens": tokens.int()}, {})
         outputs = model.eval()(pack(batch), None, ("entropy",))
     return torch.stack([outputs["logprobs"], outputs["entropy"]])
-
-
-@contextmanager
-def join_as_single_rank() -> Iterator[None]:
-    """Make this process the only rank."""
-    with on_cpu():
-        ranks.join(ParallelSizes(), Context())
-        try:
-            yield
-        finally:
-            ranks.leave()

@@ -1,4 +1,4 @@
-"""Scores responses with a language model that writes verdicts (2306.05685).
+"""Scores responses by the verdicts of a language model: written ones (2306.05685), or probabilities of two labels.
 
 Samples of the policy become questions in the judge's own tokens, and the judge's verdicts become rewards.
 """
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
-from coalign.backends.engines.native.module import NativeModule
+from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.hf.fsdp import FSDPModule
 from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
@@ -59,9 +59,7 @@ class JudgeRunner:
         self.judging = build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
         self._template = load_template(self.tokenizer, config.chat_template or "auto")
-        self._policy_tokenizer = AutoTokenizer.from_pretrained(
-            context.tokenizer, trust_remote_code=config.trust_remote_code
-        )
+        self._policy_tokenizer = read_tokenizer(config, context.tokenizer)
         self._longest = (read_context_length(read_config(config)) or 2**31) - reserved
 
     def score(self, batch: Batch, answer: Callable[[Batch], list[JudgeReply]], name: str) -> dict[str, Any]:
@@ -118,7 +116,6 @@ def _failure(answers: Sequence[JudgeReply]) -> str:
 
 
 def _pack_questions(questions: Sequence[tuple[int, list[int]]]) -> Batch:
-    """(group, tokens) of each question as a Batch."""
     return Batch(
         torch.tensor([len(tokens) for _, tokens in questions]),
         {"tokens": torch.tensor([token for _, tokens in questions for token in tokens], dtype=torch.int32)},
@@ -156,3 +153,59 @@ class JudgeModule(NativeModule):
         answered = cast(Batch, self.generate(questions, samples=1))  # no statistics: no environment
         texts = [sample.response for sample in read_samples(answered, self.examiner.tokenizer)]
         return [JudgeReply(self.examiner.judging.verdict(text), text=text) for text in texts]
+
+
+class PreferenceModule(FSDPModule):
+    """A frozen model that compares by ``config.judge``, whose ``labels`` are two texts of one token each.
+
+    One forward pass instead of a written answer: for pairwise preference models (2405.07863, section 2.2) and direct
+    judgements of any model (RLAIF, 2309.00267, section 2.2).
+    """
+
+    @classmethod
+    def columns(cls, config: ModelConfig, context: Context) -> tuple[str, ...]:
+        build_judging(config, context.model)
+        return ("reward", "status")
+
+    @classmethod
+    def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
+        super().check_settings(config, name, device)
+        if not config.frozen:
+            raise ValueError(f"models.{name}.frozen: a preference model does not learn; set it to true")
+
+    def setup(self) -> None:
+        """Raises what the checks of Module raise, and ValueError for a label that is not a single token."""
+        self.check_before_setup()
+        self.examiner = JudgeRunner(self.config, self.context, reserved=1)
+        self.labels = [self._token(label) for label in cast(Any, self.examiner.judging).labels]
+        super().setup()
+
+    def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Any]:
+        """See JudgeRunner.score; ``into`` renames `reward`. A verdict is P(first) / (P(first) + P(second))."""
+        return self.examiner.score(batch, self._answers, into or "reward")
+
+    def _answers(self, questions: Batch) -> list[JudgeReply]:
+        chances = torch.empty(len(questions))
+        for micro, out in self.compute_outputs(_append_label(questions, self.labels), needs=("candidate_logprobs",)):
+            chances[cast(Tensor, micro["row"])] = out["candidate_logprobs"].softmax(1)[:, 0].float().cpu()
+        return [JudgeReply(chance) for chance in chances.tolist()]
+
+    def _token(self, label: str) -> int:
+        tokens = self.examiner.tokenizer(label, add_special_tokens=False)["input_ids"]
+        if len(tokens) != 1:
+            raise ValueError(
+                f"models.{self.context.model}.judge.labels: '{label}' is {len(tokens)} tokens; a preference model "
+                "compares the probabilities of two single ones"
+            )
+        return tokens[0]
+
+
+def _append_label(questions: Batch, labels: list[int]) -> Batch:
+    """The questions, each followed by a label: the position where the candidates are compared."""
+    lengths = questions.lengths + 1
+    last = lengths.cumsum(0) - 1
+    mask = torch.zeros(int(lengths.sum()), dtype=torch.bool).index_fill(0, last, True)
+    tokens = torch.full((len(mask),), labels[0], dtype=torch.int32)
+    tokens[~mask] = questions.token["tokens"]
+    candidates = torch.tensor(labels, dtype=torch.int32).repeat(len(mask), 1)
+    return Batch(lengths, {"tokens": tokens, "loss_mask": mask, "candidates": candidates})

@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from coalign.backends.base import Module
 from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
@@ -42,8 +41,7 @@ class RetokenizeModule(Module):
         self.scorer = resolve_class(config.module, "coalign.backends")(config, context)
 
     def setup(self) -> None:
-        trust = self.config.trust_remote_code
-        self.policy_tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
+        self.policy_tokenizer = read_tokenizer(self.config, self.context.tokenizer)
         self.reader = ConversationReader(self.config)
         self.scorer.arena = self.arena
         self.scorer.setup()

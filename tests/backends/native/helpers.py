@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace  # noqa: F401  (for the tests)
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from coalign.backends.engines.native.engine import NativeEngine
 from coalign.backends.engines.native.model import NativeModel
-from coalign.backends.engines.request import Request, Response
-from coalign.backends.engines.sampling import Sampling
+from coalign.backends.engines.request import Request
+from coalign.config.schema import SamplingConfig
+from coalign.types import Response
 
 VOCABULARY = 160
-SAMPLING = Sampling(max_new_tokens=12, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, stop=())
+SAMPLING = SamplingConfig(max_new_tokens=12)
+
+
+def replace(sampling: SamplingConfig, **changes: Any) -> SamplingConfig:
+    return sampling.model_copy(update=changes)
 
 
 def qwen2(**changes) -> Qwen2Config:

@@ -38,10 +38,10 @@ def test_a_sample_goes_on_as_if_it_had_never_stopped(config, dtype, penalty):
     model = helpers.reference(config, dtype=dtype)
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=60, repetition_penalty=penalty)
     asked = helpers.requests(3, samples=2)
-    answers = helpers.engine(model).generate(asked, sampling)
+    answers = next(helpers.engine(model).generate(asked, sampling))
     for length in (1, 37):
         requests, rest = continued(asked, answers, length)
-        met = helpers.flat(helpers.engine(model, max_sequences=3).generate(requests, sampling))
+        met = helpers.flat(next(helpers.engine(model, max_sequences=3).generate(requests, sampling)))
         for response, (tokens, logprobs, status) in zip(met, rest, strict=True):
             assert torch.equal(response.tokens, tokens)
             assert torch.equal(response.logprobs, logprobs)
@@ -51,19 +51,19 @@ def test_a_sample_goes_on_as_if_it_had_never_stopped(config, dtype, penalty):
 def test_a_stop_string_may_begin_before_the_cut():
     text = lambda ids: "".join(chr(97 + i % 26) for i in ids)  # noqa: E731
     [request], sampling = helpers.requests(1), helpers.replace(helpers.SAMPLING, max_new_tokens=30)
-    [[free]] = helpers.engine(MODEL).generate([request], sampling)
+    [[free]] = next(helpers.engine(MODEL).generate([request], sampling))
     stop = text(free.tokens[8:12].tolist())
     stopping = helpers.replace(sampling, stop=(stop,))
-    [[whole]] = helpers.engine(MODEL, decoder=lambda stops: text).generate([request], stopping)
+    [[whole]] = next(helpers.engine(MODEL, decoder=lambda stops: text).generate([request], stopping))
     assert len(whole.tokens) == 12
     [resumed], _ = continued([request], [[whole]], 10)
-    [[rest]] = helpers.engine(MODEL, decoder=lambda stops: text).generate([resumed], stopping)
+    [[rest]] = next(helpers.engine(MODEL, decoder=lambda stops: text).generate([resumed], stopping))
     assert rest.tokens.tolist() == whole.tokens[10:].tolist() and rest.status == Status.OK
 
 
 def test_limits_of_a_request_and_what_they_mean():
     prompt = helpers.requests(1)[0].prompt
-    ask = lambda **limits: helpers.engine(MODEL).generate([Request(prompt, 0, **limits)], helpers.SAMPLING)[0][0]  # noqa: E731
+    ask = lambda **limits: next(helpers.engine(MODEL).generate([Request(prompt, 0, **limits)], helpers.SAMPLING))[0][0]  # noqa: E731
     assert (len(ask().tokens), ask().status) == (12, Status.TRUNCATED)
     assert (len(ask(limit=5).tokens), ask(limit=5).status) == (5, Status.TRUNCATED)
     assert (len(ask(limit=20).tokens), ask(limit=20).status) == (20, Status.TRUNCATED)
@@ -82,7 +82,7 @@ def test_limits_of_a_request_and_what_they_mean():
 )
 def test_impossible_continuations_are_refused(request_, message):
     with pytest.raises(ValueError, match=f"group 3.*{message}"):
-        helpers.engine(MODEL).generate([request_], helpers.SAMPLING)
+        next(helpers.engine(MODEL).generate([request_], helpers.SAMPLING))
 
 
 def ended_early(**settings):
@@ -93,8 +93,8 @@ def ended_early(**settings):
 def test_enough_groups_end_the_call():
     asked = helpers.requests(8, samples=3)
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=80)
-    whole = ended_early().generate(asked, sampling)
-    met = ended_early().generate(asked, sampling, min_groups=3)
+    whole = next(ended_early().generate(asked, sampling))
+    met = next(ended_early().generate(asked, sampling, min_groups=3))
     complete = [all(r.status != Status.PARTIAL for r in responses) for responses in met]
     assert 3 <= sum(complete) < 8
     cut = 0
@@ -106,15 +106,15 @@ def test_enough_groups_end_the_call():
             assert (response.status == Status.PARTIAL) == (length < len(full.tokens))
             cut += response.status == Status.PARTIAL
     assert cut
-    again = ended_early().generate(asked, sampling, min_groups=3)
+    again = next(ended_early().generate(asked, sampling, min_groups=3))
     assert [r.tokens.tolist() for r in helpers.flat(again)] == [r.tokens.tolist() for r in helpers.flat(met)]
 
 
 def test_enough_of_what_has_not_started_is_nothing():
     asked = helpers.requests(3, samples=2)
-    met = helpers.flat(helpers.engine(MODEL, max_sequences=1).generate(asked, helpers.SAMPLING, min_groups=1))
+    met = helpers.flat(next(helpers.engine(MODEL, max_sequences=1).generate(asked, helpers.SAMPLING, min_groups=1)))
     assert [len(r.tokens) for r in met] == [12, 12, 0, 0, 0, 0]
-    none = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING, min_groups=0))
+    none = helpers.flat(next(helpers.engine(MODEL).generate(asked, helpers.SAMPLING, min_groups=0)))
     assert all(len(r.tokens) == 0 and r.status == Status.PARTIAL for r in none)
 
 
@@ -130,7 +130,8 @@ def run_with_arrivals(asked, after, sampling=helpers.SAMPLING, **settings):
                     request, lambda place, response, group=request.group: answers.update({(group, place): response})
                 )
             for _ in range(after):
-                engine.advance(run)
+                with engine.stepping():
+                    run.step()
     return answers, run
 
 
@@ -141,7 +142,7 @@ def run_with_arrivals(asked, after, sampling=helpers.SAMPLING, **settings):
 def test_requests_may_arrive_while_others_run(settings, penalty, after):
     sampling = helpers.replace(helpers.SAMPLING, repetition_penalty=penalty)
     asked = helpers.requests(9, samples=2)  # of 3 to 40 tokens: the cache has to grow in both directions
-    expected = helpers.engine(MODEL).generate(asked, sampling)
+    expected = next(helpers.engine(MODEL).generate(asked, sampling))
     answers, run = run_with_arrivals(asked, after, sampling, **settings)
     for request, responses in zip(asked, expected, strict=True):
         for index, response in enumerate(responses):
@@ -158,10 +159,12 @@ def test_what_is_cut_comes_back_as_it_is():
     with engine.open(helpers.SAMPLING) as run:
         kept = run.submit(first, lambda place, response: answers.update({(0, place): response}))
         cut = run.submit(second, lambda place, response: answers.update({(1, place): response}))
-        engine.advance(run)
+        with engine.stepping():
+            run.step()
         run.cut(cut)
         while run.unfinished:
-            engine.advance(run)
+            with engine.stepping():
+                run.step()
     assert not kept.cut
     assert [len(answers[0, i].tokens) for i in (0, 1)] == [12, 12]
     assert [len(answers[1, i].tokens) for i in (0, 1)] == [2, 2]

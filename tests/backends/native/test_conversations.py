@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,7 +38,7 @@ class Talk:
         self.turns -= 1
         self.logprobs += response.logprobs.view(torch.int32).tolist()
         self.tokens += [*response.tokens.tolist(), *said(self.request.group, self.turns)]
-        self.next = helpers.replace(self.next, prompt=list(self.tokens))
+        self.next = replace(self.next, prompt=list(self.tokens))
         if self.turns:
             self.ask()
         else:
@@ -51,7 +53,8 @@ def talk(openings, model=MODEL, sampling=helpers.SAMPLING, before_step=lambda st
         step = 0
         while run.unfinished:
             before_step(step, run)
-            engine.advance(run)
+            with engine.stepping():
+                run.step()
             step += 1
         run.step()  # hears of those that are over
     return {t.request.group: (t.tokens, t.logprobs) for t in talks}, run
@@ -134,10 +137,13 @@ def test_another_history_is_another_conversation():
                 Request(asked, 0, limit=3, first_turn=len(prompt)), lambda place, response: heard.append(response)
             )
             while run.unfinished:
-                engine.advance(run)
+                with engine.stepping():
+                    run.step()
     assert run.tokens_kept == 0
-    alone = helpers.engine(MODEL).generate(
-        [Request([*prompt, 1, 2, 3], 0, limit=3, first_turn=len(prompt))], helpers.SAMPLING
+    alone = next(
+        helpers.engine(MODEL).generate(
+            [Request([*prompt, 1, 2, 3], 0, limit=3, first_turn=len(prompt))], helpers.SAMPLING
+        )
     )
     assert torch.equal(heard[1].logprobs, alone[0][0].logprobs)
 
@@ -149,4 +155,4 @@ def test_impossible_conversations_are_refused():
         Request([1, 2], 3, 2, first_turn=2),
     ):
         with pytest.raises(ValueError, match="group 3"):
-            helpers.engine(MODEL).generate([request], helpers.SAMPLING)
+            next(helpers.engine(MODEL).generate([request], helpers.SAMPLING))

@@ -17,10 +17,10 @@ MODEL = helpers.reference(helpers.qwen2())
 
 def test_an_end_token_is_part_of_the_response_and_ends_it():
     asked = helpers.requests(6, samples=2)
-    free = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING))
+    free = helpers.flat(next(helpers.engine(MODEL).generate(asked, helpers.SAMPLING)))
     end = free[0].tokens[4].item()
     met = 0
-    ending = helpers.flat(helpers.engine(MODEL, end_tokens=[end]).generate(asked, helpers.SAMPLING))
+    ending = helpers.flat(next(helpers.engine(MODEL, end_tokens=[end]).generate(asked, helpers.SAMPLING)))
     for full, ended in zip(free, ending, strict=True):
         tokens = full.tokens.tolist()
         cut = tokens.index(end) + 1 if end in tokens else len(tokens)
@@ -34,11 +34,13 @@ def test_an_end_token_is_part_of_the_response_and_ends_it():
 def test_a_stop_string_is_found_across_tokens_and_stays():
     text = lambda ids: "".join(chr(97 + i % 26) for i in ids)  # noqa: E731
     asked = helpers.requests(3)
-    free = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING))
+    free = helpers.flat(next(helpers.engine(MODEL).generate(asked, helpers.SAMPLING)))
     stop = text(free[0].tokens[3:6].tolist())
     first, *_ = helpers.flat(
-        helpers.engine(MODEL, decoder=lambda stops: text).generate(
-            asked, helpers.replace(helpers.SAMPLING, stop=(stop,))
+        next(
+            helpers.engine(MODEL, decoder=lambda stops: text).generate(
+                asked, helpers.replace(helpers.SAMPLING, stop=(stop,))
+            )
         )
     )
     assert text(first.tokens.tolist()).endswith(stop)
@@ -57,17 +59,17 @@ def test_a_prompt_is_computed_once_for_its_samples(monkeypatch):
 
     engine = helpers.engine(MODEL, max_sequences=3)
     monkeypatch.setattr(NativeModel, "forward", counted)
-    engine.generate(helpers.requests(2, samples=7), helpers.SAMPLING)
+    next(engine.generate(helpers.requests(2, samples=7), helpers.SAMPLING))
     assert sum(computed) == 2
 
 
 def test_responses_stop_at_the_models_context():
     context = MODEL.config.max_position_embeddings
     near, at = Request([1] * (context - 3), 0), Request([1] * context, 1)
-    [[response]] = helpers.engine(MODEL).generate([near], helpers.SAMPLING)
+    [[response]] = next(helpers.engine(MODEL).generate([near], helpers.SAMPLING))
     assert len(response.tokens) == 3 and response.status == Status.TRUNCATED
     with pytest.raises(ValueError, match=f"has {context} tokens; the model's context is {context}"):
-        helpers.engine(MODEL).generate([at], helpers.SAMPLING)
+        next(helpers.engine(MODEL).generate([at], helpers.SAMPLING))
 
 
 @pytest.mark.parametrize(
@@ -81,16 +83,18 @@ def test_responses_stop_at_the_models_context():
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt, message):
     with pytest.raises(ValueError, match=message):
-        helpers.engine(MODEL, kv_tokens=64).generate([Request(prompt, 5)], helpers.SAMPLING)
+        next(helpers.engine(MODEL, kv_tokens=64).generate([Request(prompt, 5)], helpers.SAMPLING))
 
 
 def test_no_requests_no_responses():
-    assert helpers.engine(MODEL).generate([], helpers.SAMPLING) == []
+    assert next(helpers.engine(MODEL).generate([], helpers.SAMPLING)) == []
 
 
 def test_progress_counts_responses_and_tokens():
     seen = []
-    helpers.engine(MODEL).generate(helpers.requests(3, samples=2), helpers.SAMPLING, lambda *now: seen.append(now))
+    next(
+        helpers.engine(MODEL).generate(helpers.requests(3, samples=2), helpers.SAMPLING, lambda *now: seen.append(now))
+    )
     assert seen[-1] == (6, 6, 72)
     assert seen == sorted(seen)
 
@@ -99,7 +103,7 @@ def test_weights_that_are_not_numbers_are_an_error():
     broken = helpers.reference(helpers.qwen2())
     broken.model.norm.weight.data[0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"version 0, groups \[0, 1\]"):
-        helpers.engine(broken).generate(helpers.requests(2), helpers.SAMPLING)
+        next(helpers.engine(broken).generate(helpers.requests(2), helpers.SAMPLING))
 
 
 def test_new_weights_while_generating_take_effect_at_a_token_boundary():
@@ -111,9 +115,9 @@ def test_new_weights_while_generating_take_effect_at_a_token_boundary():
         if tokens == 5 * 4:  # the first call of progress comes after two tokens of each sequence
             engine.load_weights(other.state_dict().items(), version=1, adopt=True)
 
-    responses = helpers.flat(engine.generate(asked, helpers.SAMPLING, sync))
+    responses = helpers.flat(next(engine.generate(asked, helpers.SAMPLING, sync)))
     assert all(r.versions.tolist() == [0] * 5 + [1] * 7 for r in responses)
-    unchanged = helpers.flat(helpers.engine(MODEL).generate(asked, helpers.SAMPLING))
+    unchanged = helpers.flat(next(helpers.engine(MODEL).generate(asked, helpers.SAMPLING)))
     for new, old in zip(responses, unchanged, strict=True):
         assert new.tokens[:5].tolist() == old.tokens[:5].tolist()
         assert new.logprobs[5].item() != old.logprobs[5].item()
@@ -130,7 +134,7 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
     done = []
     sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=300)
     asked = helpers.requests(2)
-    worker = threading.Thread(target=lambda: done.append(engine.generate(asked, sampling, note)))
+    worker = threading.Thread(target=lambda: done.append(next(engine.generate(asked, sampling, note))))
     worker.start()
     assert reached.wait(20)
     engine.pause()
@@ -140,7 +144,7 @@ def test_pause_from_another_thread_holds_generation_between_tokens():
     assert worker.is_alive() and engine._session.tokens_chosen == held
     engine.resume()
     worker.join(60)
-    undisturbed = helpers.flat(helpers.engine(MODEL).generate(asked, sampling))
+    undisturbed = helpers.flat(next(helpers.engine(MODEL).generate(asked, sampling)))
     for response, expected in zip(helpers.flat(done[0]), undisturbed, strict=True):
         assert response.tokens.tolist() == expected.tokens.tolist()
         versions = response.versions.tolist()
@@ -155,15 +159,15 @@ def test_resume_without_pause_is_an_error():
 def test_after_a_failed_call_the_engine_still_works():
     engine = helpers.engine(MODEL)
     with pytest.raises(ZeroDivisionError):
-        engine.generate(helpers.requests(2), helpers.SAMPLING, lambda *_: 1 // 0)
-    assert len(engine.generate(helpers.requests(2), helpers.SAMPLING)) == 2
+        next(engine.generate(helpers.requests(2), helpers.SAMPLING, lambda *_: 1 // 0))
+    assert len(next(engine.generate(helpers.requests(2), helpers.SAMPLING))) == 2
     assert all(linear.product is None for linear in engine.model.linears)
 
 
 def test_a_repetition_penalty_discourages_prompt_and_response():
     strong = helpers.replace(helpers.SAMPLING, temperature=0.0, repetition_penalty=1e6)
     asked = helpers.requests(4)
-    for request, [response] in zip(asked, helpers.engine(MODEL).generate(asked, strong), strict=True):
+    for request, [response] in zip(asked, next(helpers.engine(MODEL).generate(asked, strong)), strict=True):
         tokens = response.tokens.tolist()
         assert len(set(tokens)) == len(tokens)
         assert not set(tokens) & set(request.prompt)
@@ -173,15 +177,21 @@ def test_truncation_keeps_to_the_likely_tokens():
     top = helpers.replace(helpers.SAMPLING, top_k=1)
     greedy = helpers.replace(helpers.SAMPLING, temperature=0.0)
     asked = helpers.requests(4)
-    for a, b in zip(*(helpers.flat(helpers.engine(MODEL).generate(asked, s)) for s in (top, greedy)), strict=True):
+    for a, b in zip(
+        *(helpers.flat(next(helpers.engine(MODEL).generate(asked, s))) for s in (top, greedy)), strict=True
+    ):
         assert a.tokens.tolist() == b.tokens.tolist()
         torch.testing.assert_close(a.logprobs, b.logprobs)
 
 
 def test_every_token_is_told_as_it_is_chosen():
     asked, told = helpers.requests(3, samples=2), {}
-    answers = helpers.engine(MODEL).generate(
-        asked, helpers.SAMPLING, on_token=lambda group, index, token: told.setdefault((group, index), []).append(token)
+    answers = next(
+        helpers.engine(MODEL).generate(
+            asked,
+            helpers.SAMPLING,
+            on_token=lambda group, index, token: told.setdefault((group, index), []).append(token),
+        )
     )
     for request, responses in zip(asked, answers, strict=True):
         for index, response in enumerate(responses):
@@ -197,6 +207,6 @@ def test_a_listener_that_raises_ends_the_call():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(helpers.requests(2), helpers.SAMPLING, on_token=stop)
+        next(engine.generate(helpers.requests(2), helpers.SAMPLING, on_token=stop))
     assert len(heard) == 5
-    assert len(engine.generate(helpers.requests(2), helpers.SAMPLING)) == 2
+    assert len(next(engine.generate(helpers.requests(2), helpers.SAMPLING))) == 2

@@ -33,7 +33,7 @@ MODELS = {
 
 def generate(model, asked, sampling, **settings):
     """{(group, index): (tokens, log-probs as bits)}"""
-    answers = helpers.engine(model, **settings).generate(asked, sampling)
+    answers = next(helpers.engine(model, **settings).generate(asked, sampling))
     return {
         (request.group, index): (response.tokens.tolist(), response.logprobs.view(torch.int32).tolist())
         for request, responses in zip(asked, answers, strict=True)

@@ -13,15 +13,16 @@ from coalign.backends.engines.native import kernels
 from tests.backends.native import helpers
 
 SHAPES = [(48, 48), (56, 104), (384, 1000)]
+LAYERS = tuple((shape, 1) for shape in SHAPES)
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "cache"))
-    for cached in (kernels._choose, kernels.has_bf16):
+    for cached in (kernels.choose_kernel, kernels.has_bf16):
         cached.cache_clear()
     yield
-    for cached in (kernels._choose, kernels.has_bf16):
+    for cached in (kernels.choose_kernel, kernels.has_bf16):
         cached.cache_clear()
 
 
@@ -96,16 +97,16 @@ def test_where_all_kernels_depend_on_the_batch_the_engine_says_so(clock, monkeyp
 
 def test_the_choice_is_kept_for_later_processes(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
-        first = kernels.choose_kernel(SHAPES, torch.float32)
+        first = kernels.choose_kernel(LAYERS, torch.float32)
     assert f"float32 linear layers by {first.name}" in caplog.text
     [file] = (tmp_path / "cache" / "kernels").iterdir()
     monkeypatch.setattr(kernels, "measure_kernels", None)
-    kernels._choose.cache_clear()
-    assert kernels.choose_kernel(SHAPES, torch.float32) == first
+    kernels.choose_kernel.cache_clear()
+    assert kernels.choose_kernel(LAYERS, torch.float32) == first
     other = "plain" if first.name != "plain" else "mkl"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"name": other}))
-    kernels._choose.cache_clear()
-    assert kernels.choose_kernel(SHAPES, torch.float32).name == other
+    kernels.choose_kernel.cache_clear()
+    assert kernels.choose_kernel(LAYERS, torch.float32).name == other
 
 
 def test_of_two_processes_the_first_one_decides(tmp_path):
@@ -123,7 +124,7 @@ def test_of_two_processes_the_first_one_decides(tmp_path):
 def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "file"))
-    assert kernels.choose_kernel(SHAPES, torch.float32).name in kernels.KERNELS[torch.float32]
+    assert kernels.choose_kernel(LAYERS, torch.float32).name in kernels.KERNELS[torch.float32]
     assert "COALIGN_CACHE" in caplog.text
 
 

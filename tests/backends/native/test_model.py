@@ -98,13 +98,13 @@ def test_generation_follows_weights_changed_in_place(dtype):
     live = helpers.reference(helpers.qwen2(tie_word_embeddings=False), dtype=dtype)
     engine = helpers.engine(live)
     asked = helpers.requests(3, samples=2)
-    before = helpers.flat(engine.generate(asked, helpers.SAMPLING))
+    before = helpers.flat(next(engine.generate(asked, helpers.SAMPLING)))
     with torch.no_grad():
         for parameter in live.parameters():
             parameter.mul_(1.1)
     engine.load_weights(live.named_parameters(), version=1, adopt=True)
-    after = helpers.flat(engine.generate(asked, helpers.SAMPLING))
-    fresh = helpers.flat(helpers.engine(live).generate(asked, helpers.SAMPLING))
+    after = helpers.flat(next(engine.generate(asked, helpers.SAMPLING)))
+    fresh = helpers.flat(next(helpers.engine(live).generate(asked, helpers.SAMPLING)))
     for old, new, expected in zip(before, after, fresh, strict=True):
         assert new.tokens.tolist() == expected.tokens.tolist()
         assert torch.equal(new.logprobs, expected.logprobs)

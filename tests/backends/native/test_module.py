@@ -9,9 +9,8 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from coalign.backends.engines.native.module import NativeModule
-from coalign.backends.engines.request import StopFinder
-from coalign.backends.engines.samples import begin_samples
+from coalign.backends.engines.native.engine import NativeModule
+from coalign.backends.engines.request import StopFinder, begin_samples
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.roles import Context

@@ -89,7 +89,7 @@ FAMILIES = {
 def test_log_probs_equal_a_plain_forward(family):
     model = helpers.reference(FAMILIES[family])
     asked = helpers.requests(5, samples=3)
-    answers = helpers.engine(model).generate(asked, helpers.SAMPLING)
+    answers = next(helpers.engine(model).generate(asked, helpers.SAMPLING))
     for request, responses in zip(asked, answers, strict=True):
         for response in responses:
             expected = helpers.reference_logprobs(model, request.prompt, response.tokens)
@@ -100,7 +100,7 @@ def test_greedy_equals_transformers_generate():
     model = helpers.reference(helpers.qwen2())
     asked = helpers.requests(4)
     greedy = helpers.replace(helpers.SAMPLING, temperature=0.0)
-    for request, response in zip(asked, helpers.flat(helpers.engine(model).generate(asked, greedy)), strict=True):
+    for request, response in zip(asked, helpers.flat(next(helpers.engine(model).generate(asked, greedy))), strict=True):
         prompt = torch.tensor([request.prompt])
         expected = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False, pad_token_id=0
@@ -112,7 +112,7 @@ def test_log_probs_are_those_of_the_tempered_full_distribution():
     model = helpers.reference(helpers.qwen2())
     asked = helpers.requests(3, samples=2)
     sampling = helpers.replace(helpers.SAMPLING, temperature=0.7, top_k=5, top_p=0.8)
-    for request, responses in zip(asked, helpers.engine(model).generate(asked, sampling), strict=True):
+    for request, responses in zip(asked, next(helpers.engine(model).generate(asked, sampling)), strict=True):
         for response in responses:
             expected = helpers.reference_logprobs(model, request.prompt, response.tokens, temperature=0.7)
             torch.testing.assert_close(response.logprobs, expected, rtol=0, atol=2e-5)
@@ -121,7 +121,7 @@ def test_log_probs_are_those_of_the_tempered_full_distribution():
 def test_bfloat16_is_near_the_float32_model():
     model = helpers.reference(helpers.qwen2(), dtype=torch.bfloat16)
     asked = helpers.requests(5, samples=2)
-    for request, responses in zip(asked, helpers.engine(model).generate(asked, helpers.SAMPLING), strict=True):
+    for request, responses in zip(asked, next(helpers.engine(model).generate(asked, helpers.SAMPLING)), strict=True):
         for response in responses:
             expected = helpers.reference_logprobs(model.float(), request.prompt, response.tokens)
             assert (response.logprobs - expected).abs().mean() < 0.1

@@ -106,18 +106,19 @@ MESHES += [
 
 def ours(config, mesh, rank, vocabulary):
     """Our model on this rank."""
+    from megatron.core import tensor_parallel
+
     from coalign.backends.hf.heads import LanguageModelHead
-    from coalign.backends.megatron.config import create_transformer_config
+    from coalign.backends.megatron.build import create_transformer_config
     from coalign.backends.megatron.cpu import on_cpu
     from coalign.backends.megatron.model import PackedGPT
     from coalign.backends.megatron.partition import ParallelSizes
-    from coalign.backends.megatron.ranks import seed_all
 
     sizes = ParallelSizes(mesh.tensor, mesh.pipeline, expert=mesh.expert, expert_tensor=mesh.expert_tensor)
     stage = mesh.at(rank).pipeline[0]
     ends = {"first": stage == 0, "last": stage == mesh.pipeline - 1}
     with on_cpu():
-        seed_all(0)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
         made = create_transformer_config(config, sizes)
         return PackedGPT(config, made, vocabulary=vocabulary, read=LanguageModelHead(), **ends)
 

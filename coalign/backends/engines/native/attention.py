@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from coalign.backends.attention import UnsupportedAttention
+
 NAME = "coalign_native"  # deliberately has no entry in transformers' mask interface: then models build no mask
 ROWS = 8  # the engine computes multiples of this many rows: vector loops then never end inside a row
 STRIDE = 16  # decode attends over a whole number of such column blocks
@@ -24,10 +26,6 @@ _ROWS_AT_ONCE = 64
 
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 REFUSAL = "the native engine cannot run {}: {}; use `module: vllm`"
-
-
-class UnsupportedAttention(NotImplementedError):
-    """A layer needs attention that this backend does not compute."""
 
 
 class KVCache:
@@ -171,13 +169,12 @@ class SingleTokenAttention:
         return self.masks[window]
 
 
-class AttentionSettings:
+class AttentionSettings(NamedTuple):
     """One layer's attention: scale, sliding window (tokens) and soft cap of the scores, as transformers passes them."""
 
-    def __init__(self, scale: float | None, window: int | None, softcap: float | None) -> None:
-        self.scale = scale
-        self.window = window
-        self.softcap = softcap
+    scale: float | None
+    window: int | None
+    softcap: float | None
 
     def causal_mask(self, length: int, query: Tensor) -> Tensor | None:
         """Return the additive mask [length, length], or None where SDPA's own causal mask is enough."""
@@ -246,9 +243,8 @@ def attention(
         raise UnsupportedAttention(REFUSAL.format(kind, "it is not causal"))
     if unknown := [name for name in _UNSUPPORTED if rest.get(name) is not None]:
         raise UnsupportedAttention(REFUSAL.format(kind, f"its attention asks for {unknown}"))
-    return kv.attend(
-        cast(int, module.layer_idx), query, key, value, AttentionSettings(scaling, sliding_window, softcap)
-    ), None
+    settings = AttentionSettings(scaling, sliding_window, softcap)
+    return kv.attend(cast(int, module.layer_idx), query, key, value, settings), None
 
 
 AttentionInterface.register(NAME, attention)

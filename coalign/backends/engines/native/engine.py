@@ -1,4 +1,4 @@
-"""The native engine: continuous batching on the trainer's own tensors where that is possible.
+"""The native engine and its policy module: continuous batching on the trainer's own tensors where that is possible.
 
 Requests wait, get slots of the KV cache, are decoded together, and leave as they finish. A token depends only on the
 weights and on (seed, group, index, position), as far as this machine's arithmetic allows: kernels.py chooses it so, and
@@ -9,185 +9,35 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from coalign.backends import pretrained
 from coalign.backends.engines.contract import GenerationSession, InferenceEngine, OnToken
+from coalign.backends.engines.module import RolloutModule
+from coalign.backends.engines.native import kernels
 from coalign.backends.engines.native import model as probe
 from coalign.backends.engines.native.attention import (
     ROWS,
-    STRIDE,
     DecodeAttention,
-    KVCache,
     PrefillAttention,
     PrefillSequence,
 )
 from coalign.backends.engines.native.model import NativeModel
-from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import Sampling, sample, stream_key, uniforms
+from coalign.backends.engines.native.slots import KEY, POSITION, TOKEN, ActiveSequence, QueuedRequest, SequenceSlots
+from coalign.backends.engines.request import Decoder, OnDone, Request
+from coalign.backends.engines.sampling import sample, stream_key, uniforms
+from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.types import Status
 
 log = logging.getLogger(__name__)
 
-# Rows of the state, one column for each slot: the next token to feed, its position, the key of the random stream.
-TOKEN, POSITION, KEY = range(3)
 _GROWTH = 5 / 4  # least factor by which the KV cache grows, so that it does not grow at every step
-
-
-@dataclass(slots=True, eq=False)
-class QueuedRequest(SubmittedRequest):
-    """A request of which ``started`` samples have been given a slot."""
-
-    started: int = 0
-    # Results of the prefill with the weights of ``version``, kept while samples wait for a slot.
-    version: int | None = None
-    logits: Tensor | None = None  # f32[1, V] after the prompt
-    prefix: list[Tensor] | None = None  # keys and values
-
-    @property
-    def sample(self) -> tuple[int, int]:
-        """Group and index of the first sample."""
-        return self.request.group, self.request.first
-
-    @property
-    def waiting(self) -> int:
-        """Samples without a slot."""
-        return self.request.samples - self.started
-
-
-@dataclass(slots=True, eq=False)
-class ActiveSequence(PartialResponse):
-    """One sample in ``slot`` of the KV cache, being decoded or kept for its next turn."""
-
-    submitted: QueuedRequest
-    slot: int = -1
-
-    @property
-    def length(self) -> int:
-        """Tokens in the KV cache or about to be."""
-        return len(self.submitted.request.prompt) + len(self.tokens)
-
-    def is_continued_by(self, queued: QueuedRequest) -> bool:
-        """Whether ``queued`` is the next turn of this conversation."""
-        own, other = self.submitted.request, queued.request
-        if self.submitted.sample != queued.sample or own.first_turn != other.first_turn:
-            return False
-        return [*own.prompt, *self.tokens] == other.prompt[: self.length]
-
-
-class SequenceSlots:
-    """Assigns ``count`` slots of the KV cache to sequences of up to ``longest`` tokens each.
-
-    Active sequences have the slots 0..n-1, so that decoding reads them as one block. Sequences kept between two turns
-    come right after them. A slot that becomes free is filled from the end. A kept sequence is dropped as soon as its
-    slot is needed.
-    """
-
-    def __init__(self, model: NativeModel, *, note_seen: bool, reserve: Callable[[int], None]) -> None:
-        self.count = self.longest = 0
-        self.cache = KVCache(0, 0, reserve)
-        self.state = torch.zeros(3, 0, dtype=torch.int64, device=model.device)
-        self.seen: Tensor | None = None  # bool[slots, V]: the tokens that each sequence holds
-        if note_seen:
-            self.seen = torch.zeros(0, model.vocabulary, dtype=torch.bool, device=model.device)
-        self._taken: list[ActiveSequence] = []  # _taken[i] is in slot i
-        self._active = 0
-
-    @property
-    def active(self) -> list[ActiveSequence]:
-        return self._taken[: self._active]
-
-    @property
-    def kept(self) -> list[ActiveSequence]:
-        return self._taken[self._active :]
-
-    @property
-    def free(self) -> int:
-        """Slots that a new sequence can have, including those of kept sequences."""
-        return self.count - self._active
-
-    def resize(self, count: int, longest: int) -> None:
-        """Reallocate; sequences stay in their slots, except for kept ones beyond ``count``, which are dropped."""
-        while len(self._taken) > count:
-            self.remove(self._taken[-1])
-        self.count, self.longest = count, longest
-        rows = -(-count // ROWS) * ROWS  # the surplus holds padding rows; the first position of each is touched
-        length = -(-longest // STRIDE) * STRIDE
-        taken = len(self._taken)
-        self.cache.resize(rows, length, used=(taken, max((s.length for s in self._taken), default=0)))
-        state, seen = self.state, self.seen
-        self.state = state.new_zeros(len(state), rows)
-        self.state[:, :taken] = state[:, :taken]
-        if seen is not None:
-            self.seen = seen.new_zeros(rows, seen.shape[1])
-            self.seen[:taken] = seen[:taken]
-
-    def add(self, sequence: ActiveSequence, key: int, kept: ActiveSequence | None = None) -> None:
-        """Make a sequence active; its next token follows its prompt and is drawn with the random stream of ``key``.
-
-        It takes over the slot of ``kept``, keys and values included, if that is given.
-        """
-        slot = self._active
-        if kept is not None:
-            self._exchange(kept.slot, slot)
-        else:
-            if len(self._taken) == self.count:
-                self.remove(self._taken[-1])
-            self._taken.append(sequence)
-            self._move(slot, len(self._taken) - 1)
-        self._taken[slot], sequence.slot = sequence, slot
-        self._active += 1
-        prompt = sequence.submitted.request.prompt
-        self.state[:, slot] = torch.tensor([0, len(prompt) - 1, key])
-        if self.seen is not None:
-            self.seen[slot] = False
-            self.seen[slot, prompt] = True
-
-    def keep(self, sequence: ActiveSequence) -> None:
-        """Stop decoding a sequence, but keep its keys and values.
-
-        Decoding may still write to the position of its last token, which has no keys and values yet.
-        """
-        self._active -= 1
-        self._exchange(sequence.slot, self._active)
-
-    def remove(self, sequence: ActiveSequence) -> None:
-        hole, last = sequence.slot, len(self._taken) - 1
-        if hole < self._active:
-            self._active -= 1
-            self._move(self._active, hole)
-            hole = self._active
-        self._move(last, hole)
-        self._taken.pop()
-        self.state[:, last] = 0
-
-    def _move(self, slot: int, to: int) -> None:
-        if slot == to:
-            return
-        moved = self._taken[slot]
-        self.cache.write(slice(to, to + 1), self.cache.read(slot, moved.length))
-        self.state[:, to] = self.state[:, slot]
-        if self.seen is not None:
-            self.seen[to] = self.seen[slot]
-        self._taken[to], moved.slot = moved, to
-
-    def _exchange(self, slot: int, other: int) -> None:
-        if slot == other:
-            return
-        moved, state = self._taken[slot], self.state[:, slot].clone()
-        tokens = self.cache.read(slot, moved.length)
-        seen = None if self.seen is None else self.seen[slot].clone()
-        self._move(other, slot)
-        self.cache.write(slice(other, other + 1), tokens)
-        self.state[:, other] = state
-        if self.seen is not None and seen is not None:
-            self.seen[other] = seen
-        self._taken[other], moved.slot = moved, other
 
 
 class NativeSession(GenerationSession):
@@ -199,7 +49,7 @@ class NativeSession(GenerationSession):
     is new; otherwise it prefills everything, with the same bits.
     """
 
-    def __init__(self, engine: NativeEngine, sampling: Sampling, on_token: OnToken | None = None) -> None:
+    def __init__(self, engine: NativeEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
         bounds = [bound for bound in (engine.model.context, engine.kv_tokens) if bound is not None]
         super().__init__(min(bounds) if bounds else None)
         self.engine = engine
@@ -318,7 +168,6 @@ class NativeSession(GenerationSession):
         return next((kept for kept in self.slots.kept if kept.is_continued_by(queued)), None)
 
     def _start(self, queued: QueuedRequest, kept: ActiveSequence | None) -> slice:
-        """Put as many of the request's samples into slots as fit; return the slots."""
         request, first = queued.request, len(self.slots.active)
         count = min(queued.waiting, self.slots.free)
         for place in range(queued.started, queued.started + count):
@@ -354,7 +203,6 @@ class NativeSession(GenerationSession):
                 queued.prefix = self.slots.cache.read(slots.start, len(queued.request.prompt))
 
     def _decode(self) -> None:
-        """Compute one more token for every active sequence."""
         active = self.slots.active
         if not active:
             return
@@ -443,7 +291,7 @@ class NativeEngine(InferenceEngine):
         return kinds.pop() if len(kinds) == 1 else None
 
     @contextmanager
-    def _start_session(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[NativeSession]:
+    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[NativeSession]:
         with torch.inference_mode(), self.model.packed():
             try:
                 yield NativeSession(self, sampling, on_token)
@@ -466,3 +314,51 @@ class NativeEngine(InferenceEngine):
                 )
         if self._session is not None:
             self.model.pack()
+
+
+class NativeModule(RolloutModule):
+    """Generates with the native engine, in this process."""
+
+    adopts = True
+    engine: NativeEngine
+
+    @classmethod
+    def check_architecture(cls, config: ModelConfig, name: str) -> None:
+        _build_model(pretrained.read_config(config), config, "cpu")
+
+    @classmethod
+    def notes(cls, config: ModelConfig) -> Sequence[str]:
+        if config.num_gpu:
+            return ()
+        model = _build_model(pretrained.read_config(config), config, "cpu")
+        notes = [str(model.kernel)] if model.kernel else []
+        if config.compute_dtype == "bfloat16" and model.dtype == torch.float32:
+            notes.append(kernels.FLOAT32_INSTEAD)
+        if parts := model.variant_parts:
+            notes.append(f"log-probs may differ in their last bits from batch to batch: {', '.join(parts)}")
+        return notes
+
+    def build(self, architecture: PreTrainedConfig) -> NativeEngine:
+        native = self.config.native
+        return NativeEngine(
+            _build_model(architecture, self.config, self.context.device),
+            seed=self.context.seed,
+            max_sequences=native.max_sequences,
+            kv_tokens=native.kv_tokens,
+            prefill_tokens=native.prefill_tokens,
+            end_tokens=self.find_end_tokens(architecture),
+            decoder=self.decoder,
+            reserve=lambda size: self.arena.reserve(self.context.model, "kv", size),
+        )
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, live tensor) of all weights, to compare them with the trainer's."""
+        return self.engine.model.weights()
+
+    def tensors(self, part: str) -> Iterable[Tensor]:
+        return self.engine.model.module.parameters() if part == "weights" else ()
+
+
+def _build_model(architecture: PreTrainedConfig, config: ModelConfig, device: str) -> NativeModel:
+    dtype = kernels.choose_compute_dtype(getattr(torch, config.compute_dtype or config.dtype), torch.device(device))
+    return NativeModel(architecture, dtype=dtype, device=device, trust_remote_code=config.trust_remote_code)

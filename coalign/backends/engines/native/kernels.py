@@ -21,8 +21,7 @@ import os
 import platform
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -111,16 +110,12 @@ class KernelChoice:
         return f"{self.dtype} linear layers by {self.name}, {self.gflops[self.name]:.0f} GFLOP/s ({others})"
 
 
-def choose_kernel(shapes: Iterable[Shape], dtype: torch.dtype) -> KernelChoice:
-    """Choose the kernel for linear layers of these shapes (in, out), one for each layer, on this machine's CPU.
+@cache
+def choose_kernel(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> KernelChoice:
+    """Choose the kernel for linear layers ((in, out), how many), …, sorted, on this machine's CPU.
 
     The choice is read from the machine's file, or measured and written there.
     """
-    return _choose(tuple(sorted(Counter(shapes).items())), dtype)
-
-
-@cache
-def _choose(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> KernelChoice:
     choice = _keep(_cache_file(layers, dtype), lambda: measure_kernels(dict(layers), dtype))
     log.info("native engine: %s", choice)
     return choice
@@ -202,7 +197,6 @@ def has_bf16() -> bool:
 
 
 def _measure_bf16() -> KernelChoice:
-    """Time products of 256² matrices; choose bfloat16 if it takes at most twice the time of float32."""
     size, rates = 256, {}
     for dtype in (torch.float32, torch.bfloat16):
         a = _random(size, size, dtype=dtype)

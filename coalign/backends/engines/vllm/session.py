@@ -23,7 +23,8 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from coalign.backends.engines.contract import GenerationSession, OnToken
 from coalign.backends.engines.request import OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import Sampling, sample, stream_key, uniforms
+from coalign.backends.engines.sampling import sample, stream_key, uniforms
+from coalign.config.schema import SamplingConfig
 from coalign.types import Status
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class SampledRow:
     """One sequence of vLLM's batch. ``chosen`` is vLLM's own growing list of response tokens."""
 
     key: int
-    sampling: Sampling
+    sampling: SamplingConfig
     prompt_length: int
     chosen: list[int]
 
@@ -62,8 +63,8 @@ class CounterSampler(LogitsProcessor):
         rows = [self.rows[i] for i in range(len(logits))]
         keys = torch.tensor([row.key for row in rows], device=self.device)
         positions = torch.tensor([row.prompt_length + len(row.chosen) for row in rows], device=self.device)
-        [sampling] = {row.sampling for row in rows}  # there is one session at a time
-        tokens, logprobs = sample(logits, uniforms(keys, positions), sampling)
+        # There is one session at a time, so all rows are sampled alike.
+        tokens, logprobs = sample(logits, uniforms(keys, positions), rows[0].sampling)
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], logprobs[:, None])
 
 
@@ -78,7 +79,7 @@ class VLLMSession(GenerationSession):
     Samples of a prompt and turns of a conversation share keys and values through vLLM's prefix cache.
     """
 
-    def __init__(self, engine: VLLMEngine, sampling: Sampling, on_token: OnToken | None = None) -> None:
+    def __init__(self, engine: VLLMEngine, sampling: SamplingConfig, on_token: OnToken | None = None) -> None:
         super().__init__(engine.context)
         self.engine = engine
         self.sampling = sampling
@@ -143,7 +144,6 @@ class VLLMSession(GenerationSession):
         )
 
     def _record(self, outputs: list[RequestOutput]) -> None:
-        """Record the tokens of a step, then report the responses that are complete."""
         ended: dict[str, Status] = {}
         for output in outputs:
             if (answer := self._answers.get(output.request_id)) is None:
@@ -165,7 +165,6 @@ class VLLMSession(GenerationSession):
             self._finish(name, status)
 
     def _add_tokens(self, answer: PartialResponse, output: RequestOutput) -> Status | None:
-        """Record new tokens; return the status if the response ends with them."""
         [completion] = output.outputs
         request, version, status = answer.submitted.request, self.engine.version, None
         for token, found in zip(completion.token_ids, completion.logprobs or (), strict=True):

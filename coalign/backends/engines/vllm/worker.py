@@ -3,23 +3,30 @@
 vLLM reloads a model layer by layer. Weights come in any order, and as soon as a layer is complete it is packed into the
 storage that it computes with. Workers in other processes of this host get the weights in parcels, one after the other,
 through the same shared memory.
+
+LoRA adapters arrive with the weights, by their names in peft's files. vLLM's own LoRA layers compute with them. The
+scaling is part of B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.lora import LoRAConfig, MaxLoRARanks
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from coalign.backends.engines.vllm import adapters
+from coalign.backends import lora
 from coalign.weights.sync.segment import Address, SharedMemorySegment, TensorEntry, align
 
-SIZE = 64 * 2**20  # bytes of a parcel; a larger tensor gets its own
+PARCEL_SIZE = 64 * 2**20  # bytes of a parcel; a larger tensor gets its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class WeightParcel:
 class WeightOutlet:
     """Owns the shared memory of parcels, allocated with the first one."""
 
-    def __init__(self, size: int = SIZE) -> None:
+    def __init__(self, size: int = PARCEL_SIZE) -> None:
         self.size = size
         self.segment: SharedMemorySegment | None = None
 
@@ -102,7 +109,7 @@ class WeightLoader:
     def coalign_without_adapters(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights; keep the adapters for the end of the load."""
         for name, tensor in weights:
-            if adapters.adapted_weight(name) is None:
+            if lora.PART not in name:
                 yield name, tensor
             else:
                 self.coalign_adapters[name] = tensor.cpu().clone()
@@ -122,7 +129,7 @@ class WeightLoader:
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             _repack_shared(model)
             if complete and (config := self.vllm_config.lora_config) is not None:
-                adapters.install_adapters(model, config, self.coalign_adapters)
+                install_adapters(model, config, self.coalign_adapters)
         self.coalign_adapters = {}
 
 
@@ -139,3 +146,82 @@ def _repack_shared(model: nn.Module) -> None:
         for module in sharing if len(sharing) > 1 else ():
             if (method := getattr(module, "quant_method", None)) is not None:
                 method.process_weights_after_loading(module)
+
+
+ADAPTER_ID = 1
+ADAPTER_REQUEST = LoRARequest(
+    "coalign", ADAPTER_ID, "in memory"
+)  # vLLM reads the path of an adapter that it does not have
+
+
+def adapter_capacity(rank: int, model: str) -> int:
+    """Return the smallest rank >= ``rank`` for which vLLM can reserve memory. Raises ValueError if there is none."""
+    if sizes := [size for size in get_args(MaxLoRARanks) if size >= rank]:
+        return min(sizes)
+    largest = max(get_args(MaxLoRARanks))
+    raise ValueError(
+        f"sync.adapters is `apart`, and vLLM ({model}) takes adapters of a rank up to {largest}; the trainer's "
+        f"`lora.rank` is {rank}: use `merged`, which is the default"
+    )
+
+
+def check_adapters(tensors: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size], rank: int) -> None:
+    """Raise ValueError for adapters (their shapes by name) that are incomplete or do not fit these weights.
+
+    shapes: [out, in] of the weights. rank: of every adapter.
+    """
+    for name, shape in tensors.items():
+        layer, _, factor = name.partition(lora.PART)
+        weight = shapes.get(f"{layer.removeprefix(lora.PREFIX)}.weight")
+        if weight is None or factor not in ("A.weight", "B.weight"):
+            raise ValueError(f"the weights do not fit: '{name}' is no adapter of a weight of the model")
+        needed = (rank, weight[1]) if factor == "A.weight" else (weight[0], rank)
+        if tuple(shape) != needed:
+            raise ValueError(f"weight '{name}' has shape {list(shape)}; the model needs {list(needed)}")
+        other = f"{layer}{lora.PART}{'B' if factor == 'A.weight' else 'A'}.weight"
+        if other not in tensors:
+            raise ValueError(f"the weights do not fit: missing ['{other}'], the other half of '{name}'")
+
+
+class AdaptedModel(Protocol):
+    """vLLM's model with its LoRA layers, as far as it is used here."""
+
+    lora_manager: Any
+    embedding_modules: dict[str, str]
+
+
+def install_adapters(model: AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Compute with these adapters from now on, unfinished requests included; without tensors, with none.
+
+    ``model``: vLLM's, with its LoRA layers. Raises ValueError for an adapter of a layer without LoRA in vLLM.
+    """
+    manager = model.lora_manager
+    adapter = (
+        _read_adapter(model, config, tensors)
+        if tensors
+        else manager.create_dummy_lora(ADAPTER_ID, 1, model.embedding_modules)
+    )
+    manager.remove_adapter(ADAPTER_ID)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(ADAPTER_ID)
+
+
+def _read_adapter(model: AdaptedModel, config: LoRAConfig, tensors: Mapping[str, Tensor]) -> LoRAModel:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        ADAPTER_ID,
+        dict(tensors),
+        PEFTHelper(r=config.max_lora_rank, lora_alpha=config.max_lora_rank, target_modules=[]),
+        device="cpu",
+        dtype=cast(torch.dtype, config.lora_dtype),
+        weights_mapper=mapper and mapper.get_rename_mapper(),
+    )
+    manager = model.lora_manager
+    # vLLM computes some layers as one; adapters go by the names of the separate ones.
+    layers = {layer for name in manager.modules for layer in manager.packed_modules.get(name, [name])}
+    if strange := sorted(adapter.loras.keys() - layers):
+        raise ValueError(
+            f"vLLM has no LoRA for {strange[:3]}{' …' * (len(strange) > 3)} of {type(model).__name__}; use "
+            "`sync.adapters: merged`, or leave them out (models.*.lora.target)"
+        )
+    return adapter

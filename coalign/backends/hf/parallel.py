@@ -1,26 +1,103 @@
-"""Tensor parallelism with sequence parallelism (1909.08053, 2205.05198), from the plan in a model of transformers.
+"""Tensor and expert parallelism from the plans in a model of transformers, and the device meshes of one model.
 
-Between two blocks (the attention and the feed-forward part of a layer) each rank has a part of the row. A block gathers
-the row, computes with some heads or columns, and sums its output over the ranks. So the gradient of a cut weight is
-complete on its rank, and the gradient of an uncut weight in a block is summed over the ranks. Experts are not cut but
-distributed (coalign.backends.hf.expert_parallel). `check_architecture` refuses what cannot be cut, before loading.
+Tensor parallelism comes with sequence parallelism (1909.08053, 2205.05198). Between two blocks (the attention and the
+feed-forward part of a layer) each rank has a part of the row. A block gathers the row, computes with some heads or
+columns, and sums its output over the ranks. So the gradient of a cut weight is complete on its rank, and the gradient
+of an uncut weight in a block is summed over the ranks. `check_cuts` refuses what cannot be cut, before loading.
+
+Experts are not cut but distributed: each rank holds some of them, and transformers sends tokens to theirs and back by
+two all-to-alls around their forward. No two ranks have the same token, so any ranks can share experts.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
-from coalign.backends.hf import expert_parallel
-from coalign.backends.hf.collectives import AllGather, Group, ReduceScatter
-from coalign.backends.hf.expert_parallel import find_experts, find_style
+from coalign.backends.hf.heads import PackedModel
+from coalign.backends.process_group import AllGather, Group, ReduceScatter
 from coalign.config.schema import ModelConfig
+
+# A weight that is cut in two ways is gathered in two steps; torch warns so for each kind of tensor.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+class RankMeshes:
+    """The meshes of a model over all ranks of the default process group. Making one is a collective.
+
+    Neighbouring ranks communicate fastest, so they are numbered along the parts of a layer first (tensor), then the
+    parts of a row (context), the parts of a batch (data), and the copies of the sharded model (replicate).
+
+    The ``context`` × ``tensor`` ranks that compute a row together each hold a part of it between two layers, so no two
+    ranks have the same token, and every gradient is a sum over all ranks: of uncut weights over the mesh ``whole``, of
+    weights cut by ``tensor`` or ``expert`` over the shard dimension of ``layers`` or ``experts``. These three meshes
+    have a replicate dimension in front. Raises ValueError where the sizes do not divide the ranks.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        world, copies = dist.get_world_size(), config.dp_replicate
+        tensor, context, expert = config.tensor_parallel, config.context_parallel, config.expert_parallel
+        for key, ways in (("tensor_parallel × context_parallel", tensor * context), ("expert_parallel", expert)):
+            if world % (copies * ways):
+                raise ValueError(f"{world} ranks do not divide by dp_replicate × {key} = {copies} × {ways}")
+
+        def mesh(**sizes: int) -> DeviceMesh:
+            return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+        shards = world // copies
+        self.whole = mesh(replicate=copies, shard=shards)
+        self.layers = mesh(replicate=copies, shard=shards // tensor, tensor=tensor) if tensor > 1 else self.whole
+        self.experts = mesh(replicate=copies, shard=shards // expert, expert=expert) if expert > 1 else self.whole
+        # Ranks that compute one row together, and ranks that have other rows.
+        self.rows = mesh(data=world // (context * tensor), context=context, tensor=tensor)
+
+    def sharding(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The part of ``mesh`` that FSDP shards over; with copies, over the second of two dimensions."""
+        return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+
+
+DISPATCH, SLICED = "ep_dispatch_experts", "moe_tp_experts"  # styles in the plans of transformers
+
+
+def find_style(name: str, plan: dict[str, str]) -> str | None:
+    """What a model's ``plan``, whose keys are patterns (`layers.*.mlp.up_proj`), says about ``name``."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def find_experts(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that hold the stacked experts of a layer, according to the model's plans."""
+    modules = model.named_modules()
+    return [m for n, m in modules if find_style(n, model.ep_plan) == DISPATCH or find_style(n, model.tp_plan) == SLICED]
+
+
+def find_unfit_experts(model: PreTrainedModel, ways: int) -> str | None:
+    """Why the experts of a model cannot be distributed over so many ranks; None if they can."""
+    experts = [module for name, module in model.named_modules() if find_style(name, model.ep_plan) == DISPATCH]
+    if not experts and find_experts(model):
+        return f"the plans of transformers {__version__} cut experts and distribute none; those of 5.19 do"
+    if not experts:
+        return f"{type(model).__name__} has no experts to distribute"
+    counts = {cast(int, module.num_experts) for module in experts}
+    return None if not any(count % ways for count in counts) else f"it does not divide the {max(counts)} experts"
+
+
+def apply_expert_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Distribute the experts (on the meta device) of all layers over ``mesh``, which has one dimension."""
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism  # not in every version
+
+    apply_expert_parallelism(model, mesh, cast(Any, None), model.ep_plan)  # no mesh of tensor parallelism
+
 
 # How a plan of transformers cuts a linear layer: its outputs, its inputs, or not at all. The styles in WHOLE repair
 # gradients in transformers' own implementation; here they are right without.
@@ -62,7 +139,6 @@ def _cut_blocks(model: PreTrainedModel, layer: nn.Module) -> list[nn.Module]:
 
 
 def _cut(linear: nn.Module, style: str, mesh: DeviceMesh) -> None:
-    """Cut a linear layer, or one with an adapter."""
     for path, module in linear.named_modules():
         for name in dict(module.named_parameters(recurse=False)):
             _distribute(module, name, mesh, _placement(style, path.split("."), name))
@@ -133,14 +209,14 @@ def _apply_to_row(function: type[AllGather] | type[ReduceScatter], x: Tensor, gr
     return function.apply(x[0], group)[None]
 
 
-def check_architecture(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig, name: str) -> None:
+def check_cuts(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig, name: str) -> None:
     """Raises ValueError, naming the key of ``models.<name>``, for an architecture that cannot be cut as configured.
     ``model`` may be on the meta device; ``layers`` are its decoder layers."""
-    for key, reason in _problems(model, layers, config):
+    for key, reason in _find_problems(model, layers, config):
         raise ValueError(f"models.{name}.{key} is {getattr(config, key)}: {reason}")
 
 
-def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig) -> Iterator[tuple[str, str]]:
+def _find_problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConfig) -> Iterator[tuple[str, str]]:
     text = model.config.get_text_config()
     queries = text.num_attention_heads
     values = getattr(text, "num_key_value_heads", None) or queries
@@ -164,5 +240,38 @@ def _problems(model: PreTrainedModel, layers: list[nn.Module], config: ModelConf
             yield "context_parallel", f"the {own} heads of keys and values of a process do not divide over it"
     if config.compile and (ways > 1 or config.expert_parallel > 1):
         yield "compile", "layers that exchange tokens inside (tensor_parallel, expert_parallel) are not compiled"
-    if config.expert_parallel > 1 and (reason := expert_parallel.find_unfit_experts(model, config.expert_parallel)):
+    if config.expert_parallel > 1 and (reason := find_unfit_experts(model, config.expert_parallel)):
         yield "expert_parallel", reason
+
+
+def cut_model(model: PackedModel, ranks: RankMeshes) -> None:
+    """Distribute the experts of a model without weights, and cut its layers."""
+    if ranks.experts is not ranks.whole:
+        apply_expert_parallel(model.model, ranks.experts["expert"])
+    if ranks.layers is not ranks.whole:
+        apply_tensor_parallel(model.model, decoder_layers(model.model), ranks.layers["tensor"])
+
+
+def shard_model(model: PackedModel, ranks: RankMeshes, compute_dtype: torch.dtype | None, *, host: bool) -> None:
+    """Apply FSDP2 to every decoder layer, separately to its distributed experts, and to the rest. Gradients are summed
+    over ranks, not averaged: the loss has global denominators. ``host``: shards stay in the host's memory."""
+    offload = CPUOffloadPolicy(pin_memory=ranks.whole.device_type == "cuda") if host else OffloadPolicy()
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    experts = find_experts(model.model) if ranks.experts is not ranks.whole else []
+    groups = [(experts, ranks.experts), (decoder_layers(model.model), ranks.layers), ([model], ranks.whole)]
+    for module, mesh in ((module, mesh) for modules, mesh in groups for module in modules):
+        sharded = fully_shard(module, mesh=ranks.sharding(mesh), mp_policy=precision, offload_policy=offload)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def move_buffers(device: torch.device, module: nn.Module) -> None:
+    """Move buffers to where their module computes: they are not sharded."""
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = buffer.to(device)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of the classes in `_no_split_modules`. (Sharding replaces their class by a subclass.)"""
+    blocks = set(model._no_split_modules or ())
+    return [m for m in model.modules() if blocks & {kind.__name__ for kind in type(m).__mro__}]

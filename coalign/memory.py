@@ -9,13 +9,12 @@ of a device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, UntypedStorage
-
-from coalign.memory.transfer import allocate_host, copy_stream, get_storage, make_resizable, release_cache, view_bytes
 
 PARTS = ("weights", "gradients", "optimizer", "kv")
 Key = tuple[str, str]  # (model, part)
@@ -34,7 +33,7 @@ class ManagedStorage:
     users: dict[Key, None] = field(default_factory=dict)
     host: Tensor | None = None
     saved: bool = False  # the host buffer equals the device's bytes
-    here: bool = True  # on the device
+    resident: bool = True  # on the device
 
 
 class Arena:
@@ -53,7 +52,7 @@ class Arena:
         # By the address of the storage's record, which does not change when its bytes are freed.
         self._storages: dict[int, ManagedStorage] = {}
         self._parts: dict[Key, list[ManagedStorage]] = {}
-        self._away: set[Key] = set()
+        self._offloaded: set[Key] = set()
         self._reserved: dict[Key, int] = {}
         self._books = threading.RLock()  # never held while bytes move
         self._moving = threading.Lock()
@@ -75,7 +74,7 @@ class Arena:
         make_resizable(tensors)
         found = {storage._cdata: storage for storage in map(get_storage, tensors)}
         with self._books:
-            for address in [a for a, held in self._storages.items() if key in held.users and a not in found]:
+            for address in [a for a, managed in self._storages.items() if key in managed.users and a not in found]:
                 self._drop(key, address)
             for address, storage in found.items():
                 if address not in self._storages:
@@ -98,21 +97,21 @@ class Arena:
             self._count(more)
             self._reserved[model, part] = size
 
-    def held(self, model: str) -> dict[str, int]:
+    def list_resident(self, model: str) -> dict[str, int]:
         """Return the bytes of each part of a model on the device; 0 where other parts count all of its storages."""
         sizes = {}
         with self._books:
             for key in ((model, part) for part in PARTS):
-                if self._reserved.get(key) or (self._parts.get(key) and key not in self._away):
+                if self._reserved.get(key) or (self._parts.get(key) and key not in self._offloaded):
                     own = (each.size for each in self._parts.get(key, ()) if self._owner(each) == key)
                     sizes[key[1]] = sum(own) + self._reserved.get(key, 0)
         return sizes
 
-    def away(self, model: str) -> dict[str, int]:
-        """Return the offloaded parts of a model, each with the bytes that ``enter`` would bring to the device."""
+    def list_offloaded(self, model: str) -> dict[str, int]:
+        """Return the offloaded parts of a model, each with the bytes that ``reload`` would bring to the device."""
         with self._books:
-            keys = [key for key in self._away if key[0] == model]
-            return {key[1]: sum(each.size for each in self._parts[key] if not each.here) for key in keys}
+            keys = [key for key in self._offloaded if key[0] == model]
+            return {key[1]: sum(each.size for each in self._parts[key] if not each.resident) for key in keys}
 
     def models(self) -> list[str]:
         """Return the names of all models that have or had memory here."""
@@ -121,48 +120,56 @@ class Arena:
 
     def require(self, model: str, parts: Iterable[str], what: str) -> None:
         """Raise RuntimeError unless these parts are on the device: a kernel on freed memory would kill the process."""
-        if missing := [part for part in parts if (model, part) in self._away]:
+        if missing := [part for part in parts if (model, part) in self._offloaded]:
             raise RuntimeError(f"{what} needs {' and '.join(missing)} of '{model}' on the device; they are on the host")
 
     def table(self) -> str:
         """List the bytes of each part on the device, the largest first."""
-        rows = [(size, f"{model}: {part}") for model in self.models() for part, size in self.held(model).items()]
+        rows = [
+            (size, f"{model}: {part}") for model in self.models() for part, size in self.list_resident(model).items()
+        ]
         return "\n".join(f"{_mib(size):>14}  {name}" for size, name in sorted(rows, reverse=True))
 
     # ---- offload and reload ----------------------------------------------------------------------------------------
 
-    def leave(self, model: str, parts: Sequence[str], *, constant: Sequence[str] = ()) -> int:
+    def offload(self, model: str, parts: Sequence[str], *, constant: Sequence[str] = ()) -> int:
         """Offload parts to the host. Returns the bytes freed. ``constant`` parts are copied the first time only.
 
         After an error all of them are still on the device.
         """
         with self._moving:
             keys = [
-                (model, part) for part in parts if self._parts.get((model, part)) and (model, part) not in self._away
+                (model, part)
+                for part in parts
+                if self._parts.get((model, part)) and (model, part) not in self._offloaded
             ]
             going = [
-                each for each in self._storages_of(keys) if each.here and each.users.keys() <= {*keys, *self._away}
+                each
+                for each in self._storages_of(keys)
+                if each.resident and each.users.keys() <= {*keys, *self._offloaded}
             ]
             self._save([each for each in going if not each.saved])
             unchanging = {(model, part) for part in constant}
             with self._books:
                 for each in going:
                     each.storage.resize_(0)
-                    each.here, each.saved = False, each.users.keys() <= unchanging
+                    each.resident, each.saved = False, each.users.keys() <= unchanging
                     self._count(-each.size)
-                self._away.update(keys)
-            release_cache(self.device)
+                self._offloaded.update(keys)
+            if self.device.type == "cuda":  # other processes can have it
+                with torch.cuda.device(self.device):
+                    torch.cuda.empty_cache()
             return sum(each.size for each in going)
 
-    def enter(self, model: str, parts: Sequence[str]) -> int:
+    def reload(self, model: str, parts: Sequence[str]) -> int:
         """Bring offloaded parts back to the device. Returns the bytes copied.
 
         Raises OutOfDeviceMemory before anything has moved. After any other error the parts still count as offloaded,
         and another call copies the rest.
         """
         with self._moving:
-            keys = [(model, part) for part in parts if (model, part) in self._away]
-            coming = [each for each in self._storages_of(keys) if not each.here]
+            keys = [(model, part) for part in parts if (model, part) in self._offloaded]
+            coming = [each for each in self._storages_of(keys) if not each.resident]
             size = sum(each.size for each in coming)
             with self._books:
                 self._check(size, f"for the {' and '.join(part for _, part in keys)} of '{model}'")
@@ -172,9 +179,9 @@ class Arena:
                     each.storage.resize_(each.size)
                     view_bytes(each.storage).copy_(each.host, non_blocking=True)
                     with self._books:
-                        each.here = True
+                        each.resident = True
                         self._count(each.size)
-            self._away.difference_update(keys)
+            self._offloaded.difference_update(keys)
             return size
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
@@ -195,14 +202,14 @@ class Arena:
 
     def _owner(self, storage: ManagedStorage) -> Key | None:
         """The part that the bytes of a storage count to."""
-        return next((key for key in storage.users if key not in self._away), None)
+        return next((key for key in storage.users if key not in self._offloaded), None)
 
     def _drop(self, key: Key, address: int) -> None:
         storage = self._storages[address]
         del storage.users[key]
         if not storage.users:
             del self._storages[address]
-            self._count(-storage.size if storage.here else 0)
+            self._count(-storage.size if storage.resident else 0)
 
     def _count(self, more: int) -> None:
         self.used += more
@@ -218,3 +225,82 @@ class Arena:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.2f} MiB"
+
+
+BLOCK = 256 * 2**20  # bytes; a power of two, because torch rounds pinned memory up to one
+ALIGNMENT = 64
+
+
+def allocate_host(sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
+    """Allocate one host buffer (u8[size]) for each size, cut from blocks of up to ``BLOCK`` bytes.
+
+    A larger buffer has a block to itself. A block is freed together with the last buffer in it.
+    """
+    buffers: list[Tensor] = []
+    for group in _group_by_block(sizes):
+        block = torch.empty(sum(map(_align, group)), dtype=torch.uint8, pin_memory=pinned)
+        start = 0
+        for size in group:
+            buffers.append(block[start : start + size])
+            start += _align(size)
+    return buffers
+
+
+def get_storage(tensor: Tensor) -> UntypedStorage:
+    """Return the storage of a tensor; of a DTensor, that of this process's shard."""
+    return getattr(tensor, "to_local", lambda: tensor)().untyped_storage()
+
+
+def view_bytes(storage: UntypedStorage) -> Tensor:
+    """Return all bytes of a storage as a u8 tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def make_resizable(tensors: Iterable[Tensor]) -> None:
+    """Move tensors to memory that torch can free, where they lie in a mapped file or in shared memory."""
+    moved: dict[tuple[object, ...], Tensor] = {}
+    for tensor in tensors:
+        if not get_storage(tensor).resizable():
+            source = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if source not in moved:
+                moved[source] = tensor.detach().clone()
+            tensor.data = moved[source]
+
+
+@contextmanager
+def copy_stream(device: torch.device, *, after_compute: bool) -> Iterator[None]:
+    """Run the copies of a block on a separate CUDA stream, and wait for them at its end.
+
+    They overlap with the computation on the device; with ``after_compute`` they start once the work queued so far is
+    done. On other devices copies are synchronous anyway.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        if after_compute:
+            stream.wait_stream(torch.cuda.current_stream())
+        try:
+            # Memory allocated inside belongs to this stream, so no copy waits for work of other streams.
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
+
+
+def _group_by_block(sizes: Sequence[int]) -> Iterator[list[int]]:
+    group: list[int] = []
+    used = 0
+    for size in sizes:
+        if group and used + size > BLOCK:
+            yield group
+            group, used = [], 0
+        group.append(size)
+        used += _align(size)
+    if group:
+        yield group
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

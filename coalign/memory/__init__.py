@@ -1,1 +1,0 @@
-"""Device memory that models keep between calls, and its copies on the host. Open `arena.py` first."""
