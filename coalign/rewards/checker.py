@@ -39,7 +39,7 @@ def read_literal(text: str) -> Any:
 
 
 def check(name: str, *arguments: Any, seconds: float | None = None) -> bool:
-    """Make a check of `checks.py` with JSON arguments; False if it takes more ``seconds`` (SECONDS) or memory than allowed.
+    """Make a check of `checks.py` with JSON arguments; False if it meets a limit, of time by default SECONDS.
 
     Waits for a free process. Thread-safe; an event loop calls it in a thread. Raises CheckerMissing.
     """
