@@ -2,7 +2,7 @@
 
 Truths are the final answers in `tests/rewards/answers.txt`. Wrong answers are a truth with one of its numbers changed
 by one, a sign or a relation turned, a bracket opened, an element left out. Right ones are the truth in other notations.
-`tests/rewards/answer_pairs.jsonl` has the pairs that two graders are tested with by their authors.
+`tests/rewards/answer_pairs.jsonl` has the pairs that two graders are tested with by their authors, and our own.
 
 Peers are measured if they are installed: Math-Verify (`math-verify`), and the grader of PRM800K with the normalisation
 of Hendrycks et al., which `mathruler` ships (`pip install mathruler pylatexenc tqdm`). Prints Markdown tables; the
@@ -233,10 +233,10 @@ def main() -> None:
         right = [(truth, answer) for truth in truths for answer in make_right(truth)]
         print_rows(name, (wrong, right), graders, arguments.show)
         print_rows(f"{name}, several numbers", (several, []), graders, False)
-    for author in ("math_verify", "hendrycks"):
+    for author in dict.fromkeys(pair[0] for pair in read_pairs()):
         pairs = [pair[1:] for pair in read_pairs() if pair[0] == author]
         sides = [(g, a) for g, a, equal in pairs if not equal], [(g, a) for g, a, equal in pairs if equal]
-        print_rows(f"tests of {author}", sides, graders, arguments.show)
+        print_rows(f"pairs of {author}", sides, graders, arguments.show)
     print("\n| reward | wrong ones paid | right ones refused |\n|---|---|---|")
     cases = list(list_reward_cases())
     for name in dict.fromkeys(case[0] for case in cases):

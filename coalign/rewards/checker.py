@@ -20,7 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SECONDS = 5.0  # for one check; usual ones take milliseconds
+SECONDS = 5.0  # of processor time for one check; usual ones take milliseconds
+_WAIT = 4  # times as long on a busy machine
 AT_ONCE = min(8, os.cpu_count() or 1)  # processes of a kind; more would slow each other down
 _START_SECONDS = 60.0  # importing sympy on a busy machine
 _SCRIPT = Path(__file__).with_name("checks.py")
@@ -38,7 +39,7 @@ def read_literal(text: str) -> Any:
 
 
 def check(name: str, *arguments: Any, seconds: float | None = None) -> bool:
-    """Make a check of `checks.py` with JSON arguments; False if it takes more than ``seconds`` or too much memory.
+    """Make a check of `checks.py` with JSON arguments; False if it meets a limit, of time by default SECONDS.
 
     Waits for a free process. Thread-safe; an event loop calls it in a thread. Raises CheckerMissing.
     """
@@ -69,12 +70,13 @@ class Checker:
 
     def ask(self, name: str, *arguments: Any, seconds: float | None = None) -> bool:
         """The result of a check; False if it takes more than ``seconds`` (SECONDS) or ends the process."""
+        seconds = SECONDS if seconds is None else seconds
         process = self._process or self._start()
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps([name, *arguments]) + "\n")
+            process.stdin.write(json.dumps([seconds, name, *arguments]) + "\n")
             process.stdin.flush()
-            answer = self._answers.get(timeout=SECONDS if seconds is None else seconds)
+            answer = self._answers.get(timeout=_WAIT * seconds)
         except (queue.Empty, BrokenPipeError):
             answer = ""
         if not answer:

@@ -1,5 +1,7 @@
 """The checks that run in a process of their own, as a script (`checker.py` starts it): one JSON line in, one line out.
 
+A check that takes more processor time than it was given ends the process.
+
 It imports nothing of the package but `notation.py`, by its path, so that it starts fast and needs little memory.
 """
 
@@ -19,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 _MEMORY = 4 << 30  # bytes of address space
-_SECONDS = 60  # after which a check ends the process, should nobody be left to kill it
 _DIGITS = 40  # of the values at which two expressions are compared
 _NEAR = 1e-25  # relative difference of values that are the same
 # Variables are positive, as in most problems, except where a modulus would not show otherwise.
@@ -164,15 +165,15 @@ def serve() -> None:
     answers.write("ready\n")
     answers.flush()
     for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        signal.alarm(_SECONDS)
+        seconds, name, *arguments = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, even within a C call
         try:
             answer = str(int(CHECKS[name](*arguments)))
         except AlgebraMissing:
             answer = "missing"
         except Exception:  # what cannot be read equals nothing
             answer = "0"
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(f"{answer}\n")
         answers.flush()
 

@@ -7,7 +7,10 @@ from importlib import import_module
 
 import pytest
 
-from coalign.rewards.checker import Checker, check, read_literal
+from coalign import rewards
+from coalign.rewards.calls import RewardCaller, RewardFunction
+from coalign.rewards.checker import AT_ONCE, Checker, check, read_literal
+from coalign.threads import MAX_HUNG
 from tests.rewards.samples import sample
 from tests.rewards.test_math_answer import math
 
@@ -20,7 +23,7 @@ def test_an_endless_computation_is_killed_and_the_next_one_served():
     assert checker.ask("math", "x+1", "1+x")
     first, start = checker._process.pid, time.monotonic()
     assert not checker.ask("math", "x+1", "(x+1)^{9^{9^{9^9}}}", seconds=0.5)
-    assert 0.5 < time.monotonic() - start < 10
+    assert time.monotonic() - start < 10
     assert checker.ask("math", "x+1", "1+x") and checker._process.pid != first
     checker._process.kill()
     checker._process.wait()
@@ -76,20 +79,16 @@ def test_without_math_verify_only_expressions_are_refused(monkeypatch):
         checker._start_pool.cache_clear()
 
 
-@needs_math_verify
-def test_hard_answers_are_verdicts_and_do_not_end_the_run(monkeypatch):
-    """Waiting for a process is no part of a call's time: more hard answers than fit into a timeout all get one."""
-    from coalign.rewards import math as reward
-    from coalign.rewards.calls import RewardCaller, RewardFunction
-
-    monkeypatch.setattr("coalign.rewards.checker.SECONDS", 0.3)
-    samples = [sample(r"\boxed{(x+1)^{9^{9^{9^9}}}}", answer="x+1", index=i) for i in range(12)]
+def test_hard_texts_get_verdicts_and_do_not_end_the_run(monkeypatch):
+    """Waiting for a process is no part of a call's time: of any number of hard texts each gets a verdict."""
+    assert rewards.math.at_once == rewards.regex.at_once == AT_ONCE  # a call begins when a process is free
+    monkeypatch.setattr("coalign.rewards.checker.SECONDS", 0.05)
+    hard = [sample("a" * 60 + "b", index=i) for i in range(MAX_HUNG + 4)]
+    function = RewardFunction("regex", rewards.regex, {"pattern": "(a|aa)+"}, retries=0)
     caller = RewardCaller()
-    begun = time.monotonic()
-    (outcomes,) = caller.score([RewardFunction("math", reward, timeout=10.0, retries=0)], samples)
+    (outcomes,) = caller.score([function], hard)
     caller.close()
-    assert outcomes == [{"reward": 0.0}] * 12, outcomes
-    assert time.monotonic() - begun > 1.0
+    assert outcomes == [{"reward": 0.0}] * len(hard)
 
 
 def test_the_loop_goes_on_while_an_answer_is_read():

@@ -18,8 +18,11 @@ from tests.rewards.samples import sample
 needs_math_verify = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="the extra [math]")
 
 
+RUNNER = asyncio.Runner()
+
+
 def math(one, **settings):
-    return asyncio.run(math_reward(one, **settings))
+    return RUNNER.run(math_reward(one, **settings))
 
 
 def number(text):
