@@ -124,8 +124,8 @@ def test_what_others_read_cannot_be_locked(old_machine, tmp_path):
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.parametrize("old_machine", OLD_MACHINES, indirect=True)
-@pytest.mark.parametrize("hide", ["os.remove(str(i))", "os.rename(str(i), 'same')", "map_only(i)", ""])
+@pytest.mark.parametrize("old_machine", ["old", "old, no mounts"], indirect=True)
+@pytest.mark.parametrize("hide", ["os.remove(str(i))", "os.rename(str(i), 'same')", "map_only(i)"])
 def test_no_more_is_written_than_the_files_may_have(hide, old_machine):
     """Whatever hides a file: removal, another in its place, a mapping as all that is left of it."""
     program = f"""
@@ -139,7 +139,7 @@ try:
         kept.append(open(str(i), 'w+b', buffering=0))
         for _ in range(8):
             written += kept[-1].write(bytes(2**18))
-        {hide or "pass"}
+        {hide}
         time.sleep(0.05)
 except OSError:
     pass
