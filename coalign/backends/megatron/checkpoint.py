@@ -14,14 +14,20 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from coalign.backends.megatron.training import BY_PARAMETER, MegatronPipeline, PipelineOptimizer
+from coalign.weights.metadata import DistributedCheckpointPlanner, DistributedCheckpointReader
 
 # Passed as copies: megatron-core adds process groups to them.
 METADATA = {"distrib_optim_sharding_type": BY_PARAMETER, "chained_optim_avoid_prefix": True}
@@ -40,6 +46,23 @@ class _Writer(SaveShardedStrategy):
         state_dict_saver.save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
 
 
+class _Planner(MCoreLoadPlanner):
+    load_bytes = DistributedCheckpointPlanner.load_bytes
+
+
+class _Reader(TorchDistLoadShardedStrategy):
+    """megatron-core's reader, which runs no code of the checkpoint."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        state, layout, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        torch_state = mcore_to_pyt_state_dict(state, True)
+        DistributedCheckpointReader(checkpoint_dir).fill(torch_state, _Planner())
+        loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in torch_state.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(loaded, layout, names)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
 def save(
     dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimizer, progress: Mapping[str, int]
 ) -> None:
@@ -54,7 +77,9 @@ def load(dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimiz
     """Load the state and return the progress (a collective). Raises FileNotFoundError without a checkpoint."""
     if not dist_checkpointing.check_is_distributed_checkpoint(str(dir)):
         raise FileNotFoundError(f"{dir} holds no checkpoint of a Megatron model (no metadata.json there)")
-    state = cast(dict[str, Any], dist_checkpointing.load(_state(pipeline, optimizer, loading=True), str(dir)))
+    state = cast(
+        dict[str, Any], dist_checkpointing.load(_state(pipeline, optimizer, loading=True), str(dir), _Reader())
+    )
     for title, model in zip(pipeline.titles, pipeline.models, strict=True):
         model.load_state_dict(state[title])
     optimizer.load(state["optimizer"], state["steps"])
