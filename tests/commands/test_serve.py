@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import uvicorn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.commands.judges import Verdict, open_judge
-from coalign.commands.serve import build_application, serve
+from coalign.commands.serve import build_reward_server, serve
 from coalign.config import ConfigError, load_section
 from coalign.config.schema import ServeConfig
 from tests.runs import ROOT, metrics, run, settings, weights_hash
@@ -73,9 +72,8 @@ def served():
 
     def start(judge=None, *, key=None, **config):
         config = ServeConfig(**{"reward": {"fn": "math", "retries": 0}} | config)
-        app = build_application(judge or open_judge(config), config, key)
+        server = build_reward_server(judge or open_judge(config), config, key)
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=20))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         running.append((server, thread, judge))
@@ -222,7 +220,7 @@ def test_other_refusals_are_json_too(served):
     assert call(f"{base}/elsewhere", {})[:2] == (404, {"error": "Not Found"})
     assert call(f"{base}/get_reward")[0] == 405
     status, said, _ = call(f"{base}/get_reward", asked("x" * 100))
-    assert status == 413 and "max_bytes=100" in said["error"]
+    assert status == 413 and "more than 100 bytes" in said["error"]
 
 
 def test_a_key_is_asked_for(served):

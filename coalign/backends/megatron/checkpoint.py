@@ -57,7 +57,7 @@ class _Reader(TorchDistLoadShardedStrategy):
         state, layout, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         torch_state = mcore_to_pyt_state_dict(state, True)
         DistributedCheckpointReader(checkpoint_dir).fill(torch_state, _Planner())
-        loaded = {key: _unwrap_pyt_sharded_tensor(value) for key, value in torch_state.items()}
+        loaded: Any = {key: _unwrap_pyt_sharded_tensor(value) for key, value in torch_state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(loaded, layout, names)
         _restore_dict_types(loaded, sharded_state_dict)
         return loaded
