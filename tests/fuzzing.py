@@ -5,6 +5,8 @@ A reader gets 100 cases (500 and more in the whole fast suite), and 10,000 in th
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from random import Random
@@ -51,6 +53,18 @@ def _change(good: bytes, random: Random, fragments: Sequence[bytes]) -> bytes:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(10**300, 10**310) | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=10), inner, max_size=5),
-    max_leaves=20,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
+    max_leaves=8,
 )
+
+
+def send_raw(port: int, data: bytes, timeout: float = 10.0) -> bytes:
+    """Send bytes to a server of this machine, close the sending half, and return what it answers until it hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as client:
+        answer = bytearray()
+        with contextlib.suppress(ConnectionError):
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            while piece := client.recv(65536):
+                answer += piece
+        return bytes(answer)

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import random
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -227,11 +228,18 @@ def _to_outcome(value: Any) -> RewardOutcome:
         of = "" if name == "reward" else f" for '{name}'"
         if not hasattr(entry, "__float__") or getattr(entry, "ndim", 0):
             return RewardFailure("wrong_type", TypeError(f"returned {_quote(entry)}{of}; expected a number"))
-        entries[name] = float(entry)
+        try:
+            entries[name] = float(entry)
+        except OverflowError:  # an integer of a thousand digits, say
+            entries[name] = math.inf
         if not math.isfinite(entries[name]):
             return RewardFailure("not_finite", ValueError(f"returned {entries[name]}{of}; expected a finite number"))
     return entries
 
 
+_short = reprlib.Repr()  # a service may send lists in lists in lists, of which `repr` makes a RecursionError
+_short.maxstring = _short.maxother = 80
+
+
 def _quote(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.80}" if value is not None else "None"
+    return f"{type(value).__name__} {_short.repr(value):.80}" if value is not None else "None"
