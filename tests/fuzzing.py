@@ -58,12 +58,19 @@ JSON = st.recursive(
 )
 
 
-def send_raw(port: int, data: bytes, timeout: float = 10.0) -> bytes:
-    """Send bytes to a server of this machine, close the sending half, and return what it answers until it hangs up."""
-    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as client:
+def send_raw(port: int, data: bytes, patience: float = 0.02) -> bytes:
+    """Send bytes to a server of this machine and return what it answers until it hangs up.
+
+    After ``patience`` seconds without an answer the sending half is closed, which ends the wait for half a request.
+    """
+    with socket.create_connection(("127.0.0.1", port), timeout=patience) as client:
         answer = bytearray()
         with contextlib.suppress(ConnectionError):
             client.sendall(data)
+            with contextlib.suppress(TimeoutError):
+                while piece := client.recv(65536):
+                    answer += piece
+            client.settimeout(10.0)
             client.shutdown(socket.SHUT_WR)
             while piece := client.recv(65536):
                 answer += piece

@@ -178,12 +178,12 @@ def strangers(address, row):
             post(f"http://{host}{path}/chat/completions", {"messages": QUESTION})
     head = f"POST /{key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode()
     chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
-    assert send_raw(port, head + chunked).startswith(b"HTTP/1.1 200")
+    assert send_raw(port, head + chunked, 10).startswith(b"HTTP/1.1 200")
     for bad in (b"GET\r\n\r\n", head + b"Content-Length: x\r\n\r\n", head + b"Content-Length: -1\r\n\r\n"):
         assert send_raw(port, bad).startswith(b"HTTP/1.1 400")
     assert send_raw(port, head + b"X: " + b"x" * 2**20)[:12] in (b"HTTP/1.1 400", b"")
     for wrong in (b"[1]", b"[" * 100_000, b'{"messages": 1' + b"0" * 5000 + b"}", b'{"messages": [{}]}', b"\xff"):
-        answer = send_raw(port, head + b"Content-Length: %d\r\n\r\n" % len(wrong) + wrong)
+        answer = send_raw(port, head + b"Content-Length: %d\r\n\r\n" % len(wrong) + wrong, 10)
         assert answer.startswith(b"HTTP/1.1 400") and b"message" in answer
 
     def check(data):
