@@ -16,7 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-CASES = pytest.mark.parametrize("cases", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+CASES = pytest.mark.parametrize(
+    "cases", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 LIMIT = timedelta(seconds=5)  # of a case, on a machine that does other things as well
 
 
