@@ -10,6 +10,7 @@ threads that compute is set by ``threads`` alone, and processes are placed on no
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -76,9 +77,9 @@ class Actor:
 
     def address(self) -> str:
         """host:port of this node, with a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        host = ray.util.get_node_ip_address()
+        with socket.create_server((host, 0)) as probe:
+            return f"{host}:{probe.getsockname()[1]}"
 
     @ray.method(num_returns=2)
     def execute(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Meta, Any]:
@@ -286,6 +287,9 @@ def _connect(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray lowers its workers' priority by default: beside other processes of the machine they would hardly compute.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    if address is None and "RAY_AUTH_MODE" not in os.environ:
+        # Whoever reaches Ray's ports may run code: here only who knows the key, which only this run's processes do.
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         ray.init(address=address or "local", include_dashboard=False, namespace="coalign")
     except ConnectionError as error:

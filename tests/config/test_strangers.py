@@ -1,6 +1,9 @@
-"""Files of strangers: YAML that would never end or fill the memory, names of code; secrets that would be written down."""
+"""Files of strangers: YAML that would never end, names of code; and secrets that would be written down."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -8,10 +11,12 @@ from hypothesis import strategies as st
 
 from coalign.config import ConfigError, dump, load
 from coalign.config.export import hide_secrets
+from coalign.config.functions import refuse_code, resolve
 from coalign.config.yaml_reader import parse
 from coalign.data.sources import BadRow, JsonLines
 from tests.config.conftest import recipe_defaults
 from tests.fuzzing import CASES, JSON, damage, try_cases
+from tests.runs import ROOT
 
 GOOD = """
 algorithm: grpo
@@ -66,7 +71,7 @@ def test_a_bomb_is_refused_at_once_with_its_place(text, message):
     assert "run.yaml" in str(caught.value) and len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("steps", [15, 60])
+@pytest.mark.parametrize("steps", [12, 30])
 def test_references_of_references_do_not_grow_without_end(run, steps):
     texts = {f"a{i}": f"${{models.policy.vllm.a{i - 1}}}" * 4 for i in range(1, steps)}
     given = {"algorithm": "grpo", "models": {"policy": {"vllm": {"a0": "xxxx", **texts}}}}
@@ -102,6 +107,40 @@ def test_a_row_with_a_number_of_5000_digits_is_a_bad_row():
     for line in (b'{"a": 1' + b"0" * 5000 + b"}", b'{"a": ' + b"[" * 100_000, b"\xff", b'"x"'):
         with pytest.raises(BadRow):
             JsonLines.parse(line)
+
+
+@pytest.fixture
+def no_code():
+    refuse_code()
+    yield
+    refuse_code(False)
+
+
+@pytest.mark.parametrize("name", ["os:system", "coalign.files:os.system", "coalign.files:os", "tests.runs:digits"])
+def test_with_no_code_only_coaligns_own_functions_are_found(no_code, name):
+    assert resolve("math", "coalign.rewards") and resolve("coalign.rewards.rules:math", "coalign.rewards")
+    with pytest.raises(ValueError, match=f"'{name}' is not Coalign's own"):
+        resolve(name, "coalign.rewards")
+
+
+def test_with_no_code_no_code_of_a_model_is_trusted(no_code, complaint):
+    assert "with --no-code no code of a model is run" in complaint(
+        "{algorithm: grpo, models: {policy: {trust_remote_code: true}}}"
+    )
+
+
+@pytest.mark.slow
+def test_no_code_of_a_strangers_folder_is_run(here):
+    marker = here / "was run"
+    for module in ("stranger", "transformers", "yaml", "torch"):
+        (here / f"{module}.py").write_text(f"open({str(marker)!r}, 'w')\ndef fn(sample): return 0.0\n")
+    (here / "run.yaml").write_text("algorithm: grpo\ndata: {train: train.jsonl}\nreward: {fn: 'stranger:fn'}\n")
+    command = [sys.executable, "-m", "coalign.cli", "check", "run.yaml", "--no-code"]
+    # As for the installed command, which does not begin with the current directory.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "'stranger:fn' is not Coalign's own" in done.stderr, done.stderr
+    assert not marker.exists()
 
 
 @CASES

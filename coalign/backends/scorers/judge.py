@@ -60,7 +60,7 @@ class JudgeRunner:
         self.tokenizer = read_tokenizer(config)
         self._template = load_template(self.tokenizer, config.chat_template or "auto")
         self._policy_tokenizer = AutoTokenizer.from_pretrained(
-            context.tokenizer, trust_remote_code=config.trust_remote_code
+            context.tokenizer, trust_remote_code=context.trust_tokenizer
         )
         self._longest = (read_context_length(read_config(config)) or 2**31) - reserved
 

@@ -42,7 +42,7 @@ class RetokenizeModule(Module):
         self.scorer = resolve_class(config.module, "coalign.backends")(config, context)
 
     def setup(self) -> None:
-        trust = self.config.trust_remote_code
+        trust = self.context.trust_tokenizer
         self.policy_tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
         self.reader = ConversationReader(self.config)
         self.scorer.arena = self.arena
