@@ -9,8 +9,8 @@ threads that compute is set by ``threads`` alone, and processes are placed on no
 
 from __future__ import annotations
 
+import logging
 import os
-import secrets
 import socket
 import threading
 import time
@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 import ray
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -44,6 +45,7 @@ from coalign.memory.arena import Arena
 
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used
+log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2  # between two queries of the free devices
 STACKS_SECONDS = 30.0  # how long the nodes may take to send the stacks of their processes
 
@@ -287,12 +289,11 @@ def _connect(address: str | None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray lowers its workers' priority by default: beside other processes of the machine they would hardly compute.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    if address is None and "RAY_AUTH_MODE" not in os.environ:
-        # Whoever reaches Ray's ports may run code: here only who knows the key, which only this run's processes do.
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         ray.init(address=address or "local", include_dashboard=False, namespace="coalign")
     except ConnectionError as error:
         raise ValueError(
             f"runtime.ray_address: no Ray cluster answers at {address}: {error.__cause__ or error}"
         ) from error
+    if not is_token_auth_enabled():  # one that Ray starts itself asks for a token, from 2.60 on
+        log.warning("the Ray cluster at %s asks for no token: who reaches its ports runs code (docs/ports.md)", address)
