@@ -38,14 +38,14 @@ class SkippedObject:
 
 def load_pickle(path: Path, *, mmap: bool = False) -> Any:
     """Load a file of torch.save (1.6 or later) with `weights_only`. Raises ValueError for a damaged file."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} cannot be read, is it cut off? (it is not an archive of torch.save)")
     try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is not an archive of torch.save")
         refuse_compressed(zipfile.ZipFile(path))
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(_make_stand_in(name), name) for name in unknown]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         raise
     except Exception as problem:  # a damaged pickle raises almost anything
         reason = (str(problem) or type(problem).__name__).splitlines()[0]
