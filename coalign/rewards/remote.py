@@ -369,7 +369,7 @@ def _retry_after(value: str | None) -> float | None:
     if value is None:
         return None
     if value.strip().isdecimal():
-        return float(value)
+        return float(value.strip())
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, TypeError, IndexError, OverflowError):  # as `parsedate_to_datetime` has it
