@@ -22,7 +22,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
 # DeepSpeed comes as source; without DS_BUILD_OPS=0 it might compile kernels that Coalign does not call.
-	if test -f pylock.toml; then DS_BUILD_OPS=0 $(PIP) --requirement pylock.toml; \
+	if test -f pylock.toml; \
+	then DS_BUILD_OPS=0 $(PIP) --requirement pylock.toml && $(PIP) --no-deps --no-build-isolation --editable .; \
 	else $(PIP) torch && DS_BUILD_OPS=0 $(PIP) --editable '.[$(EXTRAS)]'; fi
 # vLLM brings what it reads images and sound with, which PyPI has for CUDA only; beside a torch for CPUs nothing would import.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -33,6 +34,8 @@ lock:
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	DS_BUILD_OPS=0 $(BIN)/pip lock --quiet -c constraints.txt --output pylock.toml torch --editable '.[$(EXTRAS)]'
+# Coalign itself is a folder, which has no hash.
+	perl -0pi -e 's/\[\[packages\]\]\nname = "coalign"\n.*?(?=\[\[packages\]\])//s' pylock.toml
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --editable '.[bench]'
