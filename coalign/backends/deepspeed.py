@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -141,6 +142,7 @@ class DeepSpeedModule(HuggingFaceModule):
                 f"checkpoint {dir} is of another model or layout: {'; '.join(wrong)}. DeepSpeed reads a checkpoint "
                 "with the stage and the number of processes that wrote it; weights alone go on from its `hf` directory"
             )
+        _read_weights_only(self.engine)
         _, client = self.engine.load_checkpoint(str(dir), tag=TAG)
         self.restore_progress(cast(Any, client)["progress"])
 
@@ -255,6 +257,16 @@ def check_zero_keys(options: Iterable[str], model: str) -> None:
     if unknown := [name for name in options if name not in known]:
         where, close = f"models.{model}.deepspeed.zero.{unknown[0]}", suggest(unknown[0], known - OWNED.keys())
         raise ValueError(f"{where} is no key of DeepSpeed's zero_optimization{close}")
+
+
+def _read_weights_only(engine: DeepSpeedEngine) -> None:
+    """Let DeepSpeed load its files without running code from them."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
+    cast(Any, engine.checkpoint_engine).load = partial(torch.load, weights_only=True)
 
 
 def _is_sharded(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
 from coalign.config.schema import ModelConfig
+from coalign.roles import Context
 
 log = logging.getLogger(__name__)
 
@@ -124,10 +125,14 @@ def has_adapters(config: ModelConfig) -> bool:
     return config.lora is not None and (not config.frozen or config.lora.load is not None)
 
 
-def read_tokenizer(config: ModelConfig, source: str | None = None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one in the directory ``source``."""
-    source = source or config.tokenizer or config.load
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer."""
+    return AutoTokenizer.from_pretrained(config.tokenizer or config.load, trust_remote_code=config.trust_remote_code)
+
+
+def read_run_tokenizer(context: Context) -> PreTrainedTokenizerBase:
+    """The tokenizer of the run, whose ids the batches hold."""
+    return AutoTokenizer.from_pretrained(context.tokenizer, trust_remote_code=context.trust_tokenizer)
 
 
 def read_context_length(hf: PretrainedConfig) -> int | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coalign.roles import Context
+from coalign.weights.sync.transport import open_store
 
 TIMEOUT = timedelta(minutes=10)  # of a collective
 
@@ -25,12 +26,21 @@ def join_process_group(context: Context, *, host: bool = False) -> None:
     device = torch.device(context.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if host and device.type == "cuda" else {"cpu": "gloo", "cuda": "nccl"}[device.type],
-        init_method=None if alone else f"tcp://{context.rendezvous}",
-        store=dist.HashStore() if alone else None,  # pyright: ignore[reportPrivateImportUsage] (documented as public)
+        store=_open_store(context),
         rank=context.rank,
         world_size=context.world_size,
         timeout=TIMEOUT,
     )
+
+
+def _open_store(context: Context) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage] (documented as public)
+    """Where the ranks meet: rank 0 listens on the interface of the rendezvous address."""
+    if context.world_size == 1 or context.rendezvous is None:
+        return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    host, _, port = context.rendezvous.rpartition(":")
+    if context.rank == 0:
+        return open_store(host, int(port))
+    return dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def all_reduce_values(

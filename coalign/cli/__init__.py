@@ -7,6 +7,7 @@ directories, `indexed.py` those on tokenised datasets.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import typer
 
@@ -47,7 +48,10 @@ app.add_typer(indexed.app, name="indexed")
 
 def main() -> None:
     """Run the command line. An error that the user can fix is printed as one line; others keep their traceback."""
-    sys.path.insert(0, "")  # `my.pkg:fn` in a YAML means a module of the current directory
+    if "--no-code" in sys.argv:  # a module of this directory could stand in for one that Coalign imports
+        sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path.cwd()]
+    else:
+        sys.path.insert(0, "")  # `my.pkg:fn` in a YAML means a module of the current directory
     try:
         app()
     except Exception as error:

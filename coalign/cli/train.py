@@ -17,6 +17,11 @@ Overrides = Annotated[
 ]
 
 
+NoCode = Annotated[
+    bool, typer.Option("--no-code", help="Run no code that the file or this directory names: for files of strangers.")
+]
+
+
 def train(
     config: Config,
     overrides: Overrides = None,
@@ -31,8 +36,9 @@ def train(
         raise typer.Exit(stop.exit_code) from stop
 
 
-def check(config: Config, overrides: Overrides = None):
+def check(config: Config, overrides: Overrides = None, no_code: NoCode = False):
     """Validate configuration, data and flow, draw the flow, estimate memory. No weights are loaded."""
+    _refuse(no_code)
     from coalign.api import load_config
     from coalign.config.pipelines import is_pipeline, load_pipeline
     from coalign.report.display import Display
@@ -81,8 +87,10 @@ def inspect_data(
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option("--rows", "-r", min=1, help="How many rows to show.")] = 3,
     tokens: Annotated[bool, typer.Option("--tokens", "-t", help="Also list every token with its id.")] = False,
+    no_code: NoCode = False,
 ):
     """Show rows as the trainer sees them: text after the chat template, trained parts, preferences and labels."""
+    _refuse(no_code)
     from coalign.api import load_config
     from coalign.commands.evaluate import show_data
     from coalign.report.display import Display
@@ -98,8 +106,15 @@ def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a 
     typer.echo(to_commented_yaml({"algorithm": recipe, **find(recipe).defaults}))
 
 
-def schema():
+def schema(no_code: NoCode = False):
     """Print the JSON Schema of the YAML, for editors."""
+    _refuse(no_code)
     from coalign.config.export import build_json_schema
 
     typer.echo(json.dumps(build_json_schema(), indent=1))
+
+
+def _refuse(no_code: bool) -> None:
+    from coalign.config.functions import refuse_code
+
+    refuse_code(no_code)

@@ -9,6 +9,7 @@ threads that compute is set by ``threads`` alone, and processes are placed on no
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 import ray
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -43,6 +45,7 @@ from coalign.memory import Arena
 
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used
+log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2  # between two queries of the free devices
 STACKS_SECONDS = 30.0  # how long the nodes may take to send the stacks of their processes
 
@@ -76,9 +79,9 @@ class Actor:
 
     def address(self) -> str:
         """host:port of this node, with a port that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        host = ray.util.get_node_ip_address()
+        with socket.create_server((host, 0)) as probe:
+            return f"{host}:{probe.getsockname()[1]}"
 
     @ray.method(num_returns=2)
     def execute(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Meta, Any]:
@@ -292,3 +295,5 @@ def _connect(address: str | None) -> None:
         raise ValueError(
             f"runtime.ray_address: no Ray cluster answers at {address}: {error.__cause__ or error}"
         ) from error
+    if not is_token_auth_enabled():  # one that Ray starts itself asks for a token, from 2.60 on
+        log.warning("the Ray cluster at %s asks for no token: who reaches its ports runs code (docs/ports.md)", address)

@@ -1,4 +1,4 @@
-"""`coalign serve-reward`: a reward model or reward functions over HTTP (the extra [serve]).
+"""`coalign serve-reward`: a reward model or reward functions over HTTP.
 
 POST `/get_reward` takes RewardRequest and answers what `write_response` returns; GET `/health` counts responses.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import math
 import os
@@ -14,21 +15,16 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
-import uvicorn
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coalign.commands.judges import ResponseJudge, ResponseToScore, Verdict, open_judge
 from coalign.config.errors import describe_error, format_key
 from coalign.config.schema import ServeConfig
 from coalign.data.messages import Message, parse_messages
 from coalign.data.sources import BadRow
+from coalign.http_server import HttpRefusal, Request, Server, build_application, build_server, read_body
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
 from coalign.rewards.remote import CallBatcher
@@ -37,10 +33,13 @@ log = logging.getLogger(__name__)
 
 # Batches at once. A model computes one after the other; a slow function should not hold up other requests.
 _MODEL_BATCHES, _FUNCTION_BATCHES = 1, 8
+# Python reads JSON in one go, and nothing else runs meanwhile: with these a fraction of a second, not the 5 s that
+# 64 MiB of brackets take.
+_MAX_BRACKETS, _MAX_COMMAS, _READERS = 500_000, 4_000_000, 2
+_MAX_TOKENS = 2**24  # of a response
 
-
-class BadRequest(ValueError):
-    """A request body with wrong content."""
+T = TypeVar("T")
+ShortList = Annotated[list[T], Field(fail_fast=True)]  # a problem for each of a million entries would fill the memory
 
 
 class RewardRequest(BaseModel):
@@ -51,13 +50,13 @@ class RewardRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    query: list[str]
-    prompts: list[str] | None = None
-    labels: list[Any] | None = None
-    responses: list[str] | None = None
-    messages: list[list[dict[str, Any]]] | None = None
-    rows: list[dict[str, Any]] | None = None
-    tokens: list[NonNegativeInt] | None = None
+    query: ShortList[str]
+    prompts: ShortList[str] | None = None
+    labels: ShortList[Any] | None = None
+    responses: ShortList[str] | None = None
+    messages: ShortList[ShortList[dict[str, Any]]] | None = None
+    rows: ShortList[dict[str, Any]] | None = None
+    tokens: ShortList[Annotated[int, Field(ge=0, le=_MAX_TOKENS)]] | None = None
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> RewardRequest:
@@ -69,21 +68,24 @@ class RewardRequest(BaseModel):
 
 
 def read_request(body: bytes, label_key: str, strip: Sequence[str] = ()) -> list[ResponseToScore]:
-    """Return the responses to score. Raises BadRequest naming the wrong key.
+    """Return the responses to score. Raises HttpRefusal naming the wrong key.
 
     A response is the last of its ``messages``; without them that of ``responses``, else what follows the prompt in the
     query, without the texts of ``strip`` at its end. The row is that of ``rows``, with the label under ``label_key``.
     """
+    if sum(map(body.count, (b"[", b"{"))) > _MAX_BRACKETS or body.count(b",") > _MAX_COMMAS:
+        raise HttpRefusal(413, f"the body has over {_MAX_BRACKETS} brackets or {_MAX_COMMAS} commas; send fewer")
     try:
         request = RewardRequest.model_validate_json(body)
         return [_read_response(request, i, label_key, strip) for i in range(len(request.query))]
     except ValidationError as error:
         problems = error.errors(include_url=False)
-        raise BadRequest(
-            "; ".join(": ".join(filter(None, (format_key(e["loc"]), describe_error(e)))) for e in problems)
+        raise HttpRefusal(
+            400,
+            "; ".join(": ".join(filter(None, (format_key(e["loc"]), describe_error(e)))) for e in problems),
         ) from None
     except BadRow as error:
-        raise BadRequest(str(error)) from None
+        raise HttpRefusal(400, str(error)) from None
 
 
 def write_response(verdicts: Sequence[Verdict | Exception]) -> dict[str, Any]:
@@ -109,7 +111,8 @@ def write_response(verdicts: Sequence[Verdict | Exception]) -> dict[str, Any]:
         rewards.append(None)
         parts.append({})
     names = parts[0] if parts else {}
-    logs = {name: [part[name] for part in parts] for name in names if all(name in part for part in parts)}
+    logs = {name: [part.get(name, math.nan) for part in parts] for name in names}
+    logs = {name: values for name, values in logs.items() if all(map(math.isfinite, values))}
     return {"rewards": rewards, "scores": rewards, "extra_logs": logs} | ({"errors": errors} if errors else {})
 
 
@@ -143,7 +146,8 @@ def _strip(text: str, ends: Sequence[str]) -> str:
 def serve(config: ServeConfig, display: Display) -> None:
     """Serve until SIGINT or SIGTERM; requests under way then get ``config.grace`` seconds to finish.
 
-    Raises ValueError for a judge that cannot be opened or cannot score single responses, OSError if the port is taken.
+    Raises ValueError for a judge that cannot be opened or cannot score single responses, or for an address that other
+    machines reach without a key; OSError if the port is taken.
     """
     key = os.environ.get(config.api_key_env) if config.api_key_env is not None else None
     if config.api_key_env is not None and not key:
@@ -151,41 +155,34 @@ def serve(config: ServeConfig, display: Display) -> None:
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((config.host, config.port))  # before a model loads: the port may be taken
+    host, port = listener.getsockname()[:2]
+    if key is None and not ipaddress.ip_address(host).is_loopback:
+        listener.close()
+        raise ValueError(
+            f"host: other machines reach {config.host}, and whoever does could use the server; name the environment "
+            "variable with a key: `api_key_env`"
+        )
     judge = open_judge(config)
     if judge.compares:
         raise ValueError(f"reward '{judge.compares[0]}' compares the responses to a prompt; a server sees single ones")
     listener.listen()
-    host, port = listener.getsockname()[:2]
     what = config.reward_model or ", ".join(reward.called for reward in config.reward)
     display.note(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}/get_reward")
-    if key is None and not host.startswith("127.") and host != "::1":
-        display.note(f"warning: no api_key_env, so whoever reaches {host}:{port} can use it")
-    settings = uvicorn.Config(
-        build_application(judge, config, key),
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=cast(int, config.grace),  # uvicorn waits for fractions of a second, too
-    )
-    uvicorn.Server(settings).run(sockets=[listener])
+    build_reward_server(judge, config, key).run(sockets=[listener])
 
 
-def build_application(judge: ResponseJudge, config: ServeConfig, key: str | None = None) -> Starlette:
-    """Return the ASGI application: POST /get_reward and GET /health. It closes the judge at shutdown."""
+def build_reward_server(judge: ResponseJudge, config: ServeConfig, key: str | None = None) -> Server:
+    """Return the server of POST /get_reward and GET /health. It closes the judge at shutdown."""
     endpoint = RewardEndpoint(judge, config, key)
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: object) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(judge.close)
 
-    return Starlette(
-        routes=[
-            Route("/get_reward", endpoint.get_reward, methods=["POST"]),
-            Route("/health", endpoint.health, methods=["GET"]),
-        ],
-        exception_handlers={HTTPException: _answer_error, BadRequest: _answer_error, Exception: _answer_error},
-        lifespan=lifespan,
-    )
+    handlers = {("POST", "/get_reward"): endpoint.get_reward, ("GET", "/health"): endpoint.health}
+    application = build_application(handlers, lambda _, message: {"error": message}, lifespan=lifespan)
+    return build_server(application, timeout=config.timeout, connections=config.connections, grace=config.grace)
 
 
 class RewardEndpoint:
@@ -197,11 +194,14 @@ class RewardEndpoint:
         at_once = _MODEL_BATCHES if config.reward_model else _FUNCTION_BATCHES
         self._batches = CallBatcher(self._score_batch, size=config.batch_size, at_once=at_once)
         self._counts = {"scored": 0, "failed": 0}
+        self._readers = asyncio.Semaphore(_READERS)
 
-    async def get_reward(self, request: Request) -> JSONResponse:
+    async def get_reward(self, request: Request) -> dict[str, Any]:
         """Answer a RewardRequest."""
         self._authorize(request)
-        answers = read_request(await self._body(request), self._config.label_key, self._config.strip)
+        body = await read_body(request, self._config.max_bytes)
+        async with self._readers:  # threads, so that other requests go on meanwhile
+            answers = await asyncio.to_thread(read_request, body, self._config.label_key, self._config.strip)
         self._admit(len(answers))
         verdicts = await asyncio.gather(*map(self._batches, answers), return_exceptions=True)
         response = write_response(cast(list[Verdict | Exception], verdicts))
@@ -211,30 +211,22 @@ class RewardEndpoint:
             log.warning("%d of %d responses have no reward; the first: %s", failed, len(answers), first)
         self._counts["failed"] += failed
         self._counts["scored"] += len(answers) - failed
-        return JSONResponse(response)
+        return response
 
-    async def health(self, _: Request) -> JSONResponse:
+    async def health(self, _: Request) -> dict[str, Any]:
         """Answer {status, waiting, scored, failed}, counted in responses."""
-        return JSONResponse({"status": "ok", "waiting": self._batches.waiting, **self._counts})
+        return {"status": "ok", "waiting": self._batches.waiting, **self._counts}
 
     def _authorize(self, request: Request) -> None:
         given = request.headers.get("Authorization", "").encode()
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
-            raise HTTPException(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})
-
-    async def _body(self, request: Request) -> bytes:
-        limit, body = self._config.max_bytes, bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise HTTPException(413, f"the body has more than max_bytes={limit} bytes; send fewer at a time")
-        return bytes(body)
+            raise HttpRefusal(401, "a key is needed: Authorization: Bearer …", {"WWW-Authenticate": "Bearer"})
 
     def _admit(self, count: int) -> None:
         if count > self._config.queue:
-            raise HTTPException(413, f"{count} responses in a request, and queue={self._config.queue}; send fewer")
+            raise HttpRefusal(413, f"{count} responses in a request, and queue={self._config.queue}; send fewer")
         if self._batches.waiting + count > self._config.queue:
-            raise HTTPException(429, f"{self._batches.waiting} responses are waiting already", {"Retry-After": "1"})
+            raise HttpRefusal(429, f"{self._batches.waiting} responses are waiting already", {"Retry-After": "1"})
 
     async def _score_batch(self, answers: list[ResponseToScore]) -> Sequence[Verdict | Exception]:
         # Responses of several requests: each gets a group of its own, so that none is compared with another.
@@ -248,11 +240,3 @@ class RewardEndpoint:
         except Exception as error:
             # One that cannot be judged (messages that a template refuses, say) does not spoil the others.
             return [error] if len(answers) == 1 else [one for answer in answers for one in self._score([answer])]
-
-
-def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, HTTPException):
-        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    if isinstance(error, BadRequest):
-        return JSONResponse({"error": str(error)}, 400)
-    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)

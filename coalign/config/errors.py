@@ -129,6 +129,15 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 60 else text[:59] + "…"
 
 
+class SecretReferences(dict[str, str]):
+    """References to secrets by their value. Two always compare equal, so that equal configurations do."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SecretReferences)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
 class KeyLocations:
     """Where each key was written. Two of them always compare equal, so that equal configurations do."""
 

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
 from coalign.config.introspect import unwrap_type
+from coalign.config.layers import escape_references
 from coalign.config.schema import ModelConfig, RunConfig, Section
 from coalign.config.yaml_reader import emit
 
@@ -19,8 +20,31 @@ _WIDTH = 110
 
 
 def dump(config: RunConfig) -> str:
-    """Write the whole configuration as YAML, defaults included; ``load`` reads it back to an equal one."""
-    return emit(_escape(config.model_dump()))
+    """Write the whole configuration as YAML, defaults included; ``load`` reads it back to an equal one.
+
+    It refers to environment variables that are named like secrets, as the source did.
+    """
+    return emit(_hide(escape_references(config.model_dump()), config.secrets))
+
+
+def hide_secrets(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as plain data, without the values of environment variables named like secrets."""
+    return _hide(config.model_dump(), config.secrets)
+
+
+def _hide(value: Any, secrets: Mapping[str, str]) -> Any:
+    if not secrets:
+        return value
+    if isinstance(value, dict):
+        return {name: _hide(item, secrets) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hide(item, secrets) for item in value]
+    if str(value) in secrets:
+        return secrets[str(value)]
+    for secret, reference in secrets.items():
+        if isinstance(value, str) and len(secret) > 5:  # a shorter one is part of many words
+            value = value.replace(secret, reference)
+    return value
 
 
 def build_json_schema() -> dict[str, Any]:
@@ -39,7 +63,7 @@ def to_commented_yaml(config: RunConfig | Mapping[str, Any]) -> str:
     ``config`` may be partial, in the shape of the YAML (such as a recipe's defaults). The first of several models shows
     all keys, the others only their own. ``load`` reads the result as it reads ``config``.
     """
-    given = _escape(config.model_dump()) if isinstance(config, RunConfig) else config
+    given = escape_references(config.model_dump()) if isinstance(config, RunConfig) else config
     return "\n".join(_section(RunConfig, given, "")).lstrip() + "\n"
 
 
@@ -68,15 +92,6 @@ def _or_reference(value: dict[str, Any]) -> dict[str, Any]:
     kind = {name: item for name, item in value.items() if name not in about}
     reference = {"type": "string", "pattern": r"\$\{.+\}"}
     return {**about, "anyOf": [*(kind["anyOf"] if set(kind) == {"anyOf"} else [kind]), reference, {"type": "null"}]}
-
-
-def _escape(value: Any) -> Any:
-    """Escape ``${`` in texts, so that it is not read as a reference."""
-    if isinstance(value, dict):
-        return {name: _escape(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escape(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _section(kind: type[BaseModel], given: Mapping[str, Any], indent: str) -> Iterator[str]:

@@ -25,6 +25,19 @@ THIS_PROCESS = "<this process>"  # in place of the module in names of objects th
 _objects: dict[str, Any] = {}  # those objects, by the rest of their names
 
 
+_refuses_code = False
+
+
+def refuse_code(refuse: bool = True) -> None:
+    """Let this process find only Coalign's own functions and classes: for configurations of strangers."""
+    global _refuses_code
+    _refuses_code = refuse
+
+
+def is_code_refused() -> bool:
+    return _refuses_code
+
+
 def name_object(value: Any) -> str:
     """Return the name by which `resolve` finds a function, class or other callable object.
 
@@ -120,6 +133,8 @@ def _import_dotted(name: str) -> Any:
         if attribute not in _objects:
             raise ValueError(f"'{name}' was passed as an object to another process; pass it again, or name a module's")
         return _objects[attribute]
+    if _refuses_code and (path.partition(".")[0] != "coalign" or "." in attribute):
+        raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is imported")
     try:
         value: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -131,6 +146,8 @@ def _import_dotted(name: str) -> Any:
             names = _public(value) if isinstance(value, ModuleType) else dir(value)
             raise ValueError(f"'{name}': '{path}' has no '{part}'{suggest(part, names)}")
         value = getattr(value, part)
+    if _refuses_code and not str(getattr(value, "__module__", "")).startswith("coalign."):
+        raise ValueError(f"'{name}' is not Coalign's own: with --no-code nothing else is used")
     return value
 
 

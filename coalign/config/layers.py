@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,12 +120,21 @@ def walk(value: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield from walk(item, (*key, index))
 
 
+def escape_references(value: Any) -> Any:
+    """Escape ``${`` in texts, so that it is not read as a reference."""
+    if isinstance(value, dict):
+        return {name: escape_references(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [escape_references(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
 def _malformed_references(value: Any, key: Key, places: KeyLocations) -> Iterator[ConfigProblem]:
     for where, text in walk(value, key):
         if isinstance(text, str) and "${" in text:
             try:
                 OmegaConf.create([text])
-            except GrammarParseError:
+            except (GrammarParseError, RecursionError):
                 message = f"{format_value(text)}: expected ${{key.of.this.file}} or ${{env:NAME,default}}"
                 yield places.on(ConfigProblem(where, message + r"; where ${ is meant as text, write \${"))
 

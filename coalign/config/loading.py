@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -12,7 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, UnsupportedInterpolationType
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 from pydantic import ValidationError
 
 from coalign.config.errors import (
@@ -22,6 +29,7 @@ from coalign.config.errors import (
     Conflict,
     Key,
     KeyLocations,
+    SecretReferences,
     describe_error,
     format_value,
     parse_key,
@@ -32,6 +40,7 @@ from coalign.config.layers import (
     ConfigLayer,
     apply_override,
     drop_foreign_arguments,
+    escape_references,
     expand_shorthands,
     merge_layers,
     read_file,
@@ -96,7 +105,7 @@ def load_run(layer: ConfigLayer, context: LoadContext, defaults: Defaults) -> Ru
     _lay_defaults(layer, defaults)
     _inherit(layer)
     config = validate_layer(layer, context)
-    config._places = layer.places
+    config._places, config._secrets = layer.places, _find_secrets(layer.data)
     return config
 
 
@@ -206,20 +215,61 @@ def _inherit_model(
     done.add(name)
 
 
+_MISSING = "???"  # OmegaConf's mark of a value that is not known yet
+_MAX_STEPS, _MAX_LENGTH = 20, 2**20  # of references to references; of what the values of all references add up to
+
+
 def _resolve_text(layer: ConfigLayer, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace all references by their values; one that cannot be resolved is reported and becomes null."""
-    data = deepcopy(layer.data)
-    texts = [(key, text) for key, text in walk(data) if isinstance(text, str) and "${" in text]
-    tree = OmegaConf.create({**layer.data, **names, THIS: layer.data} if texts else {})
-    for key, text in texts:
-        parent = _follow(data, key[:-1])
-        try:
-            value = _follow(tree, (THIS, *key))
-            parent[key[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        except OmegaConfBaseException as error:
-            layer.problems.append(ConfigProblem(key, _list_unresolved(text, error)))
-            parent[key[-1]] = None
+    """Replace all references by their values; one that cannot be resolved is reported and becomes null.
+
+    Each is resolved once, after those that it refers to: texts of texts of texts would grow without end otherwise.
+    """
+    data, known = deepcopy(layer.data), deepcopy(layer.data)
+    waiting = [(key, text) for key, text in walk(data) if isinstance(text, str) and "${" in text]
+    length, steps = 0, 0
+    for key, _ in waiting:
+        _put(known, key, _MISSING)
+    while waiting and steps < _MAX_STEPS and length <= _MAX_LENGTH:
+        steps, found = steps + 1, []
+        tree = OmegaConf.create({**known, **names, THIS: known})
+        for key, text in waiting:
+            try:
+                value = _resolve_one(tree, key, text)
+            except (InterpolationToMissingValueError, MissingMandatoryValue):
+                continue
+            except (OmegaConfBaseException, RecursionError) as error:
+                layer.problems.append(ConfigProblem(key, _list_unresolved(text, error)))
+                value = None
+            found.append(key)
+            length += sum(len(each) if isinstance(each, str) else 1 for _, each in walk(value))
+            _put(data, key, value)
+            _put(known, key, escape_references(value))
+            if length > _MAX_LENGTH:
+                break
+        waiting = [(key, text) for key, text in waiting if key not in found]
+        if not found:
+            break
+    reason = "references add up to too much" if length > _MAX_LENGTH or steps == _MAX_STEPS else "refers to itself"
+    for key, text in waiting:
+        layer.problems.append(ConfigProblem(key, f"{format_value(text)}: {reason}"))
+        _put(data, key, None)
     return expand_shorthands(data, (), layer.schema)
+
+
+def _resolve_one(tree: Any, key: Key, text: str) -> Any:
+    parent = _follow(tree, (THIS, *key[:-1]))
+    parent[key[-1]] = text
+    try:
+        value = parent[key[-1]]
+        if OmegaConf.is_config(value):
+            return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+        return value
+    finally:
+        parent[key[-1]] = _MISSING
+
+
+def _put(data: Any, key: Key, value: Any) -> None:
+    _follow(data, key[:-1])[key[-1]] = value
 
 
 def _follow(value: Any, key: Key) -> Any:
@@ -228,14 +278,12 @@ def _follow(value: Any, key: Key) -> Any:
     return value
 
 
-def _list_unresolved(text: str, error: OmegaConfBaseException) -> str:
+def _list_unresolved(text: str, error: Exception) -> str:
     reason = str(error).splitlines()[0].partition("while resolving interpolation: ")[2] or str(error).splitlines()[0]
     if isinstance(error, InterpolationKeyError):
         reason = reason.replace("Interpolation key", "there is no key").removesuffix(" not found")
     elif isinstance(error, UnsupportedInterpolationType):
         reason = "only ${key.of.this.file} and ${env:NAME,default} are known"
-    elif "Recursive interpolation" in reason:
-        reason = "refers to itself"
     return f"{format_value(text)}: {reason}"
 
 
@@ -246,6 +294,16 @@ def _environment(name: str, *default: Any) -> Any:
     if not default:
         raise ValueError(f"the environment variable {name} is not set; set it, or write ${{env:{name},default}}")
     return default[0]
+
+
+_SECRET = re.compile(r"\$\{env:\s*(\w*(?:KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH)\w*)", re.IGNORECASE)
+
+
+def _find_secrets(data: Mapping[str, Any]) -> SecretReferences:
+    """Return the references to environment variables that are named like secrets, by the variable's value."""
+    texts = [text for _, text in walk(data) if isinstance(text, str)]
+    names = [name for text in texts for name in _SECRET.findall(text) if os.environ.get(name)]
+    return SecretReferences({os.environ[name]: f"${{env:{name}}}" for name in names})
 
 
 OmegaConf.register_resolver("env", _environment, replace=True)

@@ -1,7 +1,7 @@
 """Parses YAML with the place of every value. Scalars follow YAML 1.2: 1e-6 is a number; yes, on and dates are texts.
 
-Duplicate keys and aliases that contain themselves are refused. A key without a value (``runtime:``) is not given;
-``null`` means null.
+Duplicate keys and aliases that contain themselves are refused, and so are files that would take for ever: large ones,
+deep ones, and aliases of aliases. A key without a value (``runtime:``) is not given; ``null`` means null.
 
 It builds on PyYAML's nodes, which carry their positions. `ruamel.yaml` would not replace this module: it reports only
 the first duplicate key, accepts self-containing aliases and unknown tags, reads dates and hexadecimal numbers, and does
@@ -11,16 +11,16 @@ not distinguish a missing value from null.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
-from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Key
+from coalign.config.errors import ConfigError, ConfigLocation, ConfigProblem, Key, format_value
 
 ConfigLocations = dict[Key, ConfigLocation]
 
 _FLOAT = re.compile(
-    r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 _SCALARS = {  # first match wins
     "null": (re.compile(r"~|null|Null|NULL|"), "~nN"),
@@ -30,10 +30,41 @@ _SCALARS = {  # first match wins
 }
 
 
+MAX_BYTES, MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 4 * 2**20, 100_000, 50, 100
+
+
 class _Loader(yaml.SafeLoader):
     """Composes nodes, with the scalar rules above instead of those of YAML 1.1."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<$"))]}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._level = 0
+        self._extents: dict[int, tuple[int, int]] = {}  # of a node, aliases written out: its values and its depth
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        mark = cast(Any, self).peek_event().start_mark
+        self._level += 1
+        self._refuse_large(mark, 0, self._level)
+        node: Any = super().compose_node(parent, index)
+        self._level -= 1
+        if id(node) not in self._extents:
+            children = [] if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                children = [child for pair in children for child in pair]
+            extents = [self._extents.get(id(child), (1, 1)) for child in children]
+            values = 1 + sum(count for count, _ in extents)
+            depth = 1 + max((depth for _, depth in extents), default=0)
+            self._refuse_large(mark, values, depth)
+            self._extents[id(node)] = values, depth
+        return node
+
+    def _refuse_large(self, mark: Any, values: int, depth: int) -> None:
+        if values > MAX_VALUES:
+            raise yaml.MarkedYAMLError(None, None, f"over {MAX_VALUES} values, with aliases written out", mark)
+        if depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(None, None, f"over {MAX_DEPTH} levels of lists and mappings", mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -57,6 +88,10 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"(?:{_FLOA
 
 def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
     """Return the value of a YAML document and the places of its keys. ConfigError with file and line."""
+    if len(text) > MAX_BYTES:
+        raise ConfigError(
+            [ConfigProblem((), f"is too long: {len(text)} characters, over {MAX_BYTES}", ConfigLocation(source))]
+        )
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -68,8 +103,15 @@ def parse(text: str, source: str) -> tuple[Any, ConfigLocations]:
     except yaml.reader.ReaderError as error:
         place = ConfigLocation(source, text.count("\n", 0, error.position) + 1)
         raise ConfigError([ConfigProblem((), f"not valid YAML: {error.reason}", place)]) from error
+    except (ValueError, OverflowError) as error:  # PyYAML's own: a character or a version that cannot be
+        raise ConfigError([ConfigProblem((), f"not valid YAML: {error}", ConfigLocation(source))]) from error
     reader = _Reader(loader, source)
-    value = reader.value(node, ()) if node else None
+    try:
+        value = reader.value(node, ()) if node else None
+    except yaml.MarkedYAMLError as error:  # of a merge
+        raise ConfigError(
+            [ConfigProblem((), f"not valid YAML: {error.problem}", _place(source, error.problem_mark))]
+        ) from error
     if reader.problems:
         raise ConfigError(reader.problems)
     return value, reader.places
@@ -144,10 +186,15 @@ class _Reader:
             return None
         if kind == "bool":
             return node.value.lower() == "true"
-        if kind == "int":
-            return int(node.value.replace("_", ""))
-        if kind == "float":
-            return float(re.sub(r"\.(?=[infaINFA])", "", node.value.replace("_", "")))
+        if kind in ("int", "float"):
+            digits = node.value.replace("_", "")
+            if len(digits) > MAX_DIGITS or not _SCALARS[kind][0].fullmatch(node.value):  # `!!int x`
+                place = _place(self.source, node.start_mark)
+                self.problems.append(
+                    ConfigProblem(key, f"{format_value(node.value)} is no {kind} that can be read", place)
+                )
+                return None
+            return int(digits) if kind == "int" else float(re.sub(r"\.(?=[infaINFA])", "", digits))
         if kind != "str":
             self.problems.append(
                 ConfigProblem(key, f"the tag {node.tag} is not supported", _place(self.source, node.start_mark))

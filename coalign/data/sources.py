@@ -77,6 +77,8 @@ class JsonLines:
             raise BadRow(f"not valid JSON: {error.msg} (column {error.colno})") from error
         except UnicodeDecodeError as error:
             raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
+        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, lists in lists in lists
+            raise BadRow(f"not valid JSON: {error}") from error
         return _check_object(row)
 
     def where(self, index: int) -> str:
@@ -280,6 +282,8 @@ def _open_json(path: Path, max_samples: int | None) -> RowFile:
         rows = json.loads(path.read_bytes())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from error
     return TableFile(path, len(rows), rows.__getitem__)
 
 

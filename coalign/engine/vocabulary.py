@@ -10,12 +10,15 @@ from coalign.config.schema import ModelConfig, RunConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
-def find_tokenizer_directory(config: RunConfig) -> str:
-    """Return the directory of the run's tokenizer: the policy's, else that of the first model that has one."""
+def find_tokenizer_directory(config: RunConfig) -> tuple[str, bool]:
+    """Return the directory of the run's tokenizer, and whether its own model trusts code that comes with it.
+
+    It is the policy's, else that of the first model that has one.
+    """
     named = [config.models[n] for n in ("policy", "trainer") if n in config.models]
     for model in [*named, *config.models.values()]:
         if directory := model.tokenizer or model.load:
-            return directory
+            return directory, model.trust_remote_code
     raise ValueError("models: none of them has `load` (a Hugging Face model directory), so there is no tokenizer")
 
 

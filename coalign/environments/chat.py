@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -194,52 +195,31 @@ def _finish_reason(turn: Turn, answer: ChatMessage) -> Literal["stop", "length",
 
 
 _MAX_BYTES = 64 * 2**20  # of a request
+_SECONDS, _CONNECTIONS = 60.0, 64  # that a connection may wait for the client; that are open
 
 
 @contextlib.asynccontextmanager
 async def serve_chat(completions: ChatCompletions) -> AsyncIterator[str]:
-    """Serve POST <address>/chat/completions to local connections within this context; the address ends in /v1.
+    """Serve POST <address>/chat/completions to this machine within this context.
 
-    Enough of HTTP/1.1 for the usual clients.
+    The address ends in /v1 and holds a key, since every user and program of the machine reaches its port.
     """
+    from coalign.http_server import HttpRefusal, Request, build_application, read_body, serve_within
 
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            status, body = await _respond(completions, reader)
-            payload = json.dumps(body).encode()
-            head = (
-                f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
-            )
-            writer.write(head.encode() + payload)
-            await writer.drain()
+    key = secrets.token_urlsafe(32)
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}/v1"
+    async def answer(request: Request) -> dict[str, Any]:
+        if not secrets.compare_digest(request.path_params["key"].encode(), key.encode()):
+            raise HttpRefusal(HTTPStatus.UNAUTHORIZED, "this is not the address that the agent was given")
+        body = await read_body(request, _MAX_BYTES)
+        try:
+            return (await completions.create(**json.loads(body))).model_dump()
+        except Exception as error:
+            raise HttpRefusal(HTTPStatus.BAD_REQUEST, f"{type(error).__name__}: {error}") from None
 
-
-async def _respond(completions: ChatCompletions, reader: asyncio.StreamReader) -> tuple[HTTPStatus, dict[str, Any]]:
-    """The answer to one request; errors have the form of OpenAI's API."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    method, path, *_ = head.split(" ", 2)
-    fields = dict(line.lower().split(":", 1) for line in head.split("\r\n")[1:] if ":" in line)
-    length = int(fields.get("content-length", 0))
-    if length > _MAX_BYTES:
-        return _error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {_MAX_BYTES} bytes")
-    body = await reader.readexactly(length)
-    if (method, path) != ("POST", "/v1/chat/completions"):
-        return _error(HTTPStatus.NOT_FOUND, f"there is only POST /v1/chat/completions, not {method} {path}")
-    try:
-        answer = await completions.create(**json.loads(body))
-    except Exception as error:
-        return _error(HTTPStatus.BAD_REQUEST, f"{type(error).__name__}: {error}")
-    return HTTPStatus.OK, answer.model_dump()
-
-
-def _error(status: HTTPStatus, message: str) -> tuple[HTTPStatus, dict[str, Any]]:
-    return status, {"error": {"message": message, "type": "invalid_request_error", "code": status.value}}
+    application = build_application({("POST", "/{key}/v1/chat/completions"): answer}, _describe_error)
+    async with serve_within(application, timeout=_SECONDS, connections=_CONNECTIONS) as port:
+        yield f"http://127.0.0.1:{port}/{key}/v1"
 
 
 async def agent(
@@ -286,3 +266,8 @@ def _check_agent(samples: Mapping[str, int], *, run: str, arguments: Mapping[str
 
 
 agent.check = _check_agent
+
+
+def _describe_error(status: int, message: str) -> dict[str, Any]:
+    """An error in the form of OpenAI's API."""
+    return {"error": {"message": message, "type": "invalid_request_error", "code": status}}

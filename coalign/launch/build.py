@@ -57,10 +57,9 @@ def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> Pre
     """
     from transformers import AutoTokenizer  # slow to import, and `coalign check` does without
 
-    directory = find_tokenizer_directory(config)
+    directory, trust = find_tokenizer_directory(config)
     if not Path(directory).is_dir():
         raise ValueError(f"models: `load: {directory}` is not a directory (a Hugging Face model directory is expected)")
-    trust = any(model.trust_remote_code for model in config.models.values())
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     reads_text = {name for name, model in rewards.items() if model.chat_template}

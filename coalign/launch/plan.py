@@ -233,7 +233,7 @@ def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> di
             configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward")
         elif part.model in config.models:
             model = config.models[part.model]
-            alike = is_tokenized_alike(model, find_tokenizer_directory(config))
+            alike = is_tokenized_alike(model, find_tokenizer_directory(config)[0])
             template = model.chat_template or (None if alike else "auto")
             configs[part.model] = model.model_copy(update={"frozen": True, "chat_template": template})
     return configs
@@ -251,6 +251,7 @@ def _plan_models(
     models = {}
     adapters = _adapter_ranks(configs, config, syncs)
     bases = find_shared_bases(roles, configs)
+    tokenizer, trust_tokenizer = find_tokenizer_directory(config)
     for name, role in roles.items():
         model = configs[name]
         own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
@@ -269,7 +270,8 @@ def _plan_models(
             rewards=tuple(reward for reward in config.reward if reward.fn),
             adapter_rank=adapters.get(name),
             environment=environment if role is Rollout else None,
-            tokenizer=find_tokenizer_directory(config),
+            tokenizer=tokenizer,
+            trust_tokenizer=trust_tokenizer,
             chat_template=config.data.chat_template,
             output=os.path.abspath(config.output),
         )

@@ -9,8 +9,9 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import os
+import reprlib
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,6 +28,8 @@ from coalign.types import Sample
 log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0  # an unreachable machine is reported sooner than a slow answer
+_MAX_ANSWER = 16 * 2**20  # bytes; the rewards of a request are a few kilobytes
+_MAX_FLOAT = sys.float_info.max
 _BUSY = (408, 425, 429)  # statuses below 500 after which the same request may succeed later
 
 
@@ -220,7 +223,7 @@ class Remote:
         self._services = {one: CircuitBreaker(open_after, pause) for one in url}
         self._turns = itertools.cycle(self._services.items())
         self._client = httpx2.AsyncClient(
-            headers={"Content-Type": "application/json"} | _authorization(api_key_env),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"} | _authorization(api_key_env),
             timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS),  # the framework's deadline ends a request
             limits=httpx2.Limits(max_keepalive_connections=0),
         )
@@ -272,10 +275,11 @@ class Remote:
     async def _post(self, url: str, body: bytes) -> Any:
         """The JSON of the answer. Raises ServiceError if there is none; GiveUp or TryLater, as the status says."""
         try:
-            response = await self._client.post(url, content=body)
+            async with self._client.stream("POST", url, content=body) as response:
+                content = await _read_bounded(response, hide_query(url))
         except self._connection_error as error:
             raise ServiceError(f"{hide_query(url)}: {type(error).__name__}: {error}") from error
-        status, excerpt = response.status_code, " ".join(response.text[:200].split())
+        status, excerpt = response.status_code, " ".join(content[:200].decode(errors="replace").split())
         message = f"{hide_query(url)} answered {status}: {excerpt}"
         seconds = _retry_after(response.headers.get("Retry-After"))
         if status in _BUSY or (status >= 500 and seconds is not None):
@@ -285,14 +289,26 @@ class Remote:
         if status != 200:
             raise GiveUp(message)
         try:
-            return json.loads(response.content)
-        except ValueError as error:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
             raise ServiceError(f"{hide_query(url)}: the answer is no JSON: {excerpt}") from error
 
     def _note_failure(self, url: str, breaker: CircuitBreaker, why: str) -> None:
         if breaker.failed(why):
             message = "%s: %d failures in a row, no requests for %.0f s; the last: %s"
             log.warning(message, hide_query(url), breaker.streak, breaker.left, why)
+
+
+async def _read_bounded(response: Any, where: str) -> bytes:
+    """The body as it was sent. Raises ServiceError for a long one, and a compressed one, which may become one."""
+    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+        raise ServiceError(f"{where}: the answer is compressed ({encoding}), which was not asked for")
+    content = bytearray()
+    async for piece in response.aiter_raw():
+        content += piece
+        if len(content) > _MAX_ANSWER:
+            raise ServiceError(f"{where}: the answer has more than {_MAX_ANSWER} bytes")
+    return bytes(content)
 
 
 def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
@@ -302,7 +318,7 @@ def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
     """
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(rewards, list):
-        raise ServiceError(f'{where}: the answer has no list "rewards": {json.dumps(answer)[:200]}')
+        raise ServiceError(f'{where}: the answer has no list "rewards": {reprlib.repr(answer)}')
     if len(rewards) != expected:
         raise ServiceError(f"{where}: {len(rewards)} rewards for {expected} samples")
     errors = answer["errors"] if isinstance(answer.get("errors"), dict) else {}
@@ -310,10 +326,14 @@ def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
     results: list[Any] = []
     for i, reward in enumerate(rewards):
         if reward is None:
-            results.append(GiveUp(f"{where}: no reward: {errors.get(str(i), 'null')}"))
+            results.append(GiveUp(f"{where}: no reward: {_shorten(errors.get(str(i), 'null'))}"))
         else:
             results.append({name: values[i] for name, values in logs.items()} | {"reward": reward})
     return results
+
+
+def _shorten(reason: Any) -> str:
+    return reason[:500] if isinstance(reason, str) else reprlib.repr(reason)
 
 
 def hide_query(url: str) -> str:
@@ -331,7 +351,7 @@ def _numbers(logs: Any, expected: int) -> dict[str, list[float]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= _MAX_FLOAT  # also false for NaN
 
 
 def _authorization(variable: str | None) -> dict[str, str]:
@@ -349,8 +369,8 @@ def _retry_after(value: str | None) -> float | None:
     if value is None:
         return None
     if value.strip().isdecimal():
-        return float(value)
+        return float(value.strip())
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, TypeError, IndexError, OverflowError):  # as `parsedate_to_datetime` has it
         return None

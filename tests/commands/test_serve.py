@@ -1,5 +1,6 @@
 """The reward server: what it answers, batching, limits, errors, shutdown, and a run that is rewarded by it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,13 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import uvicorn
+from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from coalign.commands.judges import Verdict, open_judge
-from coalign.commands.serve import build_application, serve
+from coalign.commands.serve import build_reward_server, read_request, serve
 from coalign.config import ConfigError, load_section
 from coalign.config.schema import ServeConfig
+from coalign.http_server import HttpRefusal
+from tests.fuzzing import CASES, JSON, damage, send_raw, try_cases
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir
 
@@ -73,9 +76,8 @@ def served():
 
     def start(judge=None, *, key=None, **config):
         config = ServeConfig(**{"reward": {"fn": "math", "retries": 0}} | config)
-        app = build_application(judge or open_judge(config), config, key)
+        server = build_reward_server(judge or open_judge(config), config, key)
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=20))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         running.append((server, thread, judge))
@@ -207,6 +209,9 @@ def test_a_full_queue_turns_requests_away(served):
         ({"query": ["a"], "prompts": ["a", "b"]}, "prompts has 2 entries, and query 1"),
         ({"query": ["a"], "labels": []}, "labels has 0 entries, and query 1"),
         ({"query": ["a"], "tokens": [-1]}, "tokens[0]: is -1; expected a number of at least 0"),
+        ({"query": ["a"] * 4, "tokens": [500_000_000] * 4}, "tokens[0]: is 500000000; expected a number of at most"),
+        (b'{"query": ["a"], "tokens": [1' + b"0" * 5000 + b"]}", ""),
+        (b'{"query": ' + b"[" * 100_000, "JSON"),
         ({"query": ["a"], "messages": [[{"role": "user", "content": "?"}]]}, "messages[0] must end with what the"),
         ({"query": ["a"], "messages": [[]]}, "messages[0] must end with"),
         ({"query": ["a"], "messages": [[{"text": "a"}]]}, "'messages[0]': message 0 is not an object with role and"),
@@ -217,12 +222,153 @@ def test_a_bad_body_is_refused_by_key(served, body, message):
     assert status == 400 and message in said["error"]
 
 
+def test_one_problem_of_a_list_is_reported_and_not_each(served):
+    status, said, _ = call(f"{served(Judge())}/get_reward", {"query": [1] * 100_000})
+    assert status == 400 and said["error"] == "query[0]: is 1; expected a text (in quotes: '1')"
+
+
+@pytest.mark.parametrize("entries", ["[[" + "[]," * 500_000 + "[]]]", "[[" + "1," * 4_000_000 + "1]]"])
+def test_a_body_that_would_take_seconds_to_parse_is_refused(served, entries):
+    body = f'{{"query": ["a"], "labels": {entries}}}'.encode()
+    status, said, _ = call(f"{served(Judge())}/get_reward", body)
+    assert status == 413 and "send fewer" in said["error"]
+
+
+def test_a_body_that_is_being_read_holds_up_nobody(served, monkeypatch):
+    gate, begun = threading.Event(), threading.Event()
+
+    def read(*arguments):
+        begun.set()
+        assert gate.wait(60)
+        return read_request(*arguments)
+
+    monkeypatch.setattr("coalign.commands.serve.read_request", read)
+    base = served(Judge())
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(ask, base, **asked("x"))
+        assert begun.wait(60)
+        assert call(f"{base}/health")[0] == 200
+        gate.set()
+        assert slow.result()["rewards"] == [1.0]
+
+
+def connect(base):
+    host, port = base.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+@pytest.mark.parametrize(
+    "half",
+    [
+        b"",
+        b"POST /get_reward HTTP/1.1\r\nHost: x\r\n",
+        b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{",
+        b"POST /get_reward HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{",
+    ],
+    ids=["nothing", "head", "body", "chunk"],
+)
+def test_half_a_request_is_cut_after_a_while(served, half):
+    base = served(Judge(), timeout=0.2)
+    with connect(base) as client:
+        client.sendall(half)
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1000) == b""
+    assert call(f"{base}/health")[0] == 200
+
+
+def test_a_head_without_end_is_refused_before_the_key_is_asked_for(served):
+    base = served(Judge(), key="s3cret")
+    with connect(base) as client:
+        client.sendall(b"POST /get_reward HTTP/1.1\r\nX: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                client.sendall(b"x" * 2**14)
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1000).startswith(b"HTTP/1.1 400")
+    assert call(f"{base}/health")[0] == 200
+
+
+def test_connections_are_counted(served):
+    base = served(Judge(), connections=3)
+    held = [connect(base) for _ in range(3)]
+    time.sleep(0.2)
+    with pytest.raises(OSError):
+        call(f"{base}/health")
+    for client in held:
+        client.close()
+    time.sleep(0.2)
+    assert call(f"{base}/health")[0] == 200
+
+
+def test_a_client_that_leaves_is_no_news(served, caplog):
+    judge = Judge()
+    judge.gate.clear()
+    base = served(judge)
+    body = json.dumps(asked("x")).encode()
+    head = b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    for sent in (head % (len(body) + 1) + body, head % len(body) + body):
+        with connect(base) as client:
+            client.sendall(sent)
+            time.sleep(0.1)
+    judge.gate.set()
+    assert call(f"{base}/health")[0] == 200
+    assert not [record for record in caplog.records if record.exc_info or "Exception" in record.getMessage()]
+
+
+GOOD = json.dumps(asked("x") | {"tokens": [1], "rows": [{"a": 1}], "labels": ["4"]}).encode()
+POST = b"POST /get_reward HTTP/1.1\r\nHost: x\r\n"
+REQUESTS = [
+    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(GOOD) + GOOD,
+    b"POST /get_reward HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(GOOD)
+    + GOOD
+    + b"\r\n0\r\n\r\n",
+]
+PIECES = [b"\r\n", b"\x00", b": ", b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", *REQUESTS]
+PIECES += [b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"Expect: 100-continue\r\n", b"\xff" * 20000, b"%ff%00"]
+
+
+@CASES
+def test_any_bytes_are_answered_or_cut(served, caplog, cases):
+    base = served(Judge())
+    port = int(base.rsplit(":", 1)[1])
+
+    def check(data):
+        answer = send_raw(port, data)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
+        assert b"HTTP/1.1 500" not in answer
+
+    good = st.sampled_from(REQUESTS).flatmap(lambda request: damage(request, PIECES))
+    try_cases(
+        st.binary(max_size=200) | good | st.lists(st.sampled_from(PIECES), max_size=6).map(b"".join), check, cases
+    )
+    assert call(f"{base}/health")[0] == 200
+    assert not [record for record in caplog.records if record.exc_info or "Exception" in record.getMessage()]
+
+
+@CASES
+def test_any_body_is_read_or_refused(cases):
+    lists = {"query": st.lists(st.text(max_size=5), min_size=2, max_size=2)}
+    two = st.lists(JSON, min_size=2, max_size=2) | JSON
+    talks = st.lists(st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON}), max_size=3), max_size=2)
+    others = dict.fromkeys(("prompts", "labels", "responses", "rows", "tokens"), two) | {"messages": two | talks}
+    bodies = st.fixed_dictionaries(lists, optional=others).map(lambda body: json.dumps(body).encode())
+
+    def check(body):
+        try:
+            read_request(body, "answer")
+        except HttpRefusal as refusal:
+            assert refusal.status in (400, 413) and str(refusal)
+
+    try_cases(bodies | JSON.map(lambda body: json.dumps(body).encode()) | damage(GOOD), check, cases)
+
+
 def test_other_refusals_are_json_too(served):
     base = served(Judge(), max_bytes=100)
     assert call(f"{base}/elsewhere", {})[:2] == (404, {"error": "Not Found"})
     assert call(f"{base}/get_reward")[0] == 405
     status, said, _ = call(f"{base}/get_reward", asked("x" * 100))
-    assert status == 413 and "max_bytes=100" in said["error"]
+    assert status == 413 and "more than 100 bytes" in said["error"]
 
 
 def test_a_key_is_asked_for(served):
@@ -294,6 +440,9 @@ def test_what_cannot_be_served(tmp_path, monkeypatch):
     quiet = Display(quiet=True)
     with pytest.raises(ValueError, match="reward 'rank' compares the responses to a prompt"):
         serve(ServeConfig(reward={"fn": HERE + "rank"}), quiet)
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ValueError, match=f"host: other machines reach {host}.*api_key_env"):
+            serve(ServeConfig(reward={"fn": "math"}, host=host, port=0), quiet)
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(ValueError, match="api_key_env: there is no environment variable 'NO_KEY'"):
         serve(ServeConfig(reward={"fn": "math"}, api_key_env="NO_KEY"), quiet)

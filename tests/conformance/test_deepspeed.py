@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,24 @@ def test_a_checkpoint_goes_on_bit_for_bit_in_place_and_afresh(start, tmp_path, s
         assert (resumed.version, resumed.updates) == (1, 1)
         resumed.train_step(batches[1])
         assert same(ended, exported(resumed))
+
+
+class Runs:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_a_checkpoint_runs_no_code(start, tmp_path):
+    module = start(1)
+    module.save(tmp_path / "checkpoint")
+    for file in (tmp_path / "checkpoint").rglob("*.pt"):
+        torch.save(torch.load(file, weights_only=False) | {"x": Runs(str(tmp_path / "was run"))}, file)
+    with pytest.raises(pickle.UnpicklingError, match=r"GLOBAL io\.open"):
+        module.load(tmp_path / "checkpoint")
+    assert not (tmp_path / "was run").exists()
 
 
 @pytest.mark.parametrize("stage", STAGES)

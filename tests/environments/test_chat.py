@@ -9,10 +9,12 @@ import urllib.error
 import urllib.request
 
 import pytest
+from hypothesis import strategies as st
 
 from coalign.environments.chat import agent
 from coalign.types import Status
 from tests.environments.helpers import TOKENIZER, episode, play
+from tests.fuzzing import CASES, damage, send_raw, try_cases
 
 HERE = "tests.environments.test_chat"
 QUESTION = [{"role": "user", "content": "2+3?"}]
@@ -167,6 +169,42 @@ def test_the_same_over_http():
     one, outcome = agents("http_agent", "5", "Yes", serve_http=True)
     assert outcome.error is None
     assert chosen(one) == "5<|im_end|>Yes<|im_end|>" and one.log.turn_rewards[-1] == 1.0
+
+
+def strangers(address, row):
+    """Requests that another user of the machine, or a program gone wrong, could send."""
+    host, key = address.removeprefix("http://").removesuffix("/v1").split("/")
+    port, body = int(host.split(":")[1]), json.dumps({"messages": QUESTION}).encode()
+    for path in ("/v1", f"/{'x' * len(key)}/v1", f"/{key[:-1]}/v1"):
+        with pytest.raises(urllib.error.HTTPError, match=r"40[14]"):
+            post(f"http://{host}{path}/chat/completions", {"messages": QUESTION})
+    head = f"POST /{key}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode()
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+    assert send_raw(port, head + chunked, 10).startswith(b"HTTP/1.1 200")
+    for bad in (b"GET\r\n\r\n", head + b"Content-Length: x\r\n\r\n", head + b"Content-Length: -1\r\n\r\n"):
+        assert send_raw(port, bad).startswith(b"HTTP/1.1 400")
+    assert send_raw(port, head + b"X: " + b"x" * 2**20)[:12] in (b"HTTP/1.1 400", b"")
+    for wrong in (b"[1]", b"[" * 100_000, b'{"messages": 1' + b"0" * 5000 + b"}", b'{"messages": [{}]}', b"\xff"):
+        answer = send_raw(port, head + b"Content-Length: %d\r\n\r\n" % len(wrong) + wrong, 10)
+        assert answer.startswith(b"HTTP/1.1 400") and b"message" in answer
+
+    def check(data):
+        answer = send_raw(port, data)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
+        assert b"HTTP/1.1 500" not in answer
+
+    good = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    try_cases(st.binary(max_size=200) | damage(good) | damage(head + chunked, [head, chunked]), check, row["cases"])
+    return 1.0
+
+
+@CASES
+def test_no_stranger_reaches_the_episode_and_no_request_breaks_its_endpoint(caplog, cases):
+    one = episode(*["5"] * (2 * cases))
+    one.row["cases"] = cases
+    outcome = play(agent, one, run=f"{HERE}:strangers", serve_http=True).calls[0]
+    assert outcome.error is None and one.log.turn_rewards[-1] == 1.0
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def configured(client, row, *, k: int):

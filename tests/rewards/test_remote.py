@@ -1,5 +1,6 @@
 """Rewards over HTTP against a real server: the format, each way to fail, who retries, the circuit."""
 
+import gzip
 import logging
 import socket
 import threading
@@ -7,12 +8,15 @@ import time
 from email.utils import formatdate
 
 import pytest
+from hypothesis import strategies as st
 
 from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.errors import ConfigError
 from coalign.config.schema import RewardConfig
 from coalign.rewards import Remote
-from coalign.rewards.calls import RewardCaller, RewardFailure
+from coalign.rewards.calls import GiveUp, RewardCaller, RewardFailure, read_outcomes
+from coalign.rewards.remote import ServiceError, _retry_after, read_answer
+from tests.fuzzing import CASES, JSON, damage, try_cases
 from tests.rewards.samples import sample
 from tests.rewards.service import Service, lengths
 
@@ -134,7 +138,7 @@ def test_extra_logs_that_are_numbers_become_entries(caller, service):
     [
         ((200, {"rewards": [1.0]}, {}), "1 rewards for 2 samples"),
         ((200, {"rewards": [1.0] * 3}, {}), "3 rewards for 2 samples"),
-        ((200, {"scores": [1.0, 1.0]}, {}), 'no list "rewards": {"scores": [1.0, 1.0]}'),
+        ((200, {"scores": [1.0, 1.0]}, {}), "no list \"rewards\": {'scores': [1.0, 1.0]}"),
         ((200, {"rewards": 1.0}, {}), 'no list "rewards"'),
         ((200, [1.0, 1.0], {}), 'no list "rewards"'),
         ((200, b"<html>It works!</html>", {}), "no JSON: <html>It works!"),
@@ -144,6 +148,13 @@ def test_extra_logs_that_are_numbers_become_entries(caller, service):
         ((502, b"Bad Gateway", {}), "answered 502: Bad Gateway"),
         ((429, b"slow down", {}), "answered 429: slow down"),
         ((408, b"", {}), "answered 408"),
+        (
+            (200, gzip.compress(b"0" * 2**25), {"Content-Encoding": "gzip"}),
+            "compressed (gzip)",
+        ),
+        ((200, b"0" * (2**24 + 1), {}), "more than 16777216 bytes"),
+        ((200, b"[" * 100_000, {}), "no JSON"),
+        ((200, b'{"rewards": [1, 1' + b"0" * 5000 + b"]}", {}), "no JSON"),
     ],
 )
 def test_an_answer_without_rewards_fails_the_samples_and_is_asked_for_again(caller, service, answer, message):
@@ -156,6 +167,46 @@ def test_an_answer_without_rewards_fails_the_samples_and_is_asked_for_again(call
     server = service(answer)
     assert rewards(score(caller, remote(server, retries=1), SAMPLES[1:3])) == [1.0, 2.0]
     assert len(server.bodies) == 2
+
+
+def test_numbers_too_large_for_a_float_are_no_rewards(caller, service):
+    server = service((200, {"rewards": [10**400, 1], "extra_logs": {"x": [10**400, 1]}}, {}))
+    assert rewards(score(caller, remote(server), SAMPLES[:2])) == ["not_finite", 1.0]
+
+
+@CASES
+def test_any_answer_of_a_service_is_read_or_refused(caller, cases):
+    two = st.lists(JSON, min_size=2, max_size=2)
+    answers = JSON | st.fixed_dictionaries({"rewards": two}, optional={"errors": JSON, "extra_logs": JSON})
+    function = remote("http://127.0.0.1:1/x")
+
+    def check(answer):
+        try:
+            results = read_answer(answer, 2, "here")
+        except ServiceError as problem:
+            assert len(str(problem)) < 1000
+            return
+        for result in results:
+            if isinstance(result, GiveUp):
+                assert len(str(result)) < 1000
+            else:
+                read_outcomes(function, result, 1)
+
+    try_cases(answers, check, cases)
+
+
+@CASES
+def test_any_retry_after_is_read_or_ignored(cases):
+    def check(value):
+        assert (found := _retry_after(value)) is None or found >= 0
+
+    try_cases(st.text() | damage(formatdate().encode()).map(lambda raw: raw.decode("latin-1")), check, cases)
+
+
+@pytest.mark.parametrize("seconds", ["9" * 400, "Sun, 22 Nov 99999 20:00:00 GMT"])
+def test_retry_after_has_no_number_of_no_end(caller, service, seconds):
+    server = service((429, b"", {"Retry-After": seconds}))
+    assert rewards(score(caller, remote(server), SAMPLES[:1])) == ["raised"]
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 422])

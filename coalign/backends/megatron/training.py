@@ -18,8 +18,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
 from megatron.core.distributed import (
@@ -40,6 +45,7 @@ from coalign.backends.hf.rows import RowSharding
 from coalign.backends.layout import pack
 from coalign.backends.megatron.model import PackedGPT
 from coalign.data.batch import Batch
+from coalign.weights.metadata import DistributedCheckpointPlanner, DistributedCheckpointReader
 
 # The format of the optimizer's state in a checkpoint that other layouts of ranks can read.
 BY_PARAMETER = "fully_reshardable"
@@ -298,6 +304,23 @@ class _CheckpointWriter(SaveShardedStrategy):
         state_dict_saver.save(mcore_to_pyt_state_dict(state, False), storage_writer=writer, planner=planner)
 
 
+class _CheckpointPlanner(MCoreLoadPlanner):
+    load_bytes = DistributedCheckpointPlanner.load_bytes
+
+
+class _CheckpointReader(TorchDistLoadShardedStrategy):
+    """megatron-core's reader, which runs no code of the checkpoint."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        state, layout, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        torch_state = mcore_to_pyt_state_dict(state, True)
+        DistributedCheckpointReader(checkpoint_dir).fill(torch_state, _CheckpointPlanner())
+        loaded: Any = {key: _unwrap_pyt_sharded_tensor(value) for key, value in torch_state.items()}
+        loaded = _replace_sharded_keys_with_state_dict_keys(loaded, layout, names)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
 def save_checkpoint(
     dir: str | Path, pipeline: MegatronPipeline, optimizer: PipelineOptimizer, progress: Mapping[str, int]
 ) -> None:
@@ -316,7 +339,8 @@ def load_checkpoint(dir: str | Path, pipeline: MegatronPipeline, optimizer: Pipe
     if not dist_checkpointing.check_is_distributed_checkpoint(str(dir)):
         raise FileNotFoundError(f"{dir} holds no checkpoint of a Megatron model (no metadata.json there)")
     state = cast(
-        dict[str, Any], dist_checkpointing.load(_checkpoint_state(pipeline, optimizer, loading=True), str(dir))
+        dict[str, Any],
+        dist_checkpointing.load(_checkpoint_state(pipeline, optimizer, loading=True), str(dir), _CheckpointReader()),
     )
     for title, model in zip(pipeline.titles, pipeline.models, strict=True):
         model.load_state_dict(state[title])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coalign.backends.engines.native.engine import NativeModule
 from coalign.backends.hf.fsdp import FSDPModule
-from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
+from coalign.backends.pretrained import read_config, read_context_length, read_run_tokenizer, read_tokenizer
 from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -59,7 +59,7 @@ class JudgeRunner:
         self.judging = build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
         self._template = load_template(self.tokenizer, config.chat_template or "auto")
-        self._policy_tokenizer = read_tokenizer(config, context.tokenizer)
+        self._policy_tokenizer = read_run_tokenizer(context)
         self._longest = (read_context_length(read_config(config)) or 2**31) - reserved
 
     def score(self, batch: Batch, answer: Callable[[Batch], list[JudgeReply]], name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coalign.backends.base import Module
-from coalign.backends.pretrained import read_config, read_context_length, read_tokenizer
+from coalign.backends.pretrained import read_config, read_context_length, read_run_tokenizer, read_tokenizer
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
@@ -41,7 +41,7 @@ class RetokenizeModule(Module):
         self.scorer = resolve_class(config.module, "coalign.backends")(config, context)
 
     def setup(self) -> None:
-        self.policy_tokenizer = read_tokenizer(self.config, self.context.tokenizer)
+        self.policy_tokenizer = read_run_tokenizer(self.context)
         self.reader = ConversationReader(self.config)
         self.scorer.arena = self.arena
         self.scorer.setup()

@@ -43,7 +43,7 @@ class RewardModule(Module):
     def setup(self) -> None:
         from transformers import AutoTokenizer  # slow to import, and `coalign check` asks for the columns alone
 
-        trust = self.config.trust_remote_code
+        trust = self.context.trust_tokenizer
         self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
         self.functions = build_reward_functions(self.context.rewards)
         self.caller = RewardCaller()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coalign.config.errors import Conflict
+from coalign.config.functions import is_code_refused
 from coalign.config.schema.base import Function, InputPath, LossConfig, OneOrMore, Probability, ResultNeutral, Section
 from coalign.config.schema.rollout import NativeConfig, SamplingConfig
 
@@ -238,6 +239,8 @@ class ModelConfig(Section):
         return self.num_process or max(1, self.num_gpu)
 
     def check(self) -> None:
+        if self.trust_remote_code and is_code_refused():
+            raise Conflict(("trust_remote_code",), "is true: with --no-code no code of a model is run")
         for key in PARALLEL:
             if self.num_gpu % (parts := getattr(self, key)):
                 raise Conflict((key,), f"is {parts}, which does not divide num_gpu ({self.num_gpu})")

@@ -160,7 +160,7 @@ class ServeConfig(JudgeConfig):
     """A reward server over HTTP: what scores, its address and its limits."""
 
     host: str = "127.0.0.1"
-    """`0.0.0.0` admits other machines; then set `api_key_env`."""
+    """`0.0.0.0` admits other machines, and then `api_key_env` is required."""
     port: Annotated[int, Field(ge=0, le=65535)] = 5000
     """0: any free port."""
     api_key_env: str | None = None
@@ -175,6 +175,10 @@ class ServeConfig(JudgeConfig):
     """Responses that may wait; further requests are refused with status 429 and may be retried."""
     max_bytes: PositiveInt = 64 * 2**20
     """Size limit of a request's body."""
+    timeout: PositiveFloat = 60.0
+    """Seconds that a connection may wait for the client, to send a request or to take its answer; then it is cut."""
+    connections: PositiveInt = 512
+    """Open connections; further ones are cut at once."""
     grace: PositiveFloat = 30.0
     """Seconds that running requests get to finish when the server stops."""
 

@@ -37,7 +37,9 @@ class MetricsRecorder(Hook):
         if config.runtime.wandb:
             import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
-            self._wandb = wandb.init(project=config.runtime.wandb, name=config.output, config=config.model_dump())
+            from coalign.config.export import hide_secrets
+
+            self._wandb = wandb.init(project=config.runtime.wandb, name=config.output, config=hide_secrets(config))
         if config.runtime.tensorboard:
             self._board = TensorBoardFile(folder.path / "tensorboard")
 

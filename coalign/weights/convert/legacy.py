@@ -6,13 +6,12 @@ Pickles are read without running code from them: unknown classes become empty st
 
 from __future__ import annotations
 
-import pickle
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +20,6 @@ from coalign.weights.families import MegatronConfig, Parameter
 from coalign.weights.layouts.megatron import Coordinates, MegatronLayout, Mesh, Stages
 from coalign.weights.layouts.megatron_model import TIED_HEAD, LayerSpec
 from coalign.weights.layouts.shards import Shard
-
-KNOWN = {  # classes of `.metadata` outside torch.distributed.checkpoint.metadata
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-}
 
 
 class SkippedObject:
@@ -45,38 +37,30 @@ class SkippedObject:
 
 def load_pickle(path: Path, *, mmap: bool = False) -> Any:
     """Load a file of torch.save (1.6 or later) with `weights_only`. Raises ValueError for a damaged file."""
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} cannot be read, is it cut off? (it is not an archive of torch.save)")
     try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is not an archive of torch.save")
+        refuse_compressed(zipfile.ZipFile(path))
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.serialization.safe_globals([(_make_stand_in(name), name) for name in unknown]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as problem:
-        raise ValueError(f"{path} cannot be read, is it cut off? ({str(problem).splitlines()[0]})") from problem
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as problem:  # a damaged pickle raises almost anything
+        reason = (str(problem) or type(problem).__name__).splitlines()[0]
+        raise ValueError(f"{path} cannot be read, is it cut off? ({reason})") from problem
+
+
+def refuse_compressed(archive: zipfile.ZipFile) -> None:
+    """Refuse records that could become much larger than the file; torch.save compresses none."""
+    for each in archive.infolist():
+        if each.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{each.filename} is compressed, which torch.save never does")
 
 
 def _make_stand_in(name: str) -> type:
     module, _, own = name.rpartition(".")
     return type(own, (SkippedObject,), {"__module__": module})
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of `.metadata`: it imports the records of torch.distributed.checkpoint, dtypes and layouts only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        inert = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
-        record = module == "torch.distributed.checkpoint.metadata" and "." not in name
-        if inert or record or (module, name) in KNOWN:
-            return super().find_class(module, name)
-        return _make_stand_in(f"{module}.{name}")
-
-
-def pickle_metadata(file: IO[bytes], path: Path) -> Any:
-    """Load the Metadata of a torch.distributed.checkpoint directory. Raises ValueError for a damaged file."""
-    try:
-        return MetadataUnpickler(file).load()
-    except Exception as problem:  # a damaged pickle raises almost anything
-        raise ValueError(f"{path} cannot be read, is it cut off? ({problem})") from problem
 
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")

@@ -11,6 +11,7 @@ from coalign.files import read_model_config
 from coalign.weights import families
 from coalign.weights.convert import huggingface, legacy, torch_dist
 from coalign.weights.families import Family, MegatronConfig, Parameter
+from coalign.weights.metadata import METADATA
 
 ITERATION = "latest_checkpointed_iteration.txt"
 HF = "hf"  # folder of a Megatron directory with config.json, tokenizer and the like
@@ -90,7 +91,7 @@ def find_iteration(source: Path) -> Path | None:
 
     ``source`` is the checkpoint or the folder of one iteration.
     """
-    if (source / torch_dist.METADATA).is_file() or legacy.is_legacy(source):
+    if (source / METADATA).is_file() or legacy.is_legacy(source):
         return source
     tracker = source / ITERATION
     if not tracker.is_file():
@@ -157,8 +158,8 @@ def _open_megatron(request: ConversionRequest, folder: Path) -> OpenedCheckpoint
         parameters = list_parameters(family, config, legacy.count_vocabulary_rows(ranks))
         weights = legacy.LegacyWeights(ranks, parameters, config)
         return OpenedCheckpoint("legacy", place, family, config, [rank.path for rank in ranks], weights, {})
-    if not (folder / torch_dist.METADATA).is_file():
-        raise ValueError(f"{folder} has neither mp_rank_* nor {torch_dist.METADATA}: no format that can be read")
+    if not (folder / METADATA).is_file():
+        raise ValueError(f"{folder} has neither mp_rank_* nor {METADATA}: no format that can be read")
     parameters = list_parameters(family, config, torch_dist.count_vocabulary_rows(folder))
     weights = torch_dist.TorchDistWeights(folder, parameters, config)
     files = sorted({stored.file for stored in weights.chunks.values()})

@@ -33,11 +33,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.utils.serialization import config as serialization
 
-from coalign.weights.convert import legacy
 from coalign.weights.convert.files import HashedFile, write_hashed
+from coalign.weights.convert.legacy import refuse_compressed
 from coalign.weights.families import MegatronConfig, Parameter
 from coalign.weights.layouts.megatron_model import EXPERT, LAYER, name_in_torch_dist
 from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
+from coalign.weights.metadata import METADATA, read_metadata
 
 STACKED = "decoder.layers."
 Flavour = Literal["local", "te"]  # names of norms: megatron-core's own layers, or Transformer Engine's
@@ -104,7 +105,7 @@ class TorchDistNaming:
         return TorchDistKey(prefix + relative, index, sizes)
 
 
-METADATA, COMMON, BACKEND = ".metadata", "common.pt", "metadata.json"
+COMMON, BACKEND = "common.pt", "metadata.json"
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -179,7 +180,9 @@ class TorchDistWeights:
         return keys
 
     def _find_chunk(self, found: Metadata, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> StoredChunk:
-        where = found.storage_data[MetadataIndex(key, chunk.offsets)]
+        where = found.storage_data.get(MetadataIndex(key, chunk.offsets))
+        if where is None:
+            raise ValueError(f"{self.folder / METADATA} does not say where '{key}' at {list(chunk.offsets)} is")
         return StoredChunk(self.folder / where.relative_path, where.offset, where.length, tuple(chunk.sizes), dtype)
 
     def _check_files(self) -> None:
@@ -206,15 +209,6 @@ def count_vocabulary_rows(folder: Path) -> int:
     if not isinstance(found, TensorStorageMetadata):
         raise ValueError(f"{folder} has no embedding.word_embeddings.weight")
     return found.size[0]
-
-
-def read_metadata(folder: Path) -> Metadata:
-    path = folder / METADATA
-    with open(path, "rb") as file:
-        found = legacy.pickle_metadata(file, path)
-    if not isinstance(found, Metadata):
-        raise ValueError(f"{path} is not the Metadata of torch.distributed.checkpoint")
-    return found
 
 
 def _find_naming(
@@ -247,21 +241,25 @@ def _map_chunk(stored: StoredChunk, file_map: np.ndarray) -> Tensor:
     with open(stored.file, "rb") as file:
         view = _Slice(file, stored.offset, stored.length)
         try:
+            archive = zipfile.ZipFile(view)
+            refuse_compressed(archive)
+            record = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
+            view.seek(0)
             with torch.serialization.skip_data():
                 like = torch.load(cast(IO[bytes], view), weights_only=True)
-            record = next(i for i in zipfile.ZipFile(view).infolist() if i.filename.endswith("/data/0"))
+            view.seek(record.header_offset)
+            head = view.read(30)
+            start = record.header_offset + 30 + sum(int.from_bytes(head[i : i + 2], "little") for i in (26, 28))
+            data = torch.from_numpy(file_map[stored.offset :][start : min(stored.length, start + record.file_size)])
+            found = data.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
         except Exception as problem:  # a damaged archive raises almost anything
             raise ValueError(f"{stored.file} is damaged at byte {stored.offset}: {problem}") from problem
-        view.seek(record.header_offset)
-        head = view.read(30)
     if tuple(like.shape) != stored.shape or like.dtype != stored.dtype:
         raise ValueError(
             f"{stored.file} is damaged at byte {stored.offset}: {list(like.shape)} {like.dtype} is stored, "
             f"{METADATA} says {list(stored.shape)} {stored.dtype}"
         )
-    start = stored.offset + record.header_offset + 30 + sum(int.from_bytes(head[i : i + 2], "little") for i in (26, 28))
-    data = torch.from_numpy(file_map[start : start + record.file_size])
-    return data.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+    return found
 
 
 class _Slice(io.RawIOBase):

@@ -5,8 +5,8 @@ readers verify and install the last one while the next one comes. Readers hold a
 they install each tensor once it is verified. So a stream that breaks off leaves replicas that refuse to serve until
 the next complete sync. Both models must be able to compute at once.
 
-A bucket is three messages: a header i64[2] (bytes of tensors, bytes of entries), the pickled entries, the tensors.
-The header (END, n) ends the stream. It is followed by n bytes: a pickled text, empty or the error that ended it.
+A bucket is three messages: a header i64[2] (bytes of tensors, bytes of entries), the entries as JSON, the tensors.
+The header (END, n) ends the stream. It is followed by n bytes: a text as JSON, empty or the error that ended it.
 
 The groups exist beside those that the models have themselves: they are made without torch.distributed's registry,
 which knows one world.
@@ -14,7 +14,7 @@ which knows one world.
 
 from __future__ import annotations
 
-import pickle
+import json
 import queue
 import threading
 import uuid
@@ -49,6 +49,7 @@ from coalign.weights.sync.transport import (
     guard_installation,
     identify_process,
     open_export,
+    open_store,
     wait_for_both,
 )
 
@@ -136,8 +137,8 @@ def open_rendezvous(module: SyncModule, store: Store, link: str, kind: str) -> R
     own = module.links[link] = BroadcastLink(torch.device(module.context.device if kind == "cuda" else kind))
     if not module.exports:
         return None
-    own.server = server = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    return find_own_address(), server.port
+    own.server = open_store(host := find_own_address())
+    return host, own.server.port
 
 
 def join_own_group(module: SyncModule, store: Store, link: str, readers: int, timeout: float) -> None:
@@ -220,7 +221,7 @@ class BroadcastSender:
         """Send what is left and end the stream; ``problem`` is the error that ends it too early."""
         if self._tensors and not problem:
             self._flush()
-        text = _pickle(problem)
+        text = _to_bytes(problem)
         self._post(torch.tensor([END, len(text)]), text)
         self._wait(0)
 
@@ -228,7 +229,7 @@ class BroadcastSender:
         self._wait(3)  # the messages of one bucket
         payload = self.link.next_buffer(self._filled)
         jobs = ((entry, tensor, entry.bytes(payload)) for entry, tensor in self._tensors)
-        entries = _pickle(list(copy_tensors(jobs)))
+        entries = _to_bytes([_to_plain(entry, digest) for entry, digest in copy_tensors(jobs)])
         self._post(torch.tensor([self._filled, len(entries)]), entries, payload)
         self._tensors, self._filled = [], 0
 
@@ -251,9 +252,17 @@ class BroadcastSender:
                 ) from problem
 
 
-def _pickle(value: Any) -> Tensor:
-    """Return the pickled value as u8[n]."""
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+def _to_bytes(value: Any) -> Tensor:
+    """Return the value as JSON, u8[n]: a reader runs nothing that came over the network."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _to_plain(entry: TensorEntry, checksum: int) -> list[Any]:
+    return [entry.name, str(entry.dtype).removeprefix("torch."), entry.shape, entry.offset, checksum]
+
+
+def _read_entry(name: str, dtype: str, shape: list[int], offset: int, checksum: int) -> tuple[TensorEntry, int]:
+    return TensorEntry(name, cast(torch.dtype, getattr(torch, dtype)), tuple(shape), offset), checksum
 
 
 # ---- a reader
@@ -356,8 +365,8 @@ class BroadcastReceiver:
         try:
             while True:
                 first, second = self._wait(2, torch.int64).tolist()
-                note = pickle.loads(self._wait(second).cpu().numpy().tobytes())
-                self._put(note if first == END else (note, self._wait(first)))
+                note = json.loads(self._wait(second).cpu().numpy().tobytes())
+                self._put(note if first == END else ([_read_entry(*each) for each in note], self._wait(first)))
                 if first == END:
                     return
         except RuntimeError as problem:

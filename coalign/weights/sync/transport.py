@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]: public, but not in __all__
 
 from coalign.cluster.future import Future, Store
 from coalign.config.schema import SyncConfig
@@ -109,6 +110,16 @@ def find_own_address() -> str:
         except OSError:
             return "127.0.0.1"
         return probe.getsockname()[0]
+
+
+def open_store(host: str, port: int = 0) -> TCPStore:
+    """Open the store where ranks meet, on the interface of ``host`` alone; torch's own listens on all of them.
+
+    ``port`` 0: any free one.
+    """
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    own = listener.getsockname()[1]
+    return TCPStore(host, own, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 # ---- transports

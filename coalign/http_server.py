@@ -1,0 +1,163 @@
+"""HTTP servers that strangers may reach: uvicorn's, with limits for what a client makes them wait for and hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import h11
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_BYTES = 16 * 2**10  # of a request's line and headers; more is answered by 400
+
+
+class BoundedConnection(H11Protocol):
+    """A connection that is cut when the client keeps it waiting for ``timeout`` seconds.
+
+    It waits for a request to arrive whole, and for its answer to be taken; not while the application computes. Above
+    ``limit`` open connections, a new one is cut at once.
+    """
+
+    def __init__(self, *arguments: Any, timeout: float, limit: int, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._seconds, self._limit = timeout, limit
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_full = False  # the client does not read its answer
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        if len(self.connections) > self._limit:
+            transport.abort()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except h11.LocalProtocolError:  # nonsense after an answer that was begun
+            self.transport.abort()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._is_full = True
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_full = False
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def _watch(self) -> None:
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not cycle.more_body and not self._is_full:
+            self._stop_waiting()
+        elif self._deadline is None and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(self._seconds, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class HttpRefusal(Exception):
+    """An answer with an error's ``status`` and a message that says why."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+
+Handler = Callable[[Request], Awaitable[dict[str, Any]]]
+
+
+def build_application(
+    handlers: Mapping[tuple[str, str], Handler], describe_error: Callable[[int, str], dict[str, Any]], **options: Any
+) -> Starlette:
+    """Return the application that answers by the JSON of the handler for (method, path), or that of an error.
+
+    ``options``: Starlette's.
+    """
+
+    def answer_error(_: Request, error: Exception) -> Response:
+        match error:
+            case ClientDisconnect():
+                return Response()  # to nobody
+            case HttpRefusal():
+                return JSONResponse(describe_error(error.status, str(error)), error.status, error.headers)
+            case HTTPException():
+                return JSONResponse(describe_error(error.status_code, error.detail), error.status_code, error.headers)
+        return JSONResponse(describe_error(500, f"{type(error).__name__}: {error}"), 500)
+
+    def make_route(method: str, path: str, handler: Handler) -> Route:
+        async def answer(request: Request) -> Response:
+            return JSONResponse(await handler(request))
+
+        return Route(path, answer, methods=[method])
+
+    return Starlette(
+        routes=[make_route(method, path, handler) for (method, path), handler in handlers.items()],
+        exception_handlers=dict.fromkeys((ClientDisconnect, HttpRefusal, HTTPException, Exception), answer_error),
+        **options,
+    )
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body. Raises HttpRefusal for one of more than ``limit`` bytes, ClientDisconnect for half of one."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise HttpRefusal(413, f"the body has more than {limit} bytes; send fewer at a time")
+    return bytes(body)
+
+
+def build_server(application: Starlette, *, timeout: float, connections: int, grace: float | None = None) -> Server:
+    """Return a server that keeps to the limits. ``grace``: seconds that requests get to finish when it stops."""
+    config = Config(
+        application,
+        http=cast(Any, partial(BoundedConnection, timeout=timeout, limit=connections)),
+        ws="none",
+        h11_max_incomplete_event_size=HEAD_BYTES,
+        proxy_headers=False,
+        log_level="error",  # uvicorn warns of every request that is none
+        access_log=False,
+        timeout_graceful_shutdown=cast(Any, grace),  # it waits for fractions of a second, too
+    )
+    config.load()
+    return Server(config)
+
+
+@contextlib.asynccontextmanager
+async def serve_within(application: Starlette, *, timeout: float, connections: int) -> AsyncIterator[int]:
+    """Serve on a free port of 127.0.0.1 within this context, which yields the port and ends all connections."""
+    server = build_server(application, timeout=timeout, connections=connections)
+    config, state, loop = server.config, server.server_state, asyncio.get_running_loop()
+    connection = cast(Any, config.http_protocol_class)
+    listener = await loop.create_server(lambda: connection(config, state, {}), "127.0.0.1", 0)
+    try:
+        yield listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
+        for each in list(state.connections):
+            each.transport.abort()
+        for task in (tasks := list(state.tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
