@@ -38,7 +38,7 @@ ALLOWED = {
     "rewards": {"types", "config", "threads"},
     "environments": {"types", "config", "data", "threads", "http_server"},
     "weights": {"types", "config", "cluster", "files"},
-    "report": {"types"},
+    "report": {"types", "files"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "memory", "threads"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster"},
