@@ -137,6 +137,9 @@ class Prompts:
     def stats(self) -> Stats:
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
 
 def engine_of(replicas: int, samples: int) -> GRPO:
     models = {

@@ -75,6 +75,9 @@ class Prompts:
     def stats(self) -> dict[str, Any]:
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
 
 SHAPE = {"median": 32.0, "sigma": 1.0}
 

@@ -64,14 +64,15 @@ def wait(future: Future, tasks: Sequence[WorkerTask], timeout: float) -> list[Me
     future.running = [*tasks]
     where = {task.meta: task.where for task in tasks}
     try:
-        for count, done in enumerate(concurrent.futures.as_completed([*where, cast(Any, future.ended)], timeout), 1):
+        either = [*where, cast(Any, future.ended)] if where else []
+        for count, done in enumerate(concurrent.futures.as_completed(either, timeout), 1):
             if done is future.ended:
                 done.result()  # raises
             if lost := done.exception():
                 raise WorkerError(future.call, where[done], WorkerFailure("worker lost", str(lost).strip(), ""))
             if failure := done.result().failure:
                 raise WorkerError(future.call, where[done], failure) from failure.exception
-            if count == len(tasks):
+            if count == len(where):
                 break
     except TimeoutError:
         raise build_timeout_error(future, tasks, timeout) from None
