@@ -33,22 +33,16 @@ def draw_pause(attempt: int, seconds: float = 0.0) -> float:
     return min(max(seconds, _BACKOFF * 2 ** min(attempt, 20)) * jitter, _LONGEST_PAUSE)
 
 
-async def call_service(
-    call: Callable[[], Awaitable[Answer]],
-    patience: float = PATIENCE,
-    report: Callable[[ServiceError], None] | None = None,
-) -> Answer:
+async def call_service(call: Callable[[], Awaitable[Answer]], patience: float = PATIENCE) -> Answer:
     """Await ``call()`` until it raises no ServiceError, for at most ``patience`` seconds, with growing pauses.
 
-    ``report`` hears of each ServiceError. The last one is raised; other exceptions are raised at once.
+    Raises the last ServiceError then, and any other exception at once.
     """
     end, attempt = time.monotonic() + patience, 0
     while True:
         try:
             return await call()
         except ServiceError as error:
-            if report is not None:
-                report(error)
             left = end - time.monotonic()
             if left <= 0:
                 raise

@@ -15,7 +15,8 @@ from coalign.cli import app
 from coalign.config import ConfigError
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
-from tests.runs import ROOT, digits, settings
+from tests.digits import digits
+from tests.runs import ROOT, settings
 from tests.tiny import tiny_model_dir
 
 
@@ -64,7 +65,7 @@ def test_functions_are_passed_as_objects(tmp_path):
 def test_a_function_of_a_module_is_written_as_its_path(tmp_path):
     by_name = coalign.load_config(grpo(tmp_path))
     by_object = coalign.load_config(grpo(tmp_path) | {"output": tmp_path / "run"}, reward=digits)
-    assert by_object == by_name and by_object.reward[0].fn == "tests.runs:digits"
+    assert by_object == by_name and by_object.reward[0].fn == "tests.digits:digits"
 
 
 def test_ray_refuses_what_only_this_process_has(tmp_path, monkeypatch):

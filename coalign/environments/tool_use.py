@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import NonNegativeFloat
+
 from coalign.config.functions import resolve
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolRequest
 from coalign.environments.rendering import format_call_id
 from coalign.environments.tools import Toolbox
+from coalign.services import PATIENCE
 from coalign.types import Status
 
 
@@ -21,6 +24,7 @@ async def tool_use(
     max_turns: int = 8,
     tokens_per_turn: int | None = None,
     tool_timeout: float = 30.0,
+    patience: NonNegativeFloat = PATIENCE,
     max_result_chars: int = 4000,
 ) -> None:
     """Let the policy call tools and read their results, turn after turn, until a turn calls none, or for ``max_turns``.
@@ -28,10 +32,11 @@ async def tool_use(
     The chat template shows the tools in the prompt. ``parser`` is the format of the calls: a function of
     coalign.environments.parsers, or a dotted path. The calls of one turn run concurrently. A call that cannot be read,
     an unknown tool, wrong arguments, an exception, or no result within ``tool_timeout`` seconds is reported to the
-    policy, and counted. A truncated turn calls nothing.
+    policy, and counted. A tool that raises ServiceError (coalign.services) is called again for ``patience`` seconds;
+    then its episode is dropped. A truncated turn calls nothing.
     """
     read = resolve(parser, "coalign.environments.parsers")
-    box = Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
+    box = Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars, patience=patience)
     episode.begin(tools=box.descriptions)
     for turns_left in reversed(range(max_turns)):
         turn = await episode.generate(max_new_tokens=tokens_per_turn)

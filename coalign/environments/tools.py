@@ -23,6 +23,7 @@ from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolError, ToolRequest
 from coalign.environments.rendering import format_call_id
+from coalign.services import PATIENCE, ServiceError
 
 __all__ = ["calculator"]
 
@@ -92,21 +93,27 @@ def _describe(fn: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any], 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """Several tools, with the limits on one call: ``timeout`` in seconds, ``max_chars`` of its result."""
+    """Several tools, with the limits on one call: ``timeout`` in seconds, ``max_chars`` of its result.
+
+    A tool that raises ServiceError is called again for ``patience`` seconds.
+    """
 
     tools: Mapping[str, Tool]
     timeout: float
     max_chars: int
+    patience: float = PATIENCE
 
     @staticmethod
-    def build(configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int) -> Toolbox:
+    def build(
+        configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int, patience: float = PATIENCE
+    ) -> Toolbox:
         """Build every tool. Raises what `build_tool` raises, and ValueError for two tools of the same name."""
         tools = [build_tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
         names = [each.name for each in tools]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ValueError(f"rollout.tools[{i}]: a second tool is called '{name}'; the policy tells them by name")
-        return Toolbox({each.name: each for each in tools}, timeout, max_chars)
+        return Toolbox({each.name: each for each in tools}, timeout, max_chars, patience)
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
@@ -139,10 +146,13 @@ class Toolbox:
             raise request.error
         if request.name not in self.tools:
             raise ToolError("unknown_tool", f"there is no tool '{request.name}'; there are: {', '.join(self.tools)}")
+        return await episode.call_service(lambda: self._call_once(episode, request), self.patience)
+
+    async def _call_once(self, episode: Episode, request: ToolRequest) -> str:
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 return await self.tools[request.name](episode, request.arguments)
-        except ToolError:
+        except (ToolError, ServiceError):
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():

@@ -134,10 +134,12 @@ class RewardCaller:
         """
         self._pools.update(function.pool for function in functions if function.pool is not None)
         future = self._loop.submit(self._score(functions, samples))
-        patience = max((function.timeout for function in functions), default=0.0)
+        on_loop = [function for function in functions if function.is_async and function.pool is None]
+        patience = max((function.timeout for function in on_loop), default=None)
         while not wait([future], timeout=patience).done:
+            assert patience is not None
             if self._loop.is_blocked(patience):  # the deadlines run on the same loop, so they cannot end such a call
-                names = ", ".join(f"'{one.name}'" for one in functions if one.is_async and one.pool is None)
+                names = ", ".join(f"'{function.name}'" for function in on_loop)
                 raise RewardError(
                     f"an async reward function ({names}) has blocked its event loop for {patience:g} s: it must await "
                     "whatever takes time (an async HTTP client, asyncio.sleep, asyncio.to_thread), or be a plain `def`"

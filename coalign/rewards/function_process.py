@@ -111,7 +111,7 @@ class FunctionPool:
     async def _run_async(
         self, arguments: Sequence[Sample | list[Sample]], seconds: float, width: int = 256
     ) -> list[CallResult]:
-        """Calls that were lost with their process are made again, fewer at a time, so that the guilty one fails alone."""
+        """Calls that were lost with their process are repeated, fewer at a time, so that the guilty one fails alone."""
         beside = asyncio.Semaphore(width)
 
         async def call(argument: Sample | list[Sample]) -> CallResult:

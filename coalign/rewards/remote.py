@@ -9,8 +9,8 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -337,7 +337,7 @@ def _numbers(logs: Any, expected: int) -> dict[str, list[float]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < math.inf  # `isfinite` refuses integers of 400 digits
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # also for an integer of 400 digits
 
 
 def _authorization(variable: str | None) -> dict[str, str]:

@@ -23,7 +23,8 @@ from coalign.config.schema import DataConfig, GenerateConfig, NativeConfig, Samp
 from coalign.engine.hooks.run_folder import FolderInUse
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
-from tests.runs import ROOT, digits
+from tests.digits import digits
+from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 ROWS, SAMPLES = 6, 3
@@ -85,7 +86,7 @@ def test_a_record_for_each_response(home, tmp_path):
 
 
 def test_the_best_of_n_has_the_highest_score(home, tmp_path):
-    reward = [{"fn": "tests.runs:digits"}]
+    reward = [{"fn": "tests.digits:digits"}]
     generate(settings(home, reward=reward), tmp_path / "all.jsonl", quiet())
     generate(settings(home, reward=reward, keep="best"), tmp_path / "best.jsonl", quiet())
     everything = rows(tmp_path / "all.jsonl")
@@ -131,7 +132,7 @@ def kill_after(patch, units):
 
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_a_killed_call_goes_on_where_it_was(home, tmp_path, monkeypatch, units):
-    config = settings(home, reward=[{"fn": "tests.runs:digits"}])
+    config = settings(home, reward=[{"fn": "tests.digits:digits"}])
     generate(config, tmp_path / "whole.jsonl", quiet())
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_after(patch, units)
@@ -213,8 +214,8 @@ def test_on_the_command_line(home, tmp_path):
     out = tmp_path / "out.jsonl"
     options = ["--chat-template", "none", "--max-new-tokens", "6", "-n", str(SAMPLES)]
     command = ["generate", str(home / "model"), "-i", str(home / "sums.jsonl"), "-o", str(out), *options]
-    assert CliRunner().invoke(app, [*command, "--best", "--reward", "tests.runs:digits"]).exit_code == 0
-    generate(settings(home, reward=["tests.runs:digits"], keep="best"), tmp_path / "best.jsonl", quiet())
+    assert CliRunner().invoke(app, [*command, "--best", "--reward", "tests.digits:digits"]).exit_code == 0
+    generate(settings(home, reward=["tests.digits:digits"], keep="best"), tmp_path / "best.jsonl", quiet())
     assert out.read_bytes() == (tmp_path / "best.jsonl").read_bytes()
     shown = CliRunner().invoke(app, ["generate", str(home / "model"), "-p", "0+3=", *options])
     assert shown.exit_code == 0 and rows(out)[0]["response"].strip() in shown.stdout

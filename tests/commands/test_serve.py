@@ -267,7 +267,7 @@ def test_a_reward_model_reads_messages_by_its_template_and_a_query_as_it_is(serv
 def test_a_run_rewarded_over_http_learns_the_same(served, tmp_path, monkeypatch):
     """The samples' rewards, and so the weights, are those of the function itself."""
     monkeypatch.setenv("REWARD_KEY", "s3cret")
-    base = served(key="s3cret", reward={"fn": "tests.runs:digits"})
+    base = served(key="s3cret", reward={"fn": "tests.digits:digits"})
     direct = settings(tmp_path, "grpo", steps=2)
     assert run(direct) == 0
     url = f"{base}/get_reward"

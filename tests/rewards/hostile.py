@@ -1,4 +1,4 @@
-"""Reward functions that hang, exit or crash, for processes of their own. The module imports little: each one loads it."""
+"""Reward functions that hang, exit or crash, for processes of their own, each of which loads this module."""
 
 import asyncio
 import ctypes

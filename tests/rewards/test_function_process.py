@@ -10,6 +10,7 @@ import pytest
 from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.functions import name_object
 from coalign.config.schema import RewardConfig
+from coalign.rewards import function_process
 from coalign.rewards.calls import RewardCaller, RewardFailure
 from tests.rewards.samples import sample
 
@@ -52,7 +53,8 @@ def test_one_bad_sample_fails_alone(caller, fn, timeout, reason):
 
 
 @pytest.mark.parametrize(("fn", "reason"), [("backtracks_async", "timeout"), ("exits_async", "died")])
-def test_what_an_async_call_takes_with_it_is_repeated(caller, fn, reason):
+def test_what_an_async_call_takes_with_it_is_repeated(caller, monkeypatch, fn, reason):
+    monkeypatch.setattr(function_process, "_GRACE", 0.2)
     assert score(caller, build(fn, timeout=0.5)) == [1.0] * 3 + [reason] + [1.0] * 4
 
 
