@@ -18,6 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -63,26 +64,35 @@ class FunctionPool:
         processes = getattr(fn, "at_once", None) or (_PROCESSES if inspect.isfunction(fn) else 1)
         self._most = 1 if is_async else processes
         self._free: asyncio.Semaphore | None = None
+        self._start_seconds = 0.0  # which the first process took
         self._idle: list[FunctionProcess] = []
         self._all: set[FunctionProcess] = set()
 
     async def start(self) -> None:
-        """Start the first process. Raises what importing the function, or making an instance of a class, raises."""
-        process = self._take()
+        """Start a process if there is none. Raises what loading the function or making an instance raises."""
+        if any(not process.is_dead for process in self._all):
+            return
+        process, began = self._take(), time.monotonic()
         try:
             await process.start()
         finally:
             self._put_back(process)
+        self._start_seconds = time.monotonic() - began
 
     async def run(self, arguments: Sequence[Sample | list[Sample]], seconds: float) -> list[CallResult]:
         """The result of every call, in order. It is CallTimeout or ProcessDied where the process was lost."""
         if self._is_async:
             return await self._run_async(arguments, seconds)
+        try:
+            await self.start()
+        except Exception as error:
+            return [(None, error)] * len(arguments)
         self._free = self._free or asyncio.Semaphore(self._most)
         todo, results = deque(enumerate(arguments)), {}
         async with asyncio.TaskGroup() as group:
             for number in range(min(self._most, len(arguments))):
-                pause = _GROW_SECONDS * max(0, number + 1 - max(1, len(self._all)))
+                # Another process is worth its start if calls wait for longer than that.
+                pause = max(_GROW_SECONDS, self._start_seconds) * max(0, number + 1 - len(self._all))
                 group.create_task(self._work_off(todo, results, seconds, pause, self._free))
         return [results[position] for position in range(len(arguments))]
 

@@ -125,15 +125,19 @@ def _bind_to_parent() -> None:
             file.write("1000")
 
 
+def _load(function: bytes) -> tuple[Any, dict[str, Any]]:
+    """The function and its arguments; of a class the instance, which has them."""
+    fn, arguments = pickle.loads(function)
+    return (fn(**arguments), {}) if inspect.isclass(fn) else (fn, arguments)
+
+
 def main() -> None:
     _bind_to_parent()
     connection = Connection(int(sys.argv[1]))
     path, function, is_async = connection.receive()
     sys.path[:] = path
     try:
-        fn, arguments = pickle.loads(function)
-        if inspect.isclass(fn):
-            fn, arguments = fn(**arguments), {}
+        fn, arguments = _load(function)
     except BaseException as error:
         connection.settle(0, None, error)
         return

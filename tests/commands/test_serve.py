@@ -24,7 +24,7 @@ from coalign.config.schema import ServeConfig
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir
 
-HERE = "tests.commands.test_serve:"
+HERE = "tests.commands.functions:"
 
 
 class Judge:
@@ -45,25 +45,6 @@ class Judge:
 
     def close(self):
         self.closed = True
-
-
-def by_length(sample):
-    return float(len(sample.response))
-
-
-def sees(sample):
-    assert sample.messages[-1]["content"] == sample.response
-    return {"reward": float(sample.meta["gold"]), "trained": int(sample.loss_mask.sum())}
-
-
-def picky(sample):
-    if sample.response == "no":
-        raise KeyError("nothing for this one")
-    return 1.0
-
-
-def rank(group):
-    return [0.0] * len(group)
 
 
 @pytest.fixture

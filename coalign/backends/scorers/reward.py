@@ -89,8 +89,8 @@ class RewardModule(Module):
         sample, first = failures[0]
         message = (
             f"reward function '{function.name}' failed on {len(failures)} of {len(samples)} samples "
-            f"(at most {function.retries + 1} attempts each, and those for which a service failed); first on group "
-            f"{sample.group}, index {sample.index}: {first}"
+            f"(at most {function.retries + 1} attempts each); first on group {sample.group}, index {sample.index}: "
+            f"{first}"
         )
         trace = first.reason == "raised" and function.name not in self._traced
         self._traced.add(function.name)
