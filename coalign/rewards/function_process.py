@@ -21,6 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,12 @@ class FunctionPool:
         except Exception as error:
             return [(None, error)] * len(arguments)
         self._free = self._free or asyncio.Semaphore(self._most)
-        todo, results = deque(enumerate(arguments)), {}
+        todo, results, empty = deque(enumerate(arguments)), {}, asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for number in range(min(self._most, len(arguments))):
                 # Another process is worth its start if calls wait for longer than that.
                 pause = max(_GROW_SECONDS, self._start_seconds) * max(0, number + 1 - len(self._all))
-                group.create_task(self._work_off(todo, results, seconds, pause, self._free))
+                group.create_task(self._work_off(todo, empty, results, seconds, pause))
         return [results[position] for position in range(len(arguments))]
 
     def close(self) -> None:
@@ -104,14 +105,24 @@ class FunctionPool:
         self._idle.clear()
 
     async def _work_off(
-        self, todo: deque[Any], results: dict[int, CallResult], seconds: float, pause: float, free: asyncio.Semaphore
+        self,
+        todo: deque[tuple[int, Sample | list[Sample]]],
+        empty: asyncio.Event,
+        results: dict[int, CallResult],
+        seconds: float,
+        pause: float,
     ) -> None:
-        await asyncio.sleep(pause)
+        assert self._free is not None
+        if pause:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(empty.wait(), pause)
         while todo:
-            async with free:
+            async with self._free:
                 if not todo:
                     return
                 position, argument = todo.popleft()
+                if not todo:
+                    empty.set()
                 process = self._take()
                 try:
                     results[position] = await process.call(argument, seconds)
