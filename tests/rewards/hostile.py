@@ -114,3 +114,25 @@ def busy_service(sample, *, log):
     if calls < 3:
         raise ServiceError("starting", 0.05)
     return 1.0
+
+
+def _digits(sample):
+    return sum(c.isdigit() for c in sample.response) / max(1, len(sample.response))
+
+
+def exits_on_the_second(sample):
+    if sample.index == 1:
+        os._exit(1)
+    return _digits(sample)
+
+
+def backtracks_on_the_second(sample):
+    if sample.index == 1:
+        re.fullmatch(r"(a+)+b", "a" * 60)
+    return _digits(sample)
+
+
+def crashes_on_the_second(sample):
+    if sample.index == 1:
+        ctypes.string_at(0)
+    return _digits(sample)
