@@ -35,8 +35,9 @@ function's or the configuration's ``name``. A function of weight 0 is only logge
 **Failure** is an exception, None, NaN, infinity, anything that is no number, a list of the wrong length, or no answer
 within ``timeout`` seconds. The call is repeated ``retries`` times, after growing pauses; ``GiveUp`` of
 coalign.rewards.calls asks for no retry. ``ServiceError`` of coalign.services says that a service failed: the call is
-repeated for ``patience`` seconds, while the batch is kept. After that its samples get status ERROR and the reward NaN, leave the batch before any baseline sees them, and are counted in ``reward/failed/<reason>``. If no sample
-of a batch could be scored, the run stops with the function's own traceback.
+repeated for ``patience`` seconds, while the batch is kept. After that its samples get status ERROR and the reward NaN,
+leave the batch before any baseline sees them, and are counted in ``reward/failed/<reason>``. If no sample of a batch
+could be scored, the run stops with the function's own traceback.
 """
 
 from coalign.rewards.choice import multiple_choice

@@ -137,15 +137,14 @@ class FunctionPool:
 
         async def call(argument: Sample | list[Sample]) -> CallResult:
             async with beside:
-                process = self._take()
-                self._put_back(process)  # calls share it
+                process = self._share()
                 try:
                     await process.start()
                 except Exception as error:
                     return None, error
                 self._free = self._free or asyncio.Semaphore(process.at_once or width)
                 async with self._free:
-                    return await process.call(argument, seconds)
+                    return await self._share().call(argument, seconds)
 
         results = list(await asyncio.gather(*map(call, arguments)))
         lost = [i for i, (_, error) in enumerate(results) if isinstance(error, ProcessDied)]
@@ -164,9 +163,12 @@ class FunctionPool:
             return process
         return self._idle.pop()
 
+    def _share(self) -> FunctionProcess:
+        process = self._take()
+        self._put_back(process)
+        return process
+
     def _put_back(self, process: FunctionProcess) -> None:
-        if process.is_busy and not self._is_async:
-            process.kill()  # nobody waits for its call any more
         if not process.is_dead:
             self._idle.append(process)
 
@@ -184,10 +186,6 @@ class FunctionProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._slow_until = 0.0  # until then an import delays calls
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._calls)
 
     async def start(self) -> None:
         """Start the process and wait for its function. Raises what loading the function raises."""
