@@ -1,5 +1,7 @@
 """Reward functions of command tests, in a module that imports nothing: their processes load it."""
 
+from tests.digits import digits
+
 
 def by_length(sample):
     return float(len(sample.response))
@@ -30,3 +32,13 @@ def picky(sample):
 
 def rank(group):
     return [0.0] * len(group)
+
+
+def partly_digits(sample):
+    if "5" in sample.prompt:
+        raise ValueError("cannot read a five")
+    return digits(sample)
+
+
+def never(sample):
+    raise ValueError("no")

@@ -23,7 +23,6 @@ from coalign.config.schema import DataConfig, GenerateConfig, NativeConfig, Samp
 from coalign.engine.hooks.run_folder import FolderInUse
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
-from tests.digits import digits
 from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
@@ -62,16 +61,6 @@ def rows(path):
 
 def quiet():
     return Display(quiet=True, err=Console(quiet=True))
-
-
-def partly_digits(sample):
-    if "5" in sample.prompt:
-        raise ValueError("cannot read a five")
-    return digits(sample)
-
-
-def never(sample):
-    raise ValueError("no")
 
 
 def test_a_record_for_each_response(home, tmp_path):
@@ -186,7 +175,7 @@ def test_two_calls_cannot_write_one_file(home, tmp_path):
 
 def test_rewards_that_fail_are_counted(home, tmp_path):
     err = Console(record=True, width=200)
-    failing = [{"fn": "tests.commands.test_generate:partly_digits", "retries": 0}]
+    failing = [{"fn": "tests.commands.functions:partly_digits", "retries": 0}]
     counts = generate(settings(home, reward=failing, keep="best"), tmp_path / "out.jsonl", Display(err=err))
     assert [r["group"] for r in rows(tmp_path / "out.jsonl")] == [0, 1, 3, 4]  # 2+5= and 5+8= have a five
     assert counts["responses"] == 4
@@ -194,7 +183,7 @@ def test_rewards_that_fail_are_counted(home, tmp_path):
 
 
 def test_a_reward_that_never_works_ends_the_call(home, tmp_path):
-    failing = [{"fn": "tests.commands.test_generate:never", "retries": 0}]
+    failing = [{"fn": "tests.commands.functions:never", "retries": 0}]
     with pytest.raises(RewardError, match=r"no response could be scored; .*ValueError: no"):
         generate(settings(home, reward=failing), tmp_path / "out.jsonl", quiet())
 

@@ -337,8 +337,8 @@ def test_a_reward_model_does_not_become_the_current_model(home):
         ("algorithm: sft", "algorithm: sff", "line 15: stages[3].train.algorithm: 'sff' is not in coalign.recipes"),
         (
             "tests.digits:digits",
-            "tests.runs:digit",
-            "'tests.runs:digit': 'tests.runs' has no 'digit'; did you mean 'digits'?",
+            "tests.digits:digit",
+            "'tests.digits:digit': 'tests.digits' has no 'digit'; did you mean 'digits'?",
         ),
         ("/model\n", "/modle\n", "line 3: model: there is no directory"),
         ("gsm8k_train", "gsm8k_trian", "line 7: stages[0].generate.data.train.path: there is no file"),
