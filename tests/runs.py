@@ -21,12 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "COALIGN_TEST_RUN"  # in the environment of every process of a run that `command` started
 
 
-def digits(sample: Any) -> float:
-    """A dense reward that a random model can climb: the share of its response that is digits."""
-    text = sample.response
-    return sum(c.isdigit() for c in text) / max(1, len(text))
-
-
 def row(i: int) -> dict[str, Any]:
     """A sum, in the shape of every kind of data at once."""
     right, wrong = str(2 * i + 3), str(2 * i + 4)
@@ -80,7 +74,7 @@ def settings(directory: Path, algorithm: str, **runtime: Any) -> dict[str, Any]:
     if find_recipe(algorithm).source != "prompts":
         config["models"] = {"trainer": model_keys | {"optimizer": {"lr": 3e-3}}, **others}
         return config
-    config["reward"] = {"fn": "tests.runs:digits"}
+    config["reward"] = {"fn": "tests.digits:digits"}
     config["runtime"] |= {"samples_per_prompt": 4, "eval_prompts": 4} | runtime
     config["models"] = {
         "policy": model_keys | {"sampling": {"max_new_tokens": 8}},

@@ -94,6 +94,7 @@ class RewardFunctionJudge(ResponseJudge):
         self._functions, self._terms = build_reward_functions(config.reward), build_terms(config.reward)
         self.compares = [function.name for function in self._functions if function.takes == "group"]
         self._caller = RewardCaller()
+        self._caller.start(self._functions)
         self._has_scored = False
 
     def __call__(self, answers: Sequence[ResponseToScore]) -> list[Verdict]:

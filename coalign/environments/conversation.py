@@ -35,14 +35,16 @@ async def simulated_user(
     """A conversation of at most ``max_turns`` turns with a function that plays the user.
 
     ``user(messages, row, random)`` (a dotted path; plain or async) returns what the user says next, or None to end the
-    conversation. ``random`` is the episode's own generator.
+    conversation. ``random`` is the episode's own generator. A ServiceError of the function has it called again.
     """
     reply = resolve(user, "coalign.environments.conversation")
     for turns_left in reversed(range(max_turns)):
         turn = await episode.generate(max_new_tokens=tokens_per_turn)
         if not turns_left or not turn.tokens:
             return
-        message = await call_function(reply, list(episode.messages), episode.row, episode.random)
+        message = await episode.call_service(
+            lambda: call_function(reply, list(episode.messages), episode.row, episode.random)
+        )
         if message is None:
             return
         episode.say({"role": "user", "content": message})

@@ -7,14 +7,17 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from coalign.data.messages import Message, parse_tools
 from coalign.data.templates import Tools
 from coalign.environments.rendering import Rendering
+from coalign.services import PATIENCE, ServiceError, call_service
 from coalign.types import Response, Status
+
+Answer = TypeVar("Answer")
 
 
 class EnvironmentClock:
@@ -166,6 +169,26 @@ class Episode:
         self._generating = self._over = False
 
     # ---- for environments --------------------------------------------------------------------------------------------
+
+    async def call_service(self, call: Callable[[], Awaitable[Answer]], patience: float = PATIENCE) -> Answer:
+        """Await ``call()``, and repeat it for ``patience`` seconds while it raises ServiceError.
+
+        The pauses and repetitions do not count as the environment's time. Each failure is counted in
+        `episode/service_failures`. Raises the last ServiceError, which drops the episode.
+        """
+
+        async def attempt() -> Answer:
+            try:
+                return await call()
+            except ServiceError:
+                self.count("service_failures")
+                raise
+
+        try:
+            return await attempt()
+        except ServiceError:
+            with self.clock.paused():
+                return await call_service(attempt, patience)
 
     def begin(self, messages: Sequence[Message] | None = None, *, tools: Tools | None = None) -> None:
         """Replace the row's messages before the first turn, or show the policy ``tools`` (JSON Schema functions).

@@ -111,7 +111,9 @@ class EnvironmentBatch:
 
     def wait(self) -> None:
         """Wait for news. Raises EnvironmentBlocked if an environment blocks the loop, and with it all timeouts."""
-        if not self.loop.news.wait(self.environment.timeout + _GRACE):
+        while not self.loop.news.wait(self.environment.timeout + _GRACE):
+            if not self.loop.is_blocked(_GRACE):
+                continue  # all environments wait for a service
             raise EnvironmentBlocked(
                 f"an environment has blocked its event loop for {self.environment.timeout:g} s: it must await whatever "
                 "takes time (coalign.threads.call_in_thread for plain functions). It is here:\n"

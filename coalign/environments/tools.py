@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError, create_model
 
 from coalign.config.functions import bind, resolve
 from coalign.environments.calculator import calculator
@@ -23,6 +23,7 @@ from coalign.environments.conversation import call_function
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolError, ToolRequest
 from coalign.environments.rendering import format_call_id
+from coalign.services import PATIENCE, ServiceError
 from coalign.types import Status
 
 __all__ = ["calculator"]
@@ -93,21 +94,27 @@ def _describe(fn: Callable[..., Any]) -> tuple[type[BaseModel], dict[str, Any], 
 
 @dataclass(frozen=True)
 class Toolbox:
-    """Several tools, with the limits on one call: ``timeout`` in seconds, ``max_chars`` of its result."""
+    """Several tools, with the limits on one call: ``timeout`` in seconds, ``max_chars`` of its result.
+
+    A tool that raises ServiceError is called again for ``patience`` seconds.
+    """
 
     tools: Mapping[str, Tool]
     timeout: float
     max_chars: int
+    patience: float = PATIENCE
 
     @staticmethod
-    def build(configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int) -> Toolbox:
+    def build(
+        configs: Sequence[str | Mapping[str, Any]], *, timeout: float, max_chars: int, patience: float = PATIENCE
+    ) -> Toolbox:
         """Build every tool. Raises what `build_tool` raises, and ValueError for two tools of the same name."""
         tools = [build_tool(config, f"rollout.tools[{i}]") for i, config in enumerate(configs)]
         names = [each.name for each in tools]
         for i, name in enumerate(names):
             if name in names[:i]:
                 raise ValueError(f"rollout.tools[{i}]: a second tool is called '{name}'; the policy tells them by name")
-        return Toolbox({each.name: each for each in tools}, timeout, max_chars)
+        return Toolbox({each.name: each for each in tools}, timeout, max_chars, patience)
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
@@ -140,10 +147,13 @@ class Toolbox:
             raise request.error
         if request.name not in self.tools:
             raise ToolError("unknown_tool", f"there is no tool '{request.name}'; there are: {', '.join(self.tools)}")
+        return await episode.call_service(lambda: self._call_once(episode, request), self.patience)
+
+    async def _call_once(self, episode: Episode, request: ToolRequest) -> str:
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 return await self.tools[request.name](episode, request.arguments)
-        except ToolError:
+        except (ToolError, ServiceError):
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
@@ -165,6 +175,7 @@ async def tool_use(
     max_turns: int = 8,
     tokens_per_turn: int | None = None,
     tool_timeout: float = 30.0,
+    patience: NonNegativeFloat = PATIENCE,
     max_result_chars: int = 4000,
 ) -> None:
     """Let the policy call tools and read their results, turn after turn, until a turn calls none, or for ``max_turns``.
@@ -172,10 +183,11 @@ async def tool_use(
     The chat template shows the tools in the prompt. ``parser`` is the format of the calls: a function of
     coalign.environments.parsers, or a dotted path. The calls of one turn run concurrently. A call that cannot be read,
     an unknown tool, wrong arguments, an exception, or no result within ``tool_timeout`` seconds is reported to the
-    policy, and counted. A truncated turn calls nothing.
+    policy, and counted. A tool that raises ServiceError (coalign.services) is called again for ``patience`` seconds;
+    then its episode is dropped. A truncated turn calls nothing.
     """
     read = resolve(parser, "coalign.environments.parsers")
-    box = Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
+    box = Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars, patience=patience)
     episode.begin(tools=box.descriptions)
     for turns_left in reversed(range(max_turns)):
         turn = await episode.generate(max_new_tokens=tokens_per_turn)

@@ -8,16 +8,17 @@
 ``def f(samples: list[Sample], *, k=1) -> list[float]``  everything this worker scores at once: batched services
 ======================================================  ==========================================================
 
-Each may be ``async def``; functions that wait for a network should be. All calls run concurrently. A plain function
-runs in a thread of its own, so it must not use signals. A thread that never returns cannot be stopped: after a few of
-them the run ends with an error. Keyword-only arguments are configuration::
+Each may be ``async def``; functions that wait for a network should be. Calls run concurrently. What is not of this
+package runs in processes of its own (`function_process.py`): one that hangs, exits or crashes is killed and replaced.
+Keyword-only arguments are configuration::
 
     reward:
       - {fn: math, weight: 1.0}                                  # a function of this package
       - {fn: "my_rewards:polite", weight: 0.2, timeout: 5, words: [please, thanks]}
 
-A class keeps state between calls (a client, a cache): it is instantiated once, with the configuration as its keyword
-arguments, and then called like a function. The attribute ``self.at_once`` limits the concurrent calls of an async one.
+A class keeps state between calls (a client, a cache): it is instantiated once in its process, and again in the process
+that replaces a dead one, with the configuration as its keyword arguments, and then called like a function. ``at_once``
+limits the concurrent calls of an async one; of a plain one it is the number of processes, each with an instance.
 
 **What it sees**: ``sample.response`` (without special tokens; ``sample.raw_response`` has them), ``sample.prompt`` (as
 the model saw it), ``sample.messages`` (the conversation, response included), ``sample.meta`` (the data set's row:
@@ -32,10 +33,11 @@ and how values are normalised. The batch gets the columns ``reward`` and ``rewar
 function's or the configuration's ``name``. A function of weight 0 is only logged, as ``reward/<name>/mean``.
 
 **Failure** is an exception, None, NaN, infinity, anything that is no number, a list of the wrong length, or no answer
-within ``timeout`` seconds. The call is repeated ``retries`` times, after growing pauses (``TryLater`` of
-coalign.rewards.calls asks for a longer one, ``GiveUp`` for no retry). After that its samples get status ERROR and the
-reward NaN, leave the batch before any baseline sees them, and are counted in ``reward/failed/<reason>``. If no sample
-of a batch could be scored, the run stops with the function's own traceback.
+within ``timeout`` seconds. The call is repeated ``retries`` times, after growing pauses; ``GiveUp`` of
+coalign.rewards.calls asks for no retry. ``ServiceError`` of coalign.services says that a service failed: the call is
+repeated for ``patience`` seconds, while the batch is kept. After that its samples get status ERROR and the reward NaN,
+leave the batch before any baseline sees them, and are counted in ``reward/failed/<reason>``. If no sample of a batch
+could be scored, the run stops with the function's own traceback.
 """
 
 from coalign.rewards.choice import multiple_choice

@@ -8,20 +8,24 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import logging
 import math
-import random
 import reprlib
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from coalign.rewards.function_process import FunctionPool, ProcessDied
+from coalign.services import PATIENCE, ServiceError, draw_pause
 from coalign.threads import CallResult, CallTimeout, EventLoopThread, ThreadPool, TooManyHung
 from coalign.types import Sample
 
+log = logging.getLogger(__name__)
+
 _TASKS = 256  # concurrent calls of the async functions that do not set `at_once`
-_BACKOFF = 0.1  # seconds before the first retry, doubled for each further one
-_LONGEST_PAUSE = 60.0  # upper limit of a pause, whatever the backoff or the service asks for
 
 
 class RewardError(RuntimeError):
@@ -32,16 +36,9 @@ class GiveUp(RuntimeError):
     """A reward function raises this to say that a retry would fail too: the call is not repeated."""
 
 
-class TryLater(RuntimeError):
-    """A reward function raises this to be called again after at least ``seconds``."""
-
-    def __init__(self, message: str, seconds: float = 0.0) -> None:
-        super().__init__(message)
-        self.seconds = seconds
-
-
 class RewardFailure(NamedTuple):
-    """Why a sample has no value: ``raised``, ``timeout``, ``not_finite``, ``wrong_type`` or ``wrong_length``."""
+    """Why a sample has no value: ``raised``, ``timeout``, ``died``, ``service``, ``not_finite``, ``wrong_type`` or
+    ``wrong_length``."""
 
     reason: str
     error: BaseException
@@ -57,8 +54,10 @@ RewardOutcome = dict[str, float] | RewardFailure  # {"reward": value, further en
 class RewardFunction:
     """A reward function with its name, weight and limits. A class is instantiated once, with ``arguments``.
 
-    ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call. An
-    async function's attribute ``at_once``, if it has one, is how many of its calls may run concurrently.
+    ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call.
+    ``patience``: seconds for which calls are repeated while a service fails. An async function's attribute ``at_once``,
+    if it has one, is how many of its calls may run concurrently; the attribute ``is_service`` says that a timeout is
+    the failure of a service. ``is_isolated``: it runs in processes of its own.
     """
 
     name: str
@@ -67,22 +66,33 @@ class RewardFunction:
     weight: float = 1.0
     timeout: float = 30.0
     retries: int = 2
+    patience: float = PATIENCE
+    is_isolated: bool = False
     takes: str = field(init=False)
     is_async: bool = field(init=False)
     at_once: int | None = field(init=False)
+    is_service: bool = field(init=False)
+    pool: FunctionPool | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if inspect.isclass(self.fn):
+        is_class = inspect.isclass(self.fn)
+        if is_class and not self.is_isolated:
             object.__setattr__(self, "fn", self.fn(**self.arguments))
             object.__setattr__(self, "arguments", {})
-        first = next(iter(inspect.signature(self.fn).parameters.values()), None)
+            is_class = False
+        call = self.fn.__call__ if is_class else self.fn
+        first = next(iter([*inspect.signature(call).parameters.values()][is_class:]), None)
         if first is None or first.kind is first.KEYWORD_ONLY:
             raise TypeError(
                 f"reward function '{self.name}' takes no positional argument; it needs one: sample, group or samples"
             )
         object.__setattr__(self, "takes", first.name if first.name in ("group", "samples") else "sample")
         object.__setattr__(self, "at_once", getattr(self.fn, "at_once", None))
-        object.__setattr__(self, "is_async", any(map(inspect.iscoroutinefunction, (self.fn, type(self.fn).__call__))))
+        object.__setattr__(self, "is_service", getattr(self.fn, "is_service", False))
+        is_async = any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
+        object.__setattr__(self, "is_async", is_async)
+        if self.is_isolated:
+            object.__setattr__(self, "pool", FunctionPool(self.name, self.fn, self.arguments, is_async))
 
     def call(self, argument: Any) -> Any:
         """Call the function once; an async one returns an awaitable."""
@@ -106,18 +116,30 @@ class RewardCaller:
     def __init__(self) -> None:
         self._loop = EventLoopThread("rewards")
         self._threads, self._tasks = ThreadPool(), asyncio.Semaphore(_TASKS)
-        self._random = random.Random()  # separate, so the user's `random.seed` keeps its effect
+        self._pools: set[FunctionPool] = set()
+        self.service_failures: Counter[str] = Counter()  # of each function, in samples and attempts; see `score`
+
+    def start(self, functions: Sequence[RewardFunction]) -> None:
+        """Start a process of each isolated function. Raises what its module or its class raises."""
+        for function in functions:
+            if function.pool is not None:
+                self._pools.add(function.pool)
+                self._loop.submit(function.pool.start()).result()
 
     def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
         """For each function the outcome of every sample, in order.
 
-        Raises RewardError if too many threads hang, or if an async function blocks the event loop.
+        While a service fails (ServiceError) its calls are repeated, for the function's ``patience``, and counted in
+        ``service_failures``. Raises RewardError if too many threads hang, or if an async function blocks the loop.
         """
+        self._pools.update(function.pool for function in functions if function.pool is not None)
         future = self._loop.submit(self._score(functions, samples))
-        patience = max((function.timeout for function in functions), default=0.0)
+        on_loop = [function for function in functions if function.is_async and function.pool is None]
+        patience = max((function.timeout for function in on_loop), default=None)
         while not wait([future], timeout=patience).done:
+            assert patience is not None
             if self._loop.is_blocked(patience):  # the deadlines run on the same loop, so they cannot end such a call
-                names = ", ".join(f"'{function.name}'" for function in functions if function.is_async)
+                names = ", ".join(f"'{function.name}'" for function in on_loop)
                 raise RewardError(
                     f"an async reward function ({names}) has blocked its event loop for {patience:g} s: it must await "
                     "whatever takes time (an async HTTP client, asyncio.sleep, asyncio.to_thread), or be a plain `def`"
@@ -125,7 +147,9 @@ class RewardCaller:
         return future.result()
 
     def close(self) -> None:
-        """Stop the loop. Calls that still run are abandoned."""
+        """Kill the processes and stop the loop. Calls that still run in threads are abandoned."""
+        for pool in self._pools:
+            self._loop.call_soon(pool.close)
         self._loop.close()
 
     async def _score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
@@ -137,14 +161,30 @@ class RewardCaller:
         return [task.result() for task in tasks]
 
     async def _call_with_retries(self, function: RewardFunction, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        """Repeat failed calls until none fails or the retries are used up; the last attempt counts."""
+        """Repeat failed calls until none fails, or its retries or the patience with its service are used up."""
         units = function.split(samples)
         outcomes = await self._attempt(function, units)
-        for attempt in range(function.retries):
-            repeat = [i for i, unit in enumerate(outcomes) if any(map(_is_worth_repeating, unit))]
+        tries: Counter[int] = Counter()  # of each unit: calls that failed without a service's failure
+        patience = function.patience if function.weight else 0.0  # what is only logged holds up nothing
+        end = None  # of the patience, which begins anew whenever the service works
+        repeat = range(len(units))
+        for attempt in itertools.count():
+            failed = [i for i in repeat if any(map(_is_worth_repeating, outcomes[i]))]
+            waiting = {i for i in failed if patience and any(map(_is_service_failure, outcomes[i]))}
+            self.service_failures[function.name] += sum(len(outcomes[i]) for i in waiting)
+            tries.update(i for i in failed if i not in waiting)
+            end = time.monotonic() + patience if end is None or len(waiting) < len(repeat) else end
+            left = end - time.monotonic()
+            repeat = [i for i in failed if (left > 0 if i in waiting else tries[i] <= function.retries)]
             if not repeat:
                 break
-            await asyncio.sleep(self._pause(attempt, [one for i in repeat for one in outcomes[i]]))
+            pause = self._pause(attempt, [one for i in repeat for one in outcomes[i]])
+            if waiting and left > 0:
+                pause = min(pause, left)
+                first = next(o for i in sorted(waiting) for o in outcomes[i] if isinstance(o, RewardFailure))
+                message = "the service of reward '%s' fails (%d samples; next try in %.1f s, the last in %.0f s): %s"
+                log.warning(message, function.name, sum(len(outcomes[i]) for i in waiting), pause, left, first.error)
+            await asyncio.sleep(pause)
             for i, unit in zip(repeat, await self._attempt(function, [units[i] for i in repeat]), strict=True):
                 outcomes[i] = unit
         return list(itertools.chain.from_iterable(outcomes))
@@ -152,13 +192,15 @@ class RewardCaller:
     def _pause(self, attempt: int, outcomes: Sequence[RewardOutcome]) -> float:
         """Seconds before the next attempt: the longest that was asked for, or the backoff if that is more."""
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, RewardFailure)]
-        asked = max((error.seconds for error in errors if isinstance(error, TryLater)), default=0.0)
-        jitter = self._random.uniform(1.0, 1.5)  # so that the workers of a run do not all come back at once
-        return min(max(asked, _BACKOFF * 2**attempt) * jitter, _LONGEST_PAUSE)
+        return draw_pause(
+            attempt, max((error.seconds for error in errors if isinstance(error, ServiceError)), default=0)
+        )
 
     async def _attempt(self, function: RewardFunction, units: list[list[Sample]]) -> list[list[RewardOutcome]]:
         arguments = [unit[0] for unit in units] if function.takes == "sample" else units
-        if function.is_async:
+        if function.pool is not None:
+            results = await function.pool.run(arguments, function.timeout)
+        elif function.is_async:
             free = asyncio.Semaphore(function.at_once) if function.at_once else self._tasks
             results = await asyncio.gather(*(self._await(function, argument, free) for argument in arguments))
         else:
@@ -194,6 +236,10 @@ async def _catch(function: RewardFunction, argument: Any) -> CallResult:
         return None, error
 
 
+def _is_service_failure(outcome: RewardOutcome) -> bool:
+    return isinstance(outcome, RewardFailure) and outcome.reason == "service"
+
+
 def _is_worth_repeating(outcome: RewardOutcome) -> bool:
     return isinstance(outcome, RewardFailure) and not isinstance(outcome.error, GiveUp)
 
@@ -202,8 +248,16 @@ def _to_outcomes(
     function: RewardFunction, returned: Any, error: BaseException | None, expected: int
 ) -> list[RewardOutcome]:
     if error is not None:
-        return [RewardFailure("timeout" if isinstance(error, CallTimeout) else "raised", error)] * expected
+        return [RewardFailure(_name_reason(function, error), error)] * expected
     return read_outcomes(function, returned, expected)
+
+
+def _name_reason(function: RewardFunction, error: BaseException) -> str:
+    if isinstance(error, ServiceError) or (function.is_service and isinstance(error, CallTimeout)):
+        return "service"
+    if isinstance(error, ProcessDied):
+        return "died"
+    return "timeout" if isinstance(error, CallTimeout) else "raised"
 
 
 def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> list[RewardOutcome]:

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from coalign.config.schema.base import OneOrMore
-from coalign.rewards.calls import GiveUp, TryLater
+from coalign.rewards.calls import GiveUp, quote
+from coalign.services import ServiceError
 from coalign.types import Sample
 
 log = logging.getLogger(__name__)
@@ -158,8 +159,8 @@ OPTIONAL: dict[str, Callable[[Sample], Any]] = {
 }
 
 
-class ServiceError(RuntimeError):
-    """The service did not answer, or not with rewards. A retry may succeed."""
+class ServiceBusy(ServiceError):
+    """The service works, and asks for a later request."""
 
 
 def _endpoint(url: str) -> str:
@@ -192,14 +193,17 @@ class Remote:
     - ``api_key_env``: the environment variable with a key, which is sent as `Authorization: Bearer …`.
     - ``open_after`` failures in a row, a service gets no call for ``pause`` seconds, then one as a trial.
 
-    **Retries** are the framework's: this object makes none. A failed request fails its samples, which are sent again to
-    the next service by the reward's own `retries` and `timeout`, not before `Retry-After`. There is no retry for a
-    status of 400 to 499 other than 408, 425 and 429, nor for samples that got no reward (null). While the breakers of
-    all services are open, calls fail at once; enough retries outlast a restart of the service.
+    **Retries** are the framework's: this object makes none. The samples of a failed request are sent again to the next
+    service for the reward's own `patience`, not before `Retry-After`. An answer of several rewards, none of which is a
+    number, is a failure too; a single one that is none uses up `retries`. There is no retry for a status of 400 to 499
+    other than 408, 425 and 429, nor for samples that got no reward (null). While the breakers of all services are open,
+    calls fail at once.
 
     Connections are not kept alive: a training step lies between two calls, and the service may hang up meanwhile.
     Raises ValueError if the environment variable is not set, or if ``extra`` overwrites a key of the request.
     """
+
+    is_service = True
 
     def __init__(
         self,
@@ -231,7 +235,7 @@ class Remote:
         self._batcher = CallBatcher(self._request_rewards, size=batch_size, at_once=concurrency)
 
     async def __call__(self, sample: Sample) -> dict[str, float]:
-        """Raises GiveUp, TryLater or ServiceError."""
+        """Raises GiveUp or ServiceError."""
         return await self._batcher(sample)
 
     async def _request_rewards(self, samples: Sequence[Sample]) -> list[Any]:
@@ -241,7 +245,7 @@ class Remote:
         try:
             answer = await self._post(url, body)
             results = read_answer(answer, len(samples), hide_query(url))
-        except (GiveUp, TryLater):
+        except (GiveUp, ServiceBusy):
             breaker.succeeded()  # the service works, and refused this request
             raise
         except BaseException as error:  # a deadline comes as a cancellation
@@ -273,7 +277,7 @@ class Remote:
         raise ServiceError(f"the circuit is open, no request was made: {resting}")
 
     async def _post(self, url: str, body: bytes) -> Any:
-        """The JSON of the answer. Raises ServiceError if there is none; GiveUp or TryLater, as the status says."""
+        """The JSON of the answer. Raises ServiceError if there is none, GiveUp or ServiceBusy as the status says."""
         try:
             async with self._client.stream("POST", url, content=body) as response:
                 content = await _read_bounded(response, hide_query(url))
@@ -283,7 +287,7 @@ class Remote:
         message = f"{hide_query(url)} answered {status}: {excerpt}"
         seconds = _retry_after(response.headers.get("Retry-After"))
         if status in _BUSY or (status >= 500 and seconds is not None):
-            raise TryLater(message, seconds or 0.0)
+            raise ServiceBusy(message, seconds or 0.0)
         if status >= 500:
             raise ServiceError(message)
         if status != 200:
@@ -314,13 +318,15 @@ async def _read_bounded(response: Any, where: str) -> bytes:
 def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
     """The entries of each sample in a service's answer, or a GiveUp where it has no reward.
 
-    Raises ServiceError for anything but a list of ``expected`` rewards.
+    Raises ServiceError for anything but a list of ``expected`` rewards, and for several of which none is a number.
     """
     rewards = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(rewards, list):
         raise ServiceError(f'{where}: the answer has no list "rewards": {reprlib.repr(answer)}')
     if len(rewards) != expected:
         raise ServiceError(f"{where}: {len(rewards)} rewards for {expected} samples")
+    if expected > 1 and not any(reward is None or _is_number(reward) for reward in rewards):
+        raise ServiceError(f"{where}: none of {expected} rewards is a number: {quote(rewards)}")
     errors = answer["errors"] if isinstance(answer.get("errors"), dict) else {}
     logs = _numbers(answer.get("extra_logs"), expected)
     results: list[Any] = []

@@ -10,11 +10,12 @@ from coalign.backends.scorers.reward import RewardModule
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.engine.reward import combine_rewards
+from coalign.rewards.calls import RewardFunction
 from coalign.roles import Context
 from coalign.types import Stat, Status, Total
 from tests.tiny import tiny_tokenizer
 
-HERE = "tests.backends.test_reward:"
+HERE = "tests.backends.functions:"
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +63,20 @@ def batch(*responses, prompt="<|im_start|>user\n2+2?<|im_end|>\n", n=2, errors=(
     )
 
 
-def as_number(sample):
-    return float(sample.response)
-
-
-def fails_on_words(sample):
-    return {"reward": float(sample.response), "length": len(sample.response)}
-
-
-async def group_rank(group, *, scale=1.0):
-    return [scale * sum(other.response < s.response for other in group) for s in group]
-
-
 SEEN = []
 
 
 def spy(sample):
     SEEN.append(sample)
     return 0.0
+
+
+def build_spy(build):
+    """A module with a function that stays in this process, where it notes what it sees."""
+    SEEN.clear()
+    module = build({"fn": "exact_match", "name": "spy"})
+    module.functions = [RewardFunction("spy", spy)]
+    return module
 
 
 def test_a_column_of_each_function(build):
@@ -94,8 +91,7 @@ def test_a_column_of_each_function(build):
 
 
 def test_what_a_function_sees(build):
-    SEEN.clear()
-    build({"fn": HERE + "spy"}).forward_step(batch("héllo", n=1, question="2+2?"))
+    build_spy(build).forward_step(batch("héllo", n=1, question="2+2?"))
     (sample,) = SEEN
     assert sample.response == "héllo" and sample.raw_response == "héllo<|im_end|>"
     assert sample.prompt == "<|im_start|>user\n2+2?<|im_end|>\n"
@@ -105,9 +101,8 @@ def test_what_a_function_sees(build):
 
 
 def test_the_conversation_comes_from_the_row_where_it_is_there(build):
-    SEEN.clear()
     question = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]
-    build({"fn": HERE + "spy"}).forward_step(batch("4", n=1, messages=question))
+    build_spy(build).forward_step(batch("4", n=1, messages=question))
     assert SEEN[0].messages == [*question, {"role": "assistant", "content": "4"}]
 
 
@@ -124,8 +119,7 @@ def test_a_failed_sample_is_never_a_number(build, caplog):
 
 @pytest.mark.parametrize("status", [Status.ERROR, Status.PARTIAL])
 def test_rows_that_are_not_at_their_end_are_not_scored(build, status):
-    SEEN.clear()
-    module, given = build({"fn": HERE + "spy"}), batch("1", "2", "3")
+    module, given = build_spy(build), batch("1", "2", "3")
     given = given.with_(status=torch.tensor([0, status, Status.TRUNCATED], dtype=torch.uint8))
     columns = module.forward_step(given)
     assert {s.response for s in SEEN} == {"1", "3"}

@@ -59,10 +59,10 @@ def test_settings_by_their_key(tmp_path):
 
 
 def test_arguments_of_functions_are_in_the_fingerprint():
-    rewards = [RewardConfig(fn="tests.runs:digits", threads=3, weight=0.5)]
+    rewards = [RewardConfig(fn="tests.digits:digits", threads=3, weight=0.5)]
     found = resumable.fingerprint_settings(RunConfig(algorithm="grpo", output="a", reward=rewards))
     assert found["reward[0].threads"] == 3 and found["reward[0].weight"] == 0.5
-    assert found["reward[0].fn (source)"] == resumable.fingerprint_code("tests.runs:digits")
+    assert found["reward[0].fn (source)"] == resumable.fingerprint_code("tests.digits:digits")
     assert "output" not in found and not any(key.startswith("runtime.profile") for key in found)
     other = RunConfig(algorithm="grpo", output="b", reward=rewards, runtime={"ray_address": "x", "stall": None})
     assert resumable.fingerprint_settings(other) == found

@@ -23,7 +23,7 @@ from coalign.config.schema import DataConfig, GenerateConfig, NativeConfig, Samp
 from coalign.engine.hooks.run_folder import FolderInUse
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
-from tests.runs import ROOT, digits
+from tests.runs import ROOT
 from tests.tiny import tiny_model_dir, tiny_reward_model_dir
 
 ROWS, SAMPLES = 6, 3
@@ -63,16 +63,6 @@ def quiet():
     return Display(quiet=True, err=Console(quiet=True))
 
 
-def partly_digits(sample):
-    if "5" in sample.prompt:
-        raise ValueError("cannot read a five")
-    return digits(sample)
-
-
-def never(sample):
-    raise ValueError("no")
-
-
 def test_a_record_for_each_response(home, tmp_path):
     counts = generate(settings(home), tmp_path / "out.jsonl", quiet())
     records = rows(tmp_path / "out.jsonl")
@@ -85,7 +75,7 @@ def test_a_record_for_each_response(home, tmp_path):
 
 
 def test_the_best_of_n_has_the_highest_score(home, tmp_path):
-    reward = [{"fn": "tests.runs:digits"}]
+    reward = [{"fn": "tests.digits:digits"}]
     generate(settings(home, reward=reward), tmp_path / "all.jsonl", quiet())
     generate(settings(home, reward=reward, keep="best"), tmp_path / "best.jsonl", quiet())
     everything = rows(tmp_path / "all.jsonl")
@@ -131,7 +121,7 @@ def kill_after(patch, units):
 
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_a_killed_call_goes_on_where_it_was(home, tmp_path, monkeypatch, units):
-    config = settings(home, reward=[{"fn": "tests.runs:digits"}])
+    config = settings(home, reward=[{"fn": "tests.digits:digits"}])
     generate(config, tmp_path / "whole.jsonl", quiet())
     with monkeypatch.context() as patch, pytest.raises(Killed):
         kill_after(patch, units)
@@ -185,7 +175,7 @@ def test_two_calls_cannot_write_one_file(home, tmp_path):
 
 def test_rewards_that_fail_are_counted(home, tmp_path):
     err = Console(record=True, width=200)
-    failing = [{"fn": "tests.commands.test_generate:partly_digits", "retries": 0}]
+    failing = [{"fn": "tests.commands.functions:partly_digits", "retries": 0}]
     counts = generate(settings(home, reward=failing, keep="best"), tmp_path / "out.jsonl", Display(err=err))
     assert [r["group"] for r in rows(tmp_path / "out.jsonl")] == [0, 1, 3, 4]  # 2+5= and 5+8= have a five
     assert counts["responses"] == 4
@@ -193,7 +183,7 @@ def test_rewards_that_fail_are_counted(home, tmp_path):
 
 
 def test_a_reward_that_never_works_ends_the_call(home, tmp_path):
-    failing = [{"fn": "tests.commands.test_generate:never", "retries": 0}]
+    failing = [{"fn": "tests.commands.functions:never", "retries": 0}]
     with pytest.raises(RewardError, match=r"no response could be scored; .*ValueError: no"):
         generate(settings(home, reward=failing), tmp_path / "out.jsonl", quiet())
 
@@ -213,8 +203,8 @@ def test_on_the_command_line(home, tmp_path):
     out = tmp_path / "out.jsonl"
     options = ["--chat-template", "none", "--max-new-tokens", "6", "-n", str(SAMPLES)]
     command = ["generate", str(home / "model"), "-i", str(home / "sums.jsonl"), "-o", str(out), *options]
-    assert CliRunner().invoke(app, [*command, "--best", "--reward", "tests.runs:digits"]).exit_code == 0
-    generate(settings(home, reward=["tests.runs:digits"], keep="best"), tmp_path / "best.jsonl", quiet())
+    assert CliRunner().invoke(app, [*command, "--best", "--reward", "tests.digits:digits"]).exit_code == 0
+    generate(settings(home, reward=["tests.digits:digits"], keep="best"), tmp_path / "best.jsonl", quiet())
     assert out.read_bytes() == (tmp_path / "best.jsonl").read_bytes()
     shown = CliRunner().invoke(app, ["generate", str(home / "model"), "-p", "0+3=", *options])
     assert shown.exit_code == 0 and rows(out)[0]["response"].strip() in shown.stdout

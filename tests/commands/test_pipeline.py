@@ -35,7 +35,7 @@ stages:
       samples: 4
       sampling: {{max_new_tokens: 8}}
       native: {{max_sequences: 2}}
-  - score: {{reward: "tests.runs:digits"}}
+  - score: {{reward: "tests.digits:digits"}}
   - select: {{keep: best, truncated: keep}}
   - train:
       algorithm: sft
@@ -256,7 +256,7 @@ SMALL = [
     "stages.generate.prompts=4",
     "stages.generate.samples=4",
     "stages.generate.sampling.max_new_tokens=8",
-    "stages.score=tests.runs:digits",
+    "stages.score=tests.digits:digits",
     "stages.select.truncated=keep",
     "stages.train.runtime={steps: 2, prompts_per_step: 2, threads: 1, plots: false, tensorboard: false}",
     "stages.train.data.chat_template=none",
@@ -336,9 +336,9 @@ def test_a_reward_model_does_not_become_the_current_model(home):
         ("lr: 3.0e-3", "l: 3.0e-3", "line 19: stages[3].train.models.trainer.optimizer.l: unknown key"),
         ("algorithm: sft", "algorithm: sff", "line 15: stages[3].train.algorithm: 'sff' is not in coalign.recipes"),
         (
-            "tests.runs:digits",
-            "tests.runs:digit",
-            "'tests.runs:digit': 'tests.runs' has no 'digit'; did you mean 'digits'?",
+            "tests.digits:digits",
+            "tests.digits:digit",
+            "'tests.digits:digit': 'tests.digits' has no 'digit'; did you mean 'digits'?",
         ),
         ("/model\n", "/modle\n", "line 3: model: there is no directory"),
         ("gsm8k_train", "gsm8k_trian", "line 7: stages[0].generate.data.train.path: there is no file"),
@@ -350,7 +350,7 @@ def test_a_reward_model_does_not_become_the_current_model(home):
 def test_bad_input(home, old, new, message):
     text = TINY.replace("rounds: {rounds}", "rounds: 2").replace(old, new, 1)
     if "name: select" in new:
-        text = text.replace('"tests.runs:digits"}}', '"tests.runs:digits"}}}}')
+        text = text.replace('"tests.digits:digits"}}', '"tests.digits:digits"}}}}')
     path = write(home, "bad", text=text)
     with pytest.raises(ValueError) as caught:
         pipeline.plan_stages(load_pipeline(path))

@@ -44,23 +44,7 @@ def scored(path, tmp_path, **changes):
     return [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()], counts
 
 
-def by_length(sample):
-    return float(len(sample.response))
-
-
-def rank_in_group(group):
-    """Only right for a whole group: the longest response is worth 1."""
-    longest = max(len(sample.response) for sample in group)
-    return [float(len(group)) + (len(sample.response) == longest) for sample in group]
-
-
-def fails_on_empty(sample):
-    if not sample.response:
-        raise ValueError("nothing to read")
-    return 1.0
-
-
-LENGTH = [{"fn": "tests.commands.test_score:by_length"}]
+LENGTH = [{"fn": "tests.commands.functions:by_length"}]
 
 
 def expected(judge, messages):
@@ -126,15 +110,14 @@ def test_a_group_is_scored_together(tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "CHUNK", 2)
     said = [("a", 0), ("bb", 0), ("ccc", 0), ("d", 1), ("e", None), ("f", None)]
     rows = [{"prompt": "q", "response": text} | ({} if g is None else {"group": g}) for text, g in said]
-    found, _ = scored(write(tmp_path / "g.jsonl", *rows), tmp_path, reward=["tests.commands.test_score:rank_in_group"])
+    found, _ = scored(write(tmp_path / "g.jsonl", *rows), tmp_path, reward=["tests.commands.functions:rank_in_group"])
     assert [row["score"] for row in found] == [3.0, 3.0, 4.0, 2.0, 2.0, 2.0]
 
 
 def test_empty_responses(judge, tmp_path):
     rows = [{"prompt": "q", "response": ""}, {"prompt": "q", "response": "x"}]
-    found, counts = scored(
-        write(tmp_path / "e.jsonl", *rows), tmp_path, reward=[{"fn": f"{__name__}:fails_on_empty", "retries": 0}]
-    )
+    reward = [{"fn": "tests.commands.functions:fails_on_empty", "retries": 0}]
+    found, counts = scored(write(tmp_path / "e.jsonl", *rows), tmp_path, reward=reward)
     assert [row["score"] for row in found] == [None, 1.0] and counts["unscored"] == 1
     found, _ = scored(tmp_path / "e.jsonl", tmp_path, reward_model=str(judge))
     assert found[0]["score"] == pytest.approx(

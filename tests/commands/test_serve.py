@@ -27,7 +27,7 @@ from tests.fuzzing import CASES, JSON, damage, send_raw, try_cases
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir
 
-HERE = "tests.commands.test_serve:"
+HERE = "tests.commands.functions:"
 
 
 class Judge:
@@ -48,25 +48,6 @@ class Judge:
 
     def close(self):
         self.closed = True
-
-
-def by_length(sample):
-    return float(len(sample.response))
-
-
-def sees(sample):
-    assert sample.messages[-1]["content"] == sample.response
-    return {"reward": float(sample.meta["gold"]), "trained": int(sample.loss_mask.sum())}
-
-
-def picky(sample):
-    if sample.response == "no":
-        raise KeyError("nothing for this one")
-    return 1.0
-
-
-def rank(group):
-    return [0.0] * len(group)
 
 
 @pytest.fixture
@@ -413,7 +394,7 @@ def test_a_reward_model_reads_messages_by_its_template_and_a_query_as_it_is(serv
 def test_a_run_rewarded_over_http_learns_the_same(served, tmp_path, monkeypatch):
     """The samples' rewards, and so the weights, are those of the function itself."""
     monkeypatch.setenv("REWARD_KEY", "s3cret")
-    base = served(key="s3cret", reward={"fn": "tests.runs:digits"})
+    base = served(key="s3cret", reward={"fn": "tests.digits:digits"})
     direct = settings(tmp_path, "grpo", steps=2)
     assert run(direct) == 0
     url = f"{base}/get_reward"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from coalign.files import RecordFile, Sink
-from tests.runs import command, digits, metrics, run, settings, weights_hash
+from tests.digits import digits
+from tests.runs import command, metrics, run, settings, weights_hash
 
 BROKEN: set[int] = set()  # weight versions whose samples the reward function refuses
 

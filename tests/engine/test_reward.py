@@ -212,7 +212,7 @@ def two_judges(directory, **runtime):
         config["models"][name] = {"load": str(path), "head": "reward"}
     tiny_tokenizer(directory / "terse", chat_template="{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
     config["reward"] = [
-        {"fn": "tests.runs:digits", "weight": 2.0},
+        {"fn": "tests.digits:digits", "weight": 2.0},
         {"model": "kind", "normalise": "running", "clip": 3.0},
         {"model": "terse", "weight": 0.5, "normalise": "group"},
     ]
@@ -281,7 +281,7 @@ def test_check_shows_the_composition(tmp_path, capsys):
     check(loaded(two_judges(tmp_path)), Display())
     shown = " ".join(capsys.readouterr().out.split())
     for part in (
-        "+2 × digits: function tests.runs:digits",
+        "+2 × digits: function tests.digits:digits",
         "+1 × kind: model kind, normalised by running, within ±3",
         "+0.5 × terse: model terse (reads text with its own tokenizer), normalised by group",
         "reward_functions.forward_step ├─◀ policy.generate tokens └─▶ reward/digits",

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from coalign.environments.loop import EnvironmentBlocked, EnvironmentFunction
+from coalign.services import ServiceError
 from coalign.threads import call_in_thread
 from coalign.types import Status
 from tests.environments.helpers import Script, episode, play
@@ -139,6 +140,36 @@ def test_who_blocks_the_loop_is_named(monkeypatch):
 
     with pytest.raises(EnvironmentBlocked, match=r"(?s)must await.*instead of asyncio\.sleep"):
         play(blocks, *several(1), timeout=0.2)
+
+
+def test_a_failing_service_is_waited_for_and_costs_no_time_of_the_environment(monkeypatch):
+    monkeypatch.setattr("coalign.environments.loop._GRACE", 0.05)
+    back = time.monotonic() + 1.0
+
+    async def service():
+        if time.monotonic() < back:
+            raise ServiceError("restarting")
+        return "5"
+
+    async def asks(one):
+        await one.generate()
+        one.say({"role": "user", "content": await one.call_service(service)})
+
+    running = play(asks, *several(2), timeout=0.3)
+    assert statuses(running) == [Status.OK] * 2
+    assert all(call.episodes[0].counts["service_failures"] > 2 for call in running.calls)
+
+
+def test_a_service_that_stays_away_drops_the_episode():
+    async def service():
+        raise ServiceError("gone")
+
+    async def asks(one):
+        await one.generate()
+        await one.call_service(service, 0.3)
+
+    running = play(asks, *several(1))
+    assert statuses(running) == [Status.ERROR] and running.calls[0].reason == "ServiceError"
 
 
 def test_what_is_no_environment_is_refused():

@@ -15,6 +15,7 @@ from coalign.environments.calculator import calculator, evaluate
 from coalign.environments.episode import Turn
 from coalign.environments.parsers import hermes, llama
 from coalign.environments.tools import build_tool, tool_use
+from coalign.services import ServiceError
 from coalign.types import Status
 from tests.environments.helpers import TOKENIZER, episode, play
 
@@ -167,6 +168,24 @@ def test_what_goes_wrong_is_told_and_counted(call, reason, told):
     assert result.startswith("Error: ") and told in result
     assert one.counts[f"tool_failed/{reason}"] == 1
     assert one.status == Status.OK
+
+
+@pytest.mark.parametrize(("patience", "result"), [(20.0, "here"), (0.0, None)])
+def test_a_tool_whose_service_fails_is_called_again(monkeypatch, patience, result):
+    calls = []
+
+    def remote() -> str:
+        """Asks a service."""
+        calls.append(1)
+        if len(calls) < 4:
+            raise ServiceError("starting")
+        return "here"
+
+    monkeypatch.setitem(globals(), "remote", remote)
+    one = episode(said(ask("remote")), "done")
+    running = play(tool_use, one, tools=[f"{HERE}:remote"], patience=patience)
+    assert [m["content"] for m in one.messages if m["role"] == "tool"] == ([result] if result else [])
+    assert running.calls[0].reason == ("" if result else "ServiceError")
 
 
 def test_how_a_model_writes_calls_is_a_setting():

@@ -25,7 +25,7 @@ def calculating(directory: Path, **runtime) -> dict:
     config["data"] |= {"chat_template": TOOLS_CHATML}
     config["data"].pop("eval")
     config["rollout"] = {"fn": "tests.environments.test_native:calculates", "turns": 2}
-    config["reward"] = [{"fn": "episode"}, {"fn": "tests.runs:digits", "weight": 0.1}]
+    config["reward"] = [{"fn": "episode"}, {"fn": "tests.digits:digits", "weight": 0.1}]
     config["models"]["policy"] |= {"sampling": {"max_new_tokens": 20}, "max_tokens_per_micro": 2048}
     return config
 
@@ -57,7 +57,7 @@ def test_a_run_with_tools_that_is_stopped_ends_with_the_same_weights(tmp_path):
     whole = calculating(tmp_path, steps=4, save_every=2, max_staleness=1)
     parser = "tests.environments.test_training:always_calls"
     whole["rollout"] = {"fn": "tool_use", "tools": ["calculator"], "max_turns": 3, "parser": parser}
-    whole["reward"] = {"fn": "tests.runs:digits"}
+    whole["reward"] = {"fn": "tests.digits:digits"}
     stop = list("abcdefghijklmnopqrstuvwxyz")  # such policies end no turn by themselves
     whole["models"]["policy"]["sampling"] = {"max_new_tokens": 60, "stop": stop}
     assert run(whole) == 0
@@ -81,7 +81,7 @@ async def talkative(episode):
 
 def test_a_policy_that_is_never_asked_ends_the_run(tmp_path):
     config = calculating(tmp_path, steps=2)
-    config |= {"rollout": {"fn": "tests.environments.test_training:silent"}, "reward": {"fn": "tests.runs:digits"}}
+    config |= {"rollout": {"fn": "tests.environments.test_training:silent"}, "reward": {"fn": "tests.digits:digits"}}
     with pytest.raises(RuntimeError, match=r"step 1: .*test_training:silent` \(rollout.fn\) has asked .* for no turn"):
         run(config)
     with pytest.raises(RuntimeError, match=r"has asked .* for no turn"):
@@ -90,7 +90,7 @@ def test_a_policy_that_is_never_asked_ends_the_run(tmp_path):
 
 def test_an_episode_that_hears_too_much_is_cut_and_the_run_goes_on(tmp_path):
     config = calculating(tmp_path, steps=2)
-    config |= {"rollout": {"fn": "tests.environments.test_training:talkative"}, "reward": {"fn": "tests.runs:digits"}}
+    config |= {"rollout": {"fn": "tests.environments.test_training:talkative"}, "reward": {"fn": "tests.digits:digits"}}
     config["models"]["policy"]["max_tokens_per_micro"] = 300
     assert run(config) == 0
     for line in metrics(config):

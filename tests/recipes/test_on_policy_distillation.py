@@ -66,7 +66,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(tmp_path):
 
 
 def test_a_reward_is_for_evaluation(tmp_path):
-    config = configuration(tmp_path, steps=1, eval_every=1) | {"reward": "tests.runs:digits"}
+    config = configuration(tmp_path, steps=1, eval_every=1) | {"reward": "tests.digits:digits"}
     run(config)
     line = metrics(config)[-1]
     assert {"eval/mean@1", "eval/teacher_kl"} <= set(line) and "reward/mean" not in line

@@ -216,7 +216,7 @@ def as_received(token_rewards, reward, loss_mask, segment):
 def test_what_an_environment_gives_counts_once_and_where_it_was_given(tmp_path, parts, places, total):
     config = settings(tmp_path, "reinforce_pp", steps=1, samples_per_prompt=2, eval_at_start=False)
     config["rollout"] = "tests.recipes.test_online:paid_twice"
-    config["reward"] = [{"fn": {"digits": "tests.runs:digits"}.get(name, name)} for name in parts]
+    config["reward"] = [{"fn": {"digits": "tests.digits:digits"}.get(name, name)} for name in parts]
     config["advantage"] = "tests.recipes.test_online:as_received"
     config["kl"] = {"fn": "FixedKL", "coef": 0.0}
     assert run(config) == 0

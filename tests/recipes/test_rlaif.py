@@ -9,7 +9,7 @@ from coalign.launch.check import trace
 from coalign.launch.plan import prepare
 from tests.runs import metrics, other_model, run, run_in_two_parts, settings, weights_hash
 
-DIGITS = {"fn": "tests.runs:digits", "weight": 0.0}
+DIGITS = {"fn": "tests.digits:digits", "weight": 0.0}
 
 
 def configuration(directory, algorithm="rlaif", judge="pointwise", **runtime):

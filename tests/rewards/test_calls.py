@@ -15,9 +15,9 @@ from coalign.rewards.calls import (
     RewardError,
     RewardFailure,
     RewardFunction,
-    TryLater,
     read_outcomes,
 )
+from coalign.services import ServiceError
 from coalign.threads import MAX_HUNG
 from tests.rewards.samples import sample
 
@@ -335,11 +335,55 @@ def test_a_service_is_left_alone_as_long_as_it_asks_for(caller):
     def later(sample):
         times.append(time.monotonic())
         if len(times) == 1:
-            raise TryLater("busy", 0.4)
+            raise ServiceError("busy", 0.4)
         return 1.0
 
-    assert values(score(caller, later, SAMPLES[:1], retries=1)) == [1.0]
+    assert values(score(caller, later, SAMPLES[:1])) == [1.0]
     assert times[1] - times[0] >= 0.4
+
+
+def test_a_service_is_waited_for_as_long_as_patience_lasts(caller):
+    times = []
+
+    def down(sample):
+        times.append(time.monotonic())
+        raise ServiceError("down")
+
+    assert values(score(caller, down, SAMPLES[:1], patience=1.0, retries=0)) == ["service"]
+    assert 0.9 < times[-1] - times[0] < 5 and len(times) > 3
+    assert caller.service_failures["f"] == len(times)
+    times.clear()
+    assert values(score(caller, down, SAMPLES[:1], patience=600.0, weight=0.0, retries=1)) == ["service"]
+    assert len(times) == 2  # what is only logged holds up nothing
+
+
+def test_patience_begins_anew_when_the_service_answers_and_is_for_its_failures_alone(caller):
+    calls = []
+
+    def flaky(sample):
+        calls.append(sample.response)
+        if sample.response == "00":
+            raise KeyError("its own error")
+        if len(calls) < 8:
+            raise ServiceError("down", 0.1)
+        return 1.0
+
+    assert values(score(caller, flaky, SAMPLES[:3], patience=10.0, retries=1)) == ["raised", 1.0, 1.0]
+    assert calls.count("00") == 2
+
+
+def test_a_timeout_of_a_service_is_its_failure(caller):
+    class Slow:
+        is_service = True
+        calls = 0
+
+        async def __call__(self, sample):
+            self.calls += 1
+            await asyncio.sleep(30 if self.calls < 4 else 0)
+            return 1.0
+
+    assert values(score(caller, Slow(), SAMPLES[:1], timeout=0.1, patience=30.0)) == [1.0]
+    assert caller.service_failures == {"f": 3}
 
 
 def test_pauses_grow_vary_and_end(caller):
@@ -347,7 +391,7 @@ def test_pauses_grow_vary_and_end(caller):
     for attempt, least in ((0, 0.1), (1, 0.2), (4, 1.6)):
         pauses = [caller._pause(attempt, failure) for _ in range(50)]
         assert all(least <= pause <= 1.5 * least for pause in pauses) and len(set(pauses)) > 1
-    assert caller._pause(30, failure) == caller._pause(0, [RewardFailure("raised", TryLater("", 3600.0))]) == 60.0
+    assert caller._pause(30, failure) == caller._pause(0, [RewardFailure("raised", ServiceError("", 3600.0))]) == 60.0
 
 
 def test_an_async_function_may_bound_its_calls(caller):

@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import math
 import socket
 import threading
 import time
@@ -52,7 +53,8 @@ def service():
 
 def remote(*services, **settings):
     url = [one if isinstance(one, str) else one.url for one in services]
-    return build_reward_function(RewardConfig(**{"fn": "remote", "url": url, "retries": 0} | settings), "reward.0")
+    limits = {"retries": 0, "patience": 0.0}
+    return build_reward_function(RewardConfig(**{"fn": "remote", "url": url} | limits | settings), "reward.0")
 
 
 def score(caller, function, samples=SAMPLES):
@@ -160,7 +162,7 @@ def test_extra_logs_that_are_numbers_become_entries(caller, service):
 def test_an_answer_without_rewards_fails_the_samples_and_is_asked_for_again(caller, service, answer, message):
     server = service(answer)
     outcomes = score(caller, remote(server), SAMPLES[:2])
-    assert rewards(outcomes) == ["raised"] * 2
+    assert rewards(outcomes) == ["service"] * 2
     assert message in str(outcomes[0].error) and server.url in str(outcomes[0].error)
     assert len(server.bodies) == 1
 
@@ -263,14 +265,14 @@ def test_a_strange_retry_after_is_no_reason_to_fail(caller, service):
 def test_no_answer_in_time(caller, service):
     release = threading.Event()
     server = service(lambda body: release.wait(30) and lengths(body))
-    assert rewards(score(caller, remote(server, timeout=0.3), SAMPLES[:2])) == ["timeout"] * 2
+    assert rewards(score(caller, remote(server, timeout=0.3), SAMPLES[:2])) == ["service"] * 2
     assert rewards(score(caller, remote(server), SAMPLES[:2])) == [0.0, 1.0]
     release.set()
 
 
 def test_nobody_there(caller):
     outcomes = score(caller, remote(f"http://127.0.0.1:{free_port()}/get_reward"), SAMPLES[:2])
-    assert rewards(outcomes) == ["raised"] * 2 and "ConnectError" in str(outcomes[0].error)
+    assert rewards(outcomes) == ["service"] * 2 and "ConnectError" in str(outcomes[0].error)
 
 
 def test_a_service_that_hangs_up(caller):
@@ -287,7 +289,7 @@ def test_a_service_that_hangs_up(caller):
 
     threading.Thread(target=hang_up, daemon=True).start()
     outcomes = score(caller, remote(f"http://127.0.0.1:{listener.getsockname()[1]}/"), SAMPLES[:2])
-    assert rewards(outcomes) == ["raised"] * 2
+    assert rewards(outcomes) == ["service"] * 2
     assert any(word in str(outcomes[0].error) for word in ("ReadError", "RemoteProtocolError", "WriteError"))
     listener.close()
 
@@ -303,7 +305,7 @@ def test_the_circuit_opens_says_why_and_closes_again(caller, service, caplog):
     function = remote(server, open_after=3, pause=30, batch_size=1, concurrency=1)
     with caplog.at_level(logging.WARNING):
         outcomes = score(caller, function, SAMPLES[:8])
-    assert rewards(outcomes) == ["raised"] * 8 and len(server.bodies) == 3
+    assert rewards(outcomes) == ["service"] * 8 and len(server.bodies) == 3
     last = str(outcomes[-1].error)
     assert "the circuit is open, no request was made" in last and "3 failures in a row" in last
     assert server.url in last and 'answered 500: {"error": "down"}' in last
@@ -331,16 +333,67 @@ def test_no_answer_in_time_opens_the_circuit(caller, service):
     release = threading.Event()
     server = service(answer=lambda body: release.wait(30) and lengths(body))
     function = remote(server, open_after=1, timeout=0.3)
-    assert rewards(score(caller, function, SAMPLES[:2])) == ["timeout"] * 2
+    assert rewards(score(caller, function, SAMPLES[:2])) == ["service"] * 2
     outcomes = score(caller, function, SAMPLES[:2])
     release.set()
-    assert rewards(outcomes) == ["raised"] * 2 and "the last: no answer in time" in str(outcomes[0].error)
+    assert rewards(outcomes) == ["service"] * 2 and "the last: no answer in time" in str(outcomes[0].error)
 
 
 def test_an_outage_is_outlasted_by_enough_retries(caller, service):
     server = service(*[(500, {}, {})] * 2)
     function = remote(server, open_after=1, pause=0.15, retries=4)
     assert rewards(score(caller, function, SAMPLES[:2])) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        (500, {}, {}),
+        (503, {}, {"Retry-After": "0"}),
+        (200, b"<html>", {}),
+        (200, {"rewards": [1.0]}, {}),
+        (200, {"rewards": []}, {}),
+        (200, b"[" * 100_000, {}),
+        (200, b'{"rewards": [' + b",".join([b"NaN"] * 10) + b"]}", {}),
+        (200, b'{"rewards": [' + b",".join([b"1" + b"0" * 400] * 10) + b"]}", {}),
+        (200, {"rewards": ["good"] * 10}, {}),
+        "reset",
+        "silence",
+    ],
+    ids=["500", "503", "html", "few", "none", "nested", "nan", "huge", "texts", "reset", "silence"],
+)
+def test_a_service_that_fails_for_a_while_costs_no_sample(caller, service, broken):
+    working = time.monotonic() + 0.8
+
+    def answer(body):
+        if time.monotonic() > working:
+            return lengths(body)
+        if broken == "silence":
+            time.sleep(1)
+        if isinstance(broken, str):
+            raise ConnectionResetError
+        return broken
+
+    server = service(answer=answer)
+    function = remote(server, patience=20.0, pause=0.1, timeout=0.3)
+    assert rewards(score(caller, function)) == [float(i) for i in range(10)]
+    assert caller.service_failures["remote"] >= 10 and len(server.bodies) > 2
+
+
+def test_one_sample_of_nan_holds_up_nothing(caller, service):
+    server = service(
+        answer=lambda body: (200, {"rewards": [math.nan if x == "a3" else 1.0 for x in body["labels"]]}, {})
+    )
+    start = time.monotonic()
+    assert rewards(score(caller, remote(server, patience=600.0))) == [1.0] * 3 + ["not_finite"] + [1.0] * 6
+    assert time.monotonic() - start < 10 and not caller.service_failures.total()
+
+
+def test_a_service_that_stays_away_fails_its_samples_once_patience_is_over(caller):
+    function = remote(f"http://127.0.0.1:{free_port()}/get_reward", patience=0.5)
+    start = time.monotonic()
+    assert rewards(score(caller, function)) == ["service"] * 10
+    assert 0.4 < time.monotonic() - start < 10
 
 
 def test_the_key_comes_from_the_environment_and_is_shown_nowhere(caller, service, monkeypatch, caplog):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from pickle import PicklingError
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from coalign.backends.base import Module
-from coalign.config.functions import bind, resolve
+from coalign.config.functions import bind, is_bound_to_process, resolve
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished, read_samples
@@ -47,6 +50,7 @@ class RewardModule(Module):
         self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
         self.functions = build_reward_functions(self.context.rewards)
         self.caller = RewardCaller()
+        self.caller.start(self.functions)
 
     def close(self) -> None:
         if self.caller is not None:
@@ -57,8 +61,8 @@ class RewardModule(Module):
 
         Returns columns ``reward/<function>`` f32[N], NaN where the function failed for good or the sample is
         unfinished, and ``reward/<function>/failure``, a string for each row that says what went wrong. Stats: the
-        counts ``reward/failed/<reason>``, and the means of what a function returns besides. The caller decides whether
-        too many have failed.
+        counts ``reward/failed/<reason>`` and ``reward/<function>/service_failures`` (samples whose call was repeated,
+        for each time), and the means of what a function returns besides. The caller decides whether too many failed.
         """
         assert self.caller is not None
         rows = is_finished(cast(Tensor, batch["status"]))
@@ -71,7 +75,11 @@ class RewardModule(Module):
             texts = iter(str(outcome) if isinstance(outcome, RewardFailure) else "" for outcome in scored)
             columns[f"reward/{function.name}/failure"] = [next(texts) if row else "" for row in rows.tolist()]
             self._report(function, samples, scored)
-        return {**columns, **_stats(self.functions, outcomes)}
+        failures, self.caller.service_failures = self.caller.service_failures, Counter()
+        waits: Stats = {
+            f"reward/{name}/service_failures": Total(float(count)) for name, count in failures.items() if count
+        }
+        return {**columns, **_stats(self.functions, outcomes), **waits}
 
     def _report(self, function: RewardFunction, samples: Sequence[Sample], scored: Sequence[RewardOutcome]) -> None:
         """Log a function's first failure in this batch, with its traceback the first time."""
@@ -95,9 +103,29 @@ def build_reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFuncti
 
 
 def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
-    """The function that a configuration names, with its arguments. Raises what `resolve_reward` raises."""
-    limits = {"weight": config.weight, "timeout": config.timeout, "retries": config.retries}
-    return RewardFunction(config.called, *resolve_reward(config, where), **limits)
+    """The function that a configuration names, with its arguments. Raises what `resolve_reward` raises.
+
+    What is not of this package runs in processes of its own, unless it is an object that no process can be sent.
+    """
+    fn, arguments = resolve_reward(config, where)
+    limits = {
+        "weight": config.weight,
+        "timeout": config.timeout,
+        "retries": config.retries,
+        "patience": config.patience,
+    }
+    build = partial(RewardFunction, config.called, fn, arguments, **limits)
+    name = cast(str, config.fn)
+    if ":" not in name or name.startswith(("coalign.", "coalign:")):
+        return build()
+    try:
+        return build(is_isolated=True)
+    except (PicklingError, TypeError, AttributeError) as error:
+        if not is_bound_to_process(name):
+            raise
+        message = "reward function '%s' runs in this process, which it can hang or end: it cannot be pickled (%s)"
+        log.warning(message, config.called, error)
+        return build()
 
 
 def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:

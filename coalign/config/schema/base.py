@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -127,6 +128,9 @@ class RewardConfig(Function):
     """Functions only: seconds after which a call counts as failed."""
     retries: Annotated[NonNegativeInt, FunctionSetting()] = 2
     """Functions only: further calls after a failed one."""
+    patience: Annotated[NonNegativeFloat, FunctionSetting()] = 600.0
+    """Functions only: seconds for which calls are repeated while a service does not answer, with the batch kept. Then
+    their samples have failed. A part of weight 0 does not wait."""
 
     @property
     def called(self) -> str:
