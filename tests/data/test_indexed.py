@@ -221,7 +221,7 @@ def corpus(tmp_path, count=25):
 
 def test_the_result_does_not_depend_on_processes_or_chunks(tmp_path, monkeypatch):
     # Forks, because new processes would import for seconds what this one has.
-    monkeypatch.setattr("coalign.data.indexed.build.get_context", lambda _: multiprocessing.get_context("fork"))
+    monkeypatch.setattr("coalign.data.indexed_build.get_context", lambda _: multiprocessing.get_context("fork"))
     plan = corpus(tmp_path)
     advanced = []
     counts = build(plan, tmp_path / "one", processes=1, advance=advanced.append)

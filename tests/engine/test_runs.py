@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     with pytest.raises(
         Exception, match=r"step_2/models/trainer is of another model or optimizer: .* is \(320, 32\) there"
     ):
-        run(config)
+        run(config, "runtime.allow_changed=models")
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
