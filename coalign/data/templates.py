@@ -97,7 +97,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.jinja = jinja
         self._special = list_special_tokens(tokenizer)
-        self._knows_tools = re.search(r"\btools\b", jinja) is not None
+        self._knows_tools = reads_tools(jinja)
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
 
     def render(self, messages: Messages, tools: Tools | None = None, *, generation_prompt: bool = False) -> str:
@@ -263,6 +263,16 @@ def _jinja(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
                 "template or a file that holds one, or to `none` for plain text"
             )
         return tokenizer.get_chat_template()
+    return read_template(chat_template)
+
+
+def reads_tools(jinja: str) -> bool:
+    """Whether a Jinja template has a place for the descriptions of tools."""
+    return re.search(r"\btools\b", jinja) is not None
+
+
+def read_template(chat_template: str) -> str:
+    """Return the Jinja template that ``data.chat_template`` is, or that its file holds. FileNotFoundError."""
     if "{{" in chat_template or "{%" in chat_template:
         return chat_template
     path = Path(chat_template)

@@ -52,7 +52,7 @@ def _check(
     Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
 
 
-tool_use.check = _check
+tool_use.check, tool_use.shows_tools = _check, True
 
 
 def _to_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:
