@@ -83,9 +83,7 @@ def load_config(
         if isinstance(overrides, Sequence):
             raise ValueError("overrides: beside `reward` or `loss` they are a dictionary, {'runtime.steps': 10}")
         overrides = {**(overrides or {}), **functions}
-    return load(
-        source, overrides or (), defaults=lambda algorithm: find_recipe(algorithm).defaults, planned=planned
-    )
+    return load(source, overrides or (), defaults=lambda algorithm: find_recipe(algorithm).defaults, planned=planned)
 
 
 def train(

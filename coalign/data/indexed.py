@@ -231,4 +231,5 @@ class IndexedDocuments:
     @cached_property
     def _hash(self) -> str:
         data, index = name_files(self._data.prefix)
-        return xxhash.xxh3_128_hexdigest(f"{hash_file(index)} {hash_samples(data)} {self._max_tokens} {self._seen}")
+        known = f"{hash_file(index)} {hash_samples(data)} {self._max_tokens} {self._seen}"
+        return xxhash.xxh3_128_hexdigest(known.encode())

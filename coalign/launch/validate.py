@@ -114,7 +114,7 @@ def check_environment(environment: EnvironmentFunction | None, config: RunConfig
 
 
 def check_tools(environment: EnvironmentFunction | None, config: RunConfig) -> None:
-    """Refuse an environment that shows tools (its attribute ``shows_tools``) by a chat template without a place for them."""
+    """Refuse a chat template without a place for the tools that an environment shows (attribute ``shows_tools``)."""
     if environment is None or not getattr(environment.fn, "shows_tools", False):
         return
     given = config.data.chat_template

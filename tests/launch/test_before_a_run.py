@@ -56,14 +56,17 @@ def test_what_init_marks_is_missed_by_its_key(home):
     (home / "empty.yaml").write_text(CliRunner().invoke(app, ["init", "grpo"]).output)
     with pytest.raises(ValueError) as caught:
         load_config(home / "empty.yaml")
-    assert {line.split(": ")[1] for line in str(caught.value).splitlines()} >= {"data.train", "models.policy.load"}
+    assert {line.split(": ")[1] for line in str(caught.value).splitlines()} >= {"data.train.path", "models.policy.load"}
 
 
 def test_a_model_that_another_run_will_make_is_named(home, tmp_path):
     config = settings(tmp_path, "dpo")
-    tokenizer, config["models"]["trainer"]["load"] = config["models"]["trainer"]["load"], str(tmp_path / "sft" / "model")
+    tokenizer, config["models"]["trainer"]["load"] = (
+        config["models"]["trainer"]["load"],
+        str(tmp_path / "sft" / "model"),
+    )
     config["models"]["trainer"]["tokenizer"] = tokenizer
-    with pytest.raises(ValueError, match="there is no directory .*sft/model"):
+    with pytest.raises(ValueError, match=r"there is no directory .*sft/model"):
         load_config(config)
     planned = load_config(config, planned=True)
     shown = said(check, planned)
@@ -121,7 +124,9 @@ def test_a_template_without_room_for_tools_is_refused(tmp_path, template):
     config["data"]["chat_template"] = str(tmp_path / "file") if template == "file" else template
     prepare(load_config(config))
     config["rollout"] = {"fn": "tool_use", "tools": ["calculator"]}
-    with pytest.raises(ValueError, match=r"data\.chat_template: `rollout\.fn: tool_use` shows tools .* no place for them"):
+    with pytest.raises(
+        ValueError, match=r"data\.chat_template: `rollout\.fn: tool_use` shows tools .* no place for them"
+    ):
         prepare(load_config(config))
     config["data"]["chat_template"] = "{{ tools }}{{ messages[0].content }}"
     prepare(load_config(config))

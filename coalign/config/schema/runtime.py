@@ -114,8 +114,8 @@ class RuntimeConfig(Section):
     """`auto`: the newest good checkpoint of the run folder; `never`: start at step 0 and move the checkpoints and
     metrics of an earlier run aside; or a checkpoint directory."""
     allow_changed: ResultNeutral[OneOrMore[Literal["models", "data"]]] = []
-    """What may have other contents than when the checkpoint was written: the directories of `models` (`load`, `lora.load`,
-    `tokenizer`), the training `data`. Refused otherwise. All other changes are listed in the log."""
+    """What may have other contents than the checkpoint was made with: `models` (the directories of `load`, `lora.load`
+    and `tokenizer`), the training `data`. Refused otherwise; changed settings are listed in the log."""
     save_every: ResultNeutral[NonNegativeInt] = 0
     """Steps between checkpoints; 0: by `save_minutes` alone. The end of a run, a signal and an error save, too."""
     save_minutes: ResultNeutral[NonNegativeFloat] = 10.0

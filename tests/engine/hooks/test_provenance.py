@@ -51,7 +51,9 @@ def test_a_reward_that_was_edited_is_listed(tmp_path, caplog, monkeypatch):
 def test_a_model_that_was_replaced_is_refused_until_it_is_allowed(begun, tmp_path, caplog):
     weights = Path(begun["models"]["trainer"]["load"]) / "model.safetensors"
     shutil.copy(other_model(tmp_path / "other", seed=9) / "model.safetensors", weights)  # of the same size
-    with pytest.raises(ValueError, match=r"other contents of models\.trainer\.load \(.*/model\).*`runtime\.allow_changed"):
+    with pytest.raises(
+        ValueError, match=r"other contents of models\.trainer\.load \(.*/model\).*`runtime\.allow_changed"
+    ):
         run(begun)
     assert run(begun, "runtime.allow_changed=models") == 0
     assert "models with other contents than the checkpoint was made with: models.trainer.load" in caplog.text
