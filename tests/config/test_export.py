@@ -25,7 +25,6 @@ TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=8) | st.
         "\\${a}",
         "\\\\${a}",
         "a: b",
-        "a\u2028b\x85c",
         "#x",
         "2026-11-21",
         "0x1F",
