@@ -46,7 +46,7 @@ def read_answers() -> dict[str, list[str]]:
 
 def read_pairs() -> list[tuple[str, str, str, bool]]:
     """(whose test it is, truth, answer, whether they are equal)."""
-    lines = (DATA / "answer_pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (DATA / "answer_pairs.jsonl").read_bytes().splitlines()
     return [(author, gold, answer, bool(equal)) for author, gold, answer, equal in map(json.loads, lines)]
 
 

@@ -69,7 +69,7 @@ def run_coalign(model: Path, precision: str, steps: int, new: int) -> dict:
         )
     )
     train(load_config(config), Display(quiet=True))
-    lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_bytes().splitlines()]
     timed = [line for line in lines if line["step"] > 1]
     pick = lambda key: [line[key] for line in timed]  # noqa: E731
     models = ("policy.generate", "reference.forward_step", "trainer.train_step")

@@ -60,7 +60,7 @@ def run_coalign(algorithm: str, model: Path, precision: str, steps: int) -> dict
         "models": {"trainer": trainer},
     }
     train(load_config(config), Display(quiet=True))
-    lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_bytes().splitlines()]
     return {"step": [line["time/step"] for line in lines if line["step"] > 1], "peak": peak_mib()}
 
 

@@ -61,7 +61,7 @@ def cell(name: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
 
 def measured(run: Path) -> dict[str, Any]:
     """From a run's metrics: greedy accuracy before and after, and what it took."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     accuracy = [line["eval/mean@1"] for line in lines if "eval/mean@1" in line]
     total = {
         what: sum(line.get(what, 0) for line in lines) for what in ("tokens/generated", "tokens/trained", "time/step")

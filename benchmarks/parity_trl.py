@@ -180,7 +180,7 @@ def texts(n: int, solutions: Path | None) -> list[tuple[str, str, str]]:
         rows = prompts(n + 1)
         return [(rows[i]["question"], rows[i]["answer"], rows[i + 1]["answer"]) for i in range(n)]
     found = []
-    for line in solutions.read_text().splitlines():
+    for line in solutions.read_bytes().splitlines():
         row = json.loads(line)
         judged = [v for v in row.values() if isinstance(v, dict)]
         right, wrong = ([v["solution"] for v in judged if v["is_correct"] is value] for value in (True, False))

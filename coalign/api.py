@@ -59,6 +59,7 @@ def load_config(
     *,
     reward: Function | Sequence[Function] | None = None,
     loss: Function | None = None,
+    planned: bool = False,
 ) -> RunConfig:
     """Read, merge and validate the configuration of a run, with the defaults of its recipe.
 
@@ -66,7 +67,8 @@ def load_config(
     ``overrides`` maps dotted keys to values (``{"runtime.steps": 10}``). A list of texts (``["runtime.steps=10"]``), as
     the command line has them, works if no function is passed. ``reward`` and ``loss`` replace the sections of these
     names: functions, their names, or sections (``{"fn": score, "weight": 0.5}``). Functions may stand in a dictionary,
-    too, wherever the YAML has a name.
+    too, wherever the YAML has a name. With ``planned``, a model that another run will make (`OUTPUT/model`) need not
+    exist yet: enough to check the configuration.
 
     Raises ConfigError with one line for every problem.
     """
@@ -81,7 +83,7 @@ def load_config(
         if isinstance(overrides, Sequence):
             raise ValueError("overrides: beside `reward` or `loss` they are a dictionary, {'runtime.steps': 10}")
         overrides = {**(overrides or {}), **functions}
-    return load(source, overrides or (), defaults=lambda algorithm: find_recipe(algorithm).defaults)
+    return load(source, overrides or (), defaults=lambda algorithm: find_recipe(algorithm).defaults, planned=planned)
 
 
 def train(

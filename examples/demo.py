@@ -27,7 +27,7 @@ def run(name: str, display: Display) -> Path:
 
 def samples(folder: Path, step: int) -> list[dict]:
     """Evaluation samples that the run wrote at a step."""
-    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_bytes().splitlines()]
     return [line for line in lines if line["phase"] == "eval" and line["step"] == step][:SHOWN]
 
 
@@ -43,14 +43,14 @@ def main() -> None:
     display.show("2/2  GRPO: the reward is 1 for a right answer")
     grpo = run("arithmetic_grpo", display)
 
-    steps = [json.loads(line) for line in (grpo / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (grpo / "metrics.jsonl").read_bytes().splitlines()]
     accuracy = [(line["step"], line["eval/mean@1"]) for line in steps if "eval/mean@1" in line]
     (_, before), (last, after) = accuracy[0], accuracy[-1]
     for title, step in (("before GRPO", 0), ("after GRPO", last)):
         for sample in samples(grpo, step):
             mark = "right" if sample["reward"] == 1 else "wrong"
             display.show(f"{title}:  {sample['prompt']}{sample['response'].removesuffix('<end>')}   ({mark})")
-    held_out = len((folder / "data" / "eval.jsonl").read_text().splitlines())
+    held_out = len((folder / "data" / "eval.jsonl").read_bytes().splitlines())
     display.show(f"{time.perf_counter() - begun:.0f} s; curves: {grpo / 'plots'}")
     display.show(f"accuracy: {before:.1%} -> {after:.1%} on {held_out} held-out problems")
 

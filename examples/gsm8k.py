@@ -26,7 +26,7 @@ def read(name: str) -> list[Row]:
     """The rows of a file in the directory that the environment variable GSM8K names."""
     if "GSM8K" not in os.environ:
         sys.exit(f"the environment variable GSM8K is not set; set it to the directory of {name} (see README.md)")
-    return [json.loads(line) for line in Path(os.environ["GSM8K"], name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in Path(os.environ["GSM8K"], name).read_bytes().splitlines()]
 
 
 def write(path: Path, rows: Iterator[Row] | list[Row]) -> None:

@@ -151,7 +151,7 @@ def processes_of(config: dict[str, Any]) -> list[psutil.Process]:
 
 def metrics(config: dict[str, Any]) -> list[dict[str, Any]]:
     path = Path(config["output"]) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 def weights_hash(config: dict[str, Any], step: int) -> str:

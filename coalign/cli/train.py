@@ -49,7 +49,7 @@ def check(config: Config, overrides: Overrides = None, no_code: NoCode = False):
         return examine_stages(load_pipeline(config, overrides or []), Display())
     from coalign.launch.check import check as examine
 
-    examine(load_config(config, overrides), Display())
+    examine(load_config(config, overrides, planned=True), Display())
 
 
 def pipeline(
@@ -95,15 +95,16 @@ def inspect_data(
     from coalign.commands.evaluate import show_data
     from coalign.report.display import Display
 
-    show_data(load_config(config, overrides), rows, Display(), tokens=tokens)
+    show_data(load_config(config, overrides, planned=True), rows, Display(), tokens=tokens)
 
 
 def init(recipe: Annotated[str, typer.Argument(help="`sft`, `grpo`, `ppo`, or a dotted path to an Engine subclass.")]):
-    """Print a commented YAML for a recipe: every key with its meaning, the recipe's defaults filled in."""
+    """Print a commented YAML for a recipe: every key, the recipe's defaults, and what is needed in <angle brackets>."""
     from coalign.config.export import to_commented_yaml
-    from coalign.launch.plan import find_recipe as find
+    from coalign.launch.plan import list_needed
 
-    typer.echo(to_commented_yaml({"algorithm": recipe, **find(recipe).defaults}))
+    typer.echo("# Replace what stands in <angle brackets>: it is needed, and nothing else is.\n")
+    typer.echo(to_commented_yaml({"algorithm": recipe, **list_needed(recipe)}))
 
 
 def schema(no_code: NoCode = False):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from coalign.backends.engines.native.engine import NativeModule
+from coalign.commands.judges import check_device
 from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.messages import Message
@@ -75,6 +76,7 @@ class Conversation:
     """The messages so far, and the model that answers."""
 
     def __init__(self, settings: ChatSettings) -> None:
+        check_device(settings.device)
         self.settings = settings
         config = ModelConfig(
             module="native", load=str(settings.model), dtype=settings.dtype, sampling=settings.sampling

@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 from coalign.backends.engines.native.engine import NativeModule
-from coalign.commands.judges import ResponseJudge, ResponseToScore, open_judge
+from coalign.commands.judges import ResponseJudge, ResponseToScore, check_device, open_judge
 from coalign.commands.resumable import JsonRecord, RecordStream, ResumableOutput, fingerprint_settings
 from coalign.commands.score import report_unscored, summarise_scores, verdict_entries
 from coalign.config.schema import GenerateConfig, ModelConfig, SourceConfig
@@ -35,6 +35,7 @@ def generate(
     killed call stopped, with the same result: a response depends on seed, group and index, not on what came before.
     Raises ValueError for a directory that is no model, and for invalid prompts.
     """
+    check_device(config.device)
     model = ModelConfig(
         module="native", load=config.model, dtype=config.dtype, sampling=config.sampling, native=config.native
     )

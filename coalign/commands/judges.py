@@ -77,8 +77,20 @@ class ResponseJudge(ABC):
         self.first = self.first or message
 
 
+def check_device(name: str) -> None:
+    """Raise ValueError for a device that is not a name of torch's, or that this machine does not have."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: {name!r} is no device; expected cpu, cuda or cuda:1") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device: {name!r} is not here: this machine has {count} CUDA devices; use cpu")
+
+
 def open_judge(config: JudgeConfig) -> ResponseJudge:
     """Return the judge that the configuration names, ready to score. It must name one."""
+    check_device(config.device)
     return RewardFunctionJudge(config) if config.reward else RewardModelJudge(config)
 
 

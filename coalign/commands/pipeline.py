@@ -19,6 +19,7 @@ import torch
 
 from coalign.backends.objective import Objective
 from coalign.commands.generate import generate
+from coalign.commands.judges import check_device
 from coalign.commands.resumable import JsonRecord, fingerprint_settings
 from coalign.commands.score import score
 from coalign.commands.select import select
@@ -39,6 +40,7 @@ from coalign.files import move_aside, write_text_atomically
 from coalign.launch.check import trace
 from coalign.launch.plan import find_recipe, prepare
 from coalign.launch.run import train
+from coalign.launch.validate import check_reward_lengths
 from coalign.report.display import Display
 from coalign.report.step_line import format_number
 from coalign.roles import Trainable
@@ -75,6 +77,9 @@ def check_settings(settings: Section) -> None:
         for i, reward in enumerate(settings.reward):
             assert reward.fn is not None  # the schema refuses models of a run here
             bind(resolve(reward.fn, "coalign.rewards"), reward.arguments, f"reward.{i}")
+        check_device(settings.device)
+        if isinstance(settings, GenerateConfig):
+            check_reward_lengths(settings.reward, settings.sampling.max_new_tokens, "sampling.max_new_tokens")
 
 
 def describe_settings(settings: Section) -> str:

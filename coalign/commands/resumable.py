@@ -7,7 +7,6 @@ depend on, whatever the names and times of these files are.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +15,10 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Self
 
-from coalign.config.errors import Key, format_key
-from coalign.config.introspect import find_input, is_result_relevant
+from coalign.config.errors import format_key
+from coalign.config.introspect import find_input, list_relevant_settings
 from coalign.config.schema import Section
+from coalign.engine.hooks.provenance import fingerprint_source
 from coalign.engine.hooks.run_folder import lock_file, replace_non_finite
 from coalign.files import hash_file, write_atomically
 
@@ -120,13 +120,10 @@ def fingerprint_settings(settings: Section) -> dict[str, Any]:
     A path stands for the contents of what lies there. A user's own function is followed by that of its source file.
     """
     found: dict[str, Any] = {}
-    for key, value in _iterate_leaves(settings.model_dump(mode="json"), ()):
-        if not is_result_relevant(key, type(settings)):
-            continue
+    for key, value in list_relevant_settings(settings):
         is_input = find_input(key, type(settings)) is not None
         found[format_key(key)] = fingerprint_path(value) if is_input and value is not None else value
-        if isinstance(value, str) and ":" in value and key[-1] in ("fn", "algorithm", "module"):
-            found[f"{format_key(key)} (source)"] = fingerprint_code(value)
+        found |= fingerprint_source(key, value)
     return found
 
 
@@ -147,20 +144,6 @@ def fingerprint_path(path: str | Path) -> str:
     for name, file in named:
         joined.update(f"{name}\0{_hash_cached(file)}\0".encode())
     return joined.hexdigest()[:32]
-
-
-def fingerprint_code(name: str) -> str:
-    """Return a hash of the source file of ``my.pkg:fn``. What that file imports does not count."""
-    spec = importlib.util.find_spec(name.partition(":")[0])
-    return _hash_cached(Path(spec.origin)) if spec and spec.origin else ""
-
-
-def _iterate_leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not items:
-        yield key, value
-    for name, item in items:
-        yield from _iterate_leaves(item, (*key, name))
 
 
 def _hash_cached(path: Path) -> str:

@@ -137,7 +137,7 @@ def _comment(field: FieldInfo, indent: str) -> Iterator[str]:
 
 def _lines(name: str, value: Any, indent: str) -> Iterator[str]:
     text = f"{name}: {emit(value, flow=True)}" if isinstance(value, dict | list) else emit({name: value})
-    yield from (indent + line for line in text.splitlines())
+    yield from (indent + line for line in text.removesuffix("\n").split("\n"))
 
 
 def _is_section(kind: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from coalign.config.errors import Key
@@ -63,6 +64,20 @@ def is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
     """Whether results depend on ``key``: neither it nor a section around it is marked NoEffect."""
     kinds = (find_type(key[:depth], root) for depth in range(1, len(key) + 1))
     return not any(isinstance(mark, NoEffect) for kind in kinds for mark in _marks(kind))
+
+
+def list_relevant_settings(settings: Section) -> Iterator[tuple[Key, Any]]:
+    """Yield the key and the value, as JSON has it, of every setting that results depend on."""
+    leaves = _iterate_leaves(settings.model_dump(mode="json"), ())
+    return ((key, value) for key, value in leaves if is_result_relevant(key, type(settings)))
+
+
+def _iterate_leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items:
+        yield key, value
+    for name, item in items:
+        yield from _iterate_leaves(item, (*key, name))
 
 
 def _inside(kind: Any, part: str | int) -> Any:

@@ -61,6 +61,8 @@ def load(
     source: str | os.PathLike[str] | Mapping[str, Any],
     overrides: Overrides = (),
     defaults: Defaults = MappingProxyType({}),
+    *,
+    planned: bool = False,
 ) -> RunConfig:
     """Read, merge, resolve and validate the configuration of a run.
 
@@ -73,12 +75,13 @@ def load(
     overrides. Then `like` between models is applied; `${a.b}`, `${env:NAME}` and `${env:NAME,default}` are resolved.
     null means "not given" where it is not a value of the key, so ``models.reference=null`` removes the model. If a file
     names another ``fn`` than the defaults, the defaults' arguments are dropped. Data and model paths must exist; they
-    are relative to the current directory, or else to that of the YAML file.
+    are relative to the current directory, or else to that of the YAML file. With ``planned``, a model that another run
+    will make (`OUTPUT/model`) need not exist yet.
 
     ConfigError has one line per problem: file and line (or override), key, and the expected value.
     """
     layer, folder = read_layer(source, overrides)
-    return load_run(layer, LoadContext(folder), defaults)
+    return load_run(layer, LoadContext(folder, allow_planned=planned), defaults)
 
 
 def load_section(
@@ -97,6 +100,7 @@ class LoadContext:
     folder: Path  # of its file
     names: Mapping[str, Any] = field(default_factory=dict)  # for references, besides the section's own keys
     planned: Collection[str] = ()  # input files that need not exist yet
+    allow_planned: bool = False  # nor need any model that a run will make
 
 
 def load_run(layer: ConfigLayer, context: LoadContext, defaults: Defaults) -> RunConfig:
@@ -354,7 +358,7 @@ def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadConte
             continue
         if _exists(context.folder / text):
             _follow(data, key[:-1])[key[-1]] = str(context.folder / text)
-        else:
+        elif not (context.allow_planned and required.kind == "directory" and Path(text).name == "model"):
             yield ConfigProblem(key, _nowhere(text, required, context.folder))
 
 

@@ -25,7 +25,7 @@ import tempfile
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -39,8 +39,8 @@ from coalign.config.schema import DataConfig, DrawSetting, SourceConfig
 from coalign.data.examples import MARKS, Example, RowEncoder
 from coalign.data.order import FileSource, SourceScan
 from coalign.data.shuffle import DataPhase
-from coalign.data.sources import FileRows
-from coalign.files import hash_file
+from coalign.data.sources import FileRows, WatchedFiles, list_files
+from coalign.files import hash_file, hash_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +75,7 @@ class ExampleStore:
         }
         self._rows, self._sequences = arrays["rows"].reshape(-1, 2), arrays["sequences"].reshape(-1, 2)
         self._tokens, self._mask, self._rest = arrays["tokens"], arrays["loss_mask"], arrays["rest"]
+        self._watched = WatchedFiles(folder / name for name in ARRAYS)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -85,6 +86,7 @@ class ExampleStore:
 
     def read(self, index: int, row: Mapping[str, Any]) -> list[Example]:
         """Read the examples of usable row ``index``; ``row`` is the source's, with the reader's names."""
+        self._watched.check()
         first = int(self._rows[index, 1])
         last = int(self._rows[index + 1, 1]) if index + 1 < len(self) else len(self._sequences)
         return [self._example(i, row) for i in range(first, last)]
@@ -197,12 +199,14 @@ def hash_settings(
 
 def hash_files(rows: FileRows) -> list[str]:
     """Hash the bytes of each file."""
-    return [hash_file(file, HASH) for path in rows.paths for file in _list_files(path)]
+    return [hash_file(file, HASH) for path in rows.paths for file in list_files(path)]
 
 
-def list_file_sizes(rows: FileRows) -> list[tuple[str, int]]:
-    """Name and size in bytes of each file: a fingerprint that needs no reading."""
-    return [(file.name, file.stat().st_size) for path in rows.paths for file in _list_files(path)]
+def hash_file_samples(rows: FileRows) -> list[tuple[str, str]]:
+    """Name of each file and hash of its samples: up to 1 GiB is read whole, of more some 128 MiB."""
+    files = [file for path in rows.paths for file in list_files(path)]
+    blocks = max(2, 1024 // len(files))
+    return [(file.name, hash_samples(file, blocks)) for file in files]
 
 
 def _digest(value: Any) -> str:
@@ -212,17 +216,13 @@ def _digest(value: Any) -> str:
 def _hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return _digest([hash_file(file, HASH) for file in _list_files(Path(folder))])
+        return _digest([hash_file(file, HASH) for file in list_files(Path(folder))])
 
 
 @cache
 def _hash_code() -> str:
     """Hash this package's code, because a new version may read the same rows differently."""
     return _digest([hash_file(file, HASH) for file in sorted(Path(__file__).parent.glob("*.py"))])
-
-
-def _list_files(path: Path) -> Sequence[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import shutil
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -23,6 +24,8 @@ import xxhash
 
 from coalign.data.examples import MARKS, Example
 from coalign.data.shuffle import DataPhase
+from coalign.data.sources import WatchedFiles
+from coalign.files import hash_file, hash_samples
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -51,6 +54,7 @@ class IndexedTokens:
         """FileNotFoundError, or ValueError for inconsistent files."""
         self.prefix = prefix
         data, index = name_files(prefix)
+        self._watched = WatchedFiles((data, index))
         raw = np.memmap(index, np.uint8, mode="r")
         magic, version, code, sequences, documents = (
             HEADER.unpack(raw[: HEADER.size].tobytes()) if len(raw) >= HEADER.size else (b"", 0, 0, 0, 0)
@@ -91,7 +95,8 @@ class IndexedTokens:
         return self.read(document)
 
     def read(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return tokens ``start`` to ``stop`` of a document, mapped."""
+        """Return tokens ``start`` to ``stop`` of a document, mapped. ValueError if the files have changed."""
+        self._watched.check()
         first, last = int(self.ends[document]), int(self.ends[document + 1])
         return self.flat[first + start : last if stop is None else min(first + stop, last)]
 
@@ -159,9 +164,6 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-SAMPLED = 1 << 20  # tokens at each end of a file that its fingerprint covers, besides the index
-
-
 def find_prefix(path: str | Path) -> Path | None:
     """Return the prefix of an indexed dataset from PREFIX.idx or PREFIX.bin; None for any other path."""
     path = Path(path)
@@ -224,8 +226,10 @@ class IndexedDocuments:
         return f"{self._seen} documents: {len(self._documents)} used{cut}{left_out}"
 
     def fingerprint(self) -> dict[str, Any]:
-        seen = xxhash.xxh3_128(name_files(self._data.prefix)[1].read_bytes())
-        for part in (slice(0, SAMPLED), slice(-SAMPLED, None)):
-            seen.update(self._data.flat[part].tobytes())
-        seen.update(f"{self._max_tokens} {self._seen}".encode())
-        return {"name": self.name, "rows": len(self), "hash": seen.hexdigest()}
+        return {"name": self.name, "rows": len(self), "hash": self._hash}
+
+    @cached_property
+    def _hash(self) -> str:
+        data, index = name_files(self._data.prefix)
+        known = f"{hash_file(index)} {hash_samples(data)} {self._max_tokens} {self._seen}"
+        return xxhash.xxh3_128_hexdigest(known.encode())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
-from coalign.data.cache import hash_settings, list_file_sizes
+from coalign.data.cache import hash_file_samples, hash_settings
 from coalign.data.indexed import IndexedTokens, IndexedWriter, choose_dtype, name_files
 from coalign.data.kinds import DocumentEncoder
 from coalign.data.sources import START, ReadPosition, open_rows
@@ -187,5 +187,5 @@ def _identity(plan: BuildPlan) -> Mapping[str, Any]:
     for which, path in enumerate(plan.inputs):
         examples, dtype = _open_reader(plan, which)
         found["settings"].append(hash_settings(examples, plan.config, SourceConfig(path=path), None, None))
-        found["inputs"].append([path, list_file_sizes(open_rows(path))])
+        found["inputs"].append([path, hash_file_samples(open_rows(path))])
     return json.loads(json.dumps({**found, "dtype": str(dtype), "chunk": plan.chunk}))

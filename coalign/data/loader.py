@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coalign.config.schema import DataConfig, SourceConfig
 from coalign.data.batch import Batch
-from coalign.data.cache import hash_files, hash_settings, list_file_sizes, open_cached
+from coalign.data.cache import hash_file_samples, hash_files, hash_settings, open_cached
 from coalign.data.examples import Example, RowEncoder, build_batch
 from coalign.data.indexed import IndexedDocuments, IndexedTokens, find_prefix
 from coalign.data.kinds import KINDS
@@ -50,12 +50,13 @@ class Loader:
         seed: int,
         batch_size: int,
         batch_tokens: int | None = None,
+        allow_changed: bool = False,
     ) -> None:
-        """At least one weight must be positive."""
+        """At least one weight must be positive. ``allow_changed``: a checkpoint may be of other data."""
         self.orders = list(orders)
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.drawn = 0
-        self._seed = seed
+        self._seed, self._allow_changed = seed, allow_changed
         *_, total = shares = list(accumulate(weights))
         self._until = [share / total for share in shares]
         self._drawable = [order for order, weight in zip(orders, weights, strict=True) if weight]
@@ -114,7 +115,7 @@ class Loader:
             )
         check_same_settings(state, {"seed": self._seed})
         for order, saved in zip(self.orders, state["sources"], strict=True):
-            order.load_state_dict(saved)
+            order.load_state_dict(saved, allow_changed=self._allow_changed)
         self.drawn, self._excess = state["drawn"], state["over"]
 
     def _rows_of_a_batch(self) -> list[list[Example]]:
@@ -143,6 +144,7 @@ def build_loader(
     batch_size: int,
     seed: int,
     batch_tokens: int | None = None,
+    allow_changed: bool = False,
 ) -> Loader:
     """Build the loader of ``config.train`` or ``config.eval``; ``kind`` is a key of KINDS.
 
@@ -164,7 +166,9 @@ def build_loader(
         if config.mixing == "tokens":  # fewer draws of longer rows
             sizes = [rows / _require_known(order.name, order.tokens) for rows, order in zip(sizes, orders, strict=True)]
         weights = [weight * size for weight, size in zip(weights, sizes, strict=True)]
-    return Loader(orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens)
+    return Loader(
+        orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens, allow_changed=allow_changed
+    )
 
 
 def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> DrawOrder:
@@ -180,7 +184,7 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
         return ShuffledOrder(data, shuffled)
     rows = open_rows(source.path, source.max_samples)
     if config.stream:
-        identity = hash_settings(encoder, config, source, phase, list_file_sizes(rows))
+        identity = hash_settings(encoder, config, source, phase, hash_file_samples(rows))
         return StreamedOrder(encoder, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
     if config.cache is None:
         return ShuffledOrder(ScannedSource(encoder, rows, phase), shuffled)

@@ -140,15 +140,15 @@ class ShuffledOrder:
         """The cursor and a fingerprint of the data, as JSON values."""
         return {**self.source.fingerprint(), "stream": False, "shuffle": self._key is not None, "taken": self._taken}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken. ValueError if the data differ."""
+    def load_state_dict(self, state: dict[str, Any], *, allow_changed: bool = False) -> None:
+        """Continue after as many rows as ``state`` had taken. ValueError if the order differs, or unallowed data."""
         now = self.source.fingerprint()
         check_same_settings(state, {"stream": False, "shuffle": self._key is not None})
         if (state["rows"], state["hash"]) != (now["rows"], now["hash"]):
-            raise ValueError(
+            report_change(
                 f"{self.name} is not the data that the checkpoint was made with: {state['rows']} usable rows of "
-                f"{state['name']} then, {now['rows']} now, or other content, tokenizer or template; "
-                "restore it or start a new run"
+                f"{state['name']} then, {now['rows']} now, or other content, tokenizer or template",
+                allow_changed,
             )
         self._taken = state["taken"]
 
@@ -216,18 +216,29 @@ class StreamedOrder:
             "taken": self._taken,
             "used": self._used,
             "counts": dict(self._encoder.counts),
+            "written": self._rows.written,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, allow_changed: bool = False) -> None:
         check_same_settings(state, self._settings())
-        if state["hash"] != self._identity:
-            raise ValueError(
-                f"{self.name} is not the stream that the checkpoint was made with ({state['name']}): its files, the "
-                "tokenizer, the template or the keys of `data` differ; restore them or start a new run"
-            )
         file, start, number = state["start"]
+        if state["hash"] != self._identity:
+            report_change(
+                f"{self.name} is not the stream that the checkpoint was made with ({state['name']}): its files, the "
+                "tokenizer, the template or the keys of `data` differ",
+                allow_changed,
+            )
+            # Bytes may have moved, so the row is found by its number.
+            places = (after for _, after in self._rows.read() if after[2] == number)
+            file, start, number = START if number == 0 else next(places, START)
+        elif late := self._rows.list_written_since(state["written"]):
+            log.warning(
+                "%s: written since the checkpoint: %s; samples of their contents are as before, single rows may differ",
+                self.name,
+                late,
+            )
         self._go_to(state["epoch"], state["window"], (file, start, number))
-        self._taken, self._used = state["taken"], state["used"]
+        self._taken, self._used = min(state["taken"], len(self._window)), state["used"]
         self._encoder.counts = Counter(state["counts"])
 
     def _settings(self) -> dict[str, Any]:
@@ -261,6 +272,16 @@ class StreamedOrder:
 
 
 DrawOrder = ShuffledOrder | StreamedOrder
+
+
+def report_change(problem: str, allowed: bool) -> None:
+    """Log that a checkpoint is of other data if that is allowed. ValueError otherwise."""
+    if not allowed:
+        raise ValueError(
+            f"{problem}. Restore it, start a new run, or allow it with `runtime.allow_changed: [data]`: the run then "
+            "goes on at the same row of the data as they are now"
+        )
+    log.warning("%s; the run goes on at the same row", problem)
 
 
 def check_same_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

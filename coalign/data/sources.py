@@ -12,17 +12,16 @@ from __future__ import annotations
 import difflib
 import glob
 import json
-import mmap
 import os
 import tempfile
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Row = dict[str, Any]
 FileEntry = tuple[Callable[[], Row], Callable[[], str], int]  # the row, its place for messages, start of the next row
@@ -42,10 +41,47 @@ def _check_object(row: Any) -> Row:
     return row
 
 
+class WatchedFiles:
+    """Notices that files change after it was made: their sizes and times.
+
+    A mapped file that is cut while it is read ends the process by SIGBUS, and rows that are rewritten in place would be
+    learnt from unnoticed.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._found = {path: _stat(path) for path in paths}
+
+    @property
+    def written(self) -> float:
+        """The time at which the newest file was written."""
+        return max(time for _, time in self._found.values())
+
+    def list_written_since(self, time: float) -> list[str]:
+        return [path.name for path, (_, written) in self._found.items() if written > time]
+
+    def check(self) -> None:
+        """ValueError if a file has changed."""
+        for path, before in self._found.items():
+            if (now := _stat(path)) != before:
+                raise ValueError(
+                    f"{path} was changed while it is read: {before[0]:,} bytes before, {max(now[0], 0):,} now"
+                    f"{'' if now[0] != before[0] else ', written anew'}. Restore it; the same command then continues"
+                )
+
+
+def _stat(path: Path) -> tuple[int, float]:
+    """Size in bytes and time of the last change; (-1, 0.0) for a file that is gone."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return -1, 0.0
+    return found.st_size, found.st_mtime
+
+
 class JsonLines:
     """A file with one JSON object per line; blank lines are skipped. A line is parsed when its row is read.
 
-    Access by number maps the file and keeps the byte offsets of its lines, of the first ``max_samples`` rows at least.
+    Access by number keeps the byte offsets of its lines, of the first ``max_samples`` rows at least.
     Raises BadRow for a row that is not an object with keys.
     """
 
@@ -57,17 +93,15 @@ class JsonLines:
         return array("Q", (offset for offset, _ in islice(self._lines(0), self._most)))
 
     @cached_property
-    def _bytes(self) -> mmap.mmap:
-        with self.path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    def _file(self) -> BinaryIO:
+        return self.path.open("rb")
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> Row:
-        start = self._offsets[index]
-        end = self._bytes.find(b"\n", start)
-        return self.parse(self._bytes[start : end if end >= 0 else len(self._bytes)])
+        self._file.seek(self._offsets[index])
+        return self.parse(self._file.readline().removesuffix(b"\n"))
 
     @staticmethod
     def parse(line: bytes) -> Row:
@@ -100,7 +134,9 @@ class JsonLines:
                 start += len(line)
 
     def _line_at(self, offset: int) -> str:
-        return f"{self.path}:{self._bytes[:offset].count(10) + 1}"
+        with self.path.open("rb") as file:
+            blocks = iter(lambda: file.read(min(1 << 20, offset - file.tell())), b"")
+            return f"{self.path}:{sum(block.count(10) for block in blocks) + 1}"
 
 
 class TextLines(JsonLines):
@@ -145,7 +181,7 @@ class ParquetRows(TableFile):
         import pyarrow.parquet
 
         try:
-            self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+            self._file = pyarrow.parquet.ParquetFile(path)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{path} is not a readable parquet file: {error}") from error
         rows = self._file.metadata.num_rows
@@ -200,10 +236,19 @@ class FileRows:
 
     def __init__(self, files: Sequence[RowFile], max_samples: int | None = None) -> None:
         self.files, self._most = list(files), max_samples
+        self._watched = [WatchedFiles(list_files(file.path)) for file in self.files]
 
     @property
     def paths(self) -> list[Path]:
         return [file.path for file in self.files]
+
+    @property
+    def written(self) -> float:
+        """The time at which the newest file was written."""
+        return max(watched.written for watched in self._watched)
+
+    def list_written_since(self, time: float) -> str:
+        return ", ".join(name for watched in self._watched for name in watched.list_written_since(time))
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -214,12 +259,13 @@ class FileRows:
 
     def __getitem__(self, number: int) -> Row:
         file, index = self._find(number)
-        return file[index]
+        self._watched[file].check()
+        return self.files[file][index]
 
     def where(self, number: int) -> str:
         """Return the place of the row for messages, such as FILE:LINE."""
         file, index = self._find(number)
-        return file.where(index)
+        return self.files[file].where(index)
 
     def entry(self, number: int) -> SourceRow:
         return SourceRow(number, partial(self.__getitem__, number), partial(self.where, number))
@@ -228,18 +274,24 @@ class FileRows:
         """Yield the rows from ``place`` on, each with the position of the next one. Needs no index and no length."""
         first, start, number = place
         for file in range(first, len(self.files)):
-            for row, where, after in self.files[file].read(start):
-                if number == self._most:
-                    return
-                yield SourceRow(number, row, where), (file, after, number + 1)
-                number += 1
+            try:
+                for row, where, after in self.files[file].read(start):
+                    if number == self._most:
+                        return
+                    self._watched[file].check()
+                    yield SourceRow(number, row, where), (file, after, number + 1)
+                    number += 1
+            except (OSError, ValueError):
+                self._watched[file].check()  # a better reason, if there is one
+                raise
             start = 0
 
-    def _find(self, number: int) -> tuple[RowFile, int]:
+    def _find(self, number: int) -> tuple[int, int]:
+        """Return the number of the file that has the row, and the row's number there."""
         if not 0 <= number < len(self):
             raise IndexError(f"{self.files[0].path} has {len(self)} rows, so no row {number}")
         file = bisect_right(self._ends, number)
-        return self.files[file], number - (self._ends[file - 1] if file else 0)
+        return file, number - (self._ends[file - 1] if file else 0)
 
 
 def open_rows(path: str | Path, max_samples: int | None = None) -> FileRows:
@@ -253,6 +305,11 @@ def open_rows(path: str | Path, max_samples: int | None = None) -> FileRows:
     if next(rows.read(), None) is None:
         raise ValueError(f"{path} holds no rows")
     return rows
+
+
+def list_files(path: Path) -> list[Path]:
+    """List the files of a directory, or a file itself."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def _match_files(path: Path) -> list[Path]:

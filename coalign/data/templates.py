@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Messages = Sequence[Message]
 Tools = list[dict[str, Any]]
 Span = tuple[int, int]  # start and stop
+MAX_CHARACTERS = 1 << 23  # of one text: 2 million tokens of English, and some 10 s of tokenising
 
 
 def load_template(tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto") -> Template:
@@ -96,7 +97,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.jinja = jinja
         self._special = list_special_tokens(tokenizer)
-        self._knows_tools = re.search(r"\btools\b", jinja) is not None
+        self._knows_tools = reads_tools(jinja)
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
 
     def render(self, messages: Messages, tools: Tools | None = None, *, generation_prompt: bool = False) -> str:
@@ -109,7 +110,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
             )
-        return cast(str, text)
+        return check_length(cast(str, text))
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
         return tokenize(self.tokenizer, self.render(messages, tools, generation_prompt=True))
@@ -227,8 +228,16 @@ def _refuse_errors(messages: Messages) -> Iterator[None]:
         raise BadRow(f"the chat template refuses the messages ({_roles(messages)}): {error}") from error
 
 
+def check_length(text: str) -> str:
+    """Return the text. BadRow (long) for one that would be tokenised for minutes, in tens of GiB of memory."""
+    if len(text) > MAX_CHARACTERS:
+        raise BadRow(f"a text of {len(text):,} characters; at most {MAX_CHARACTERS:,} are tokenised", "long")
+    return text
+
+
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Tokenise a text, with the tokenizer's BOS and EOS only if ``special``."""
+    """Tokenise a text, with the tokenizer's BOS and EOS only if ``special``. BadRow (long) over MAX_CHARACTERS."""
+    check_length(text)
     return cast(list[int], tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
@@ -254,6 +263,16 @@ def _jinja(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
                 "template or a file that holds one, or to `none` for plain text"
             )
         return tokenizer.get_chat_template()
+    return read_template(chat_template)
+
+
+def reads_tools(jinja: str) -> bool:
+    """Whether a Jinja template has a place for the descriptions of tools."""
+    return re.search(r"\btools\b", jinja) is not None
+
+
+def read_template(chat_template: str) -> str:
+    """Return the Jinja template that ``data.chat_template`` is, or that its file holds. FileNotFoundError."""
     if "{{" in chat_template or "{%" in chat_template:
         return chat_template
     path = Path(chat_template)

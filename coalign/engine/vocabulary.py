@@ -66,11 +66,12 @@ def is_tokenized_alike(model: ModelConfig, other: str) -> bool:
         same = _tokens(own) == _tokens(Path(other))
     else:
         same = all(_bytes(own / name) == _bytes(Path(other) / name) for name in TOKENIZER_FILES)
-    templates = {template for template in (_chat_template(own), _chat_template(Path(other))) if template}
+    templates = {template for template in (find_chat_template(own), find_chat_template(Path(other))) if template}
     return same and len(templates) < 2
 
 
-def _chat_template(directory: Path) -> str | None:
+def find_chat_template(directory: Path) -> str | None:
+    """Return the chat template of a tokenizer's directory, several ones as JSON; None if it has none."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

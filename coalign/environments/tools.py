@@ -208,7 +208,7 @@ def _check_tools(
     Toolbox.build(tools, timeout=tool_timeout, max_chars=max_result_chars)
 
 
-tool_use.check = _check_tools
+tool_use.check, tool_use.shows_tools = _check_tools, True
 
 
 def _to_message(text: str, calls: list[ToolRequest]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def load_data(plan: Plan) -> RunData:
             split="train",
             batch_size=config.ptx.rows_per_step,
             seed=config.seed,
+            allow_changed="data" in runtime.allow_changed,
         )
     held_out = load_split(config, source, tokenizer, "eval") if config.data.eval else None
     return RunData(tokenizer, train, steps, held_out, ptx)
@@ -81,4 +82,5 @@ def load_split(
         batch_size=config.runtime.prompts_per_step,
         batch_tokens=config.runtime.tokens_per_step,
         seed=config.seed,
+        allow_changed="data" in config.runtime.allow_changed,
     )

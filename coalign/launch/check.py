@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -40,13 +41,15 @@ def check(config: RunConfig, display: Display) -> None:
     count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw_graph(graph) + "\n")
+    planned = [model for model in plan.models.values() if model.config.load and not Path(model.config.load).exists()]
     with locate_problems(config):
         for model in plan.models.values():
-            _check_backend(model, config)
+            if model not in planned:
+                _check_backend(model, config)
         notes = [
             f"{model.name}: {note}"
             for model in plan.models.values()
-            if model.config.load
+            if model.config.load and model not in planned
             for note in model.module.notes(model.config)
         ]
     if rewards := describe_reward(plan.rewards, plan.configs):
@@ -54,8 +57,17 @@ def check(config: RunConfig, display: Display) -> None:
     with locate_problems(config):
         display.show(describe_requested_layout(plan.started, config))
     display.show("")
-    display.show(_memory_table(plan))
-    for line in [*_device_memory(plan), *notes]:
+    if planned:
+        for load in dict.fromkeys(model.config.load for model in planned):
+            names = ", ".join(model.name for model in planned if model.config.load == load)
+            display.show(
+                f"{names}: {load} is not there yet, a run with `output: {Path(str(load)).parent}` makes it; its "
+                "backend and memory are not checked"
+            )
+    else:
+        display.show(_memory_table(plan))
+        notes = [*_device_memory(plan), *notes]
+    for line in notes:
         display.show(line)
     display.show("\nno problem found")
 

@@ -18,7 +18,7 @@ from coalign.backends.base import Module, TrainableModule
 from coalign.backends.objective import Objective
 from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.worker import find_module_class
-from coalign.config import check_names, locate_problems
+from coalign.config import check_names, load, locate_problems
 from coalign.config.errors import suggest
 from coalign.config.functions import bind, resolve, resolve_class
 from coalign.config.schema import FUNCTIONS, ModelConfig, RewardConfig, RunConfig
@@ -37,8 +37,10 @@ from coalign.launch.validate import (
     check_guards,
     check_it_learns,
     check_recording,
+    check_reward_lengths,
     check_sections,
     check_token_limits,
+    check_tools,
     check_transport,
     find_token_limit,
 )
@@ -124,6 +126,20 @@ def find_recipe(algorithm: str) -> type[Engine]:
     return resolve_class(algorithm, "coalign.recipes")
 
 
+def list_needed(algorithm: str) -> dict[str, Any]:
+    """Return the defaults of a recipe, with a text in <angle brackets> for each key that a run cannot do without."""
+    recipe = find_recipe(algorithm)
+    config = load({"algorithm": algorithm}, defaults=lambda _: recipe.defaults)
+    roles = recipe.roles(config, Objective.of(config.loss, "loss") if config.loss else None)
+    models = {name: {} for name in roles if name != "reward"} | recipe.defaults.get("models", {})
+    for name, model in models.items():
+        if not model.keys() & {"like", "load"}:
+            models[name] = {"load": "<model directory>", **model}
+    reward = {"reward": {"fn": "<math or my.module:function>"}} if "reward" in roles else {}
+    data = {"train": "<data file>"} | recipe.defaults.get("data", {})
+    return {**reward, **recipe.defaults, "data": data, "models": models}
+
+
 def prepare(config: RunConfig) -> Plan:
     """Find, bind and check everything that ``config`` names. ValueError names the key that is wrong, and its place."""
     recipe = find_recipe(config.algorithm)
@@ -140,6 +156,7 @@ def prepare(config: RunConfig) -> Plan:
         check_recording(config)
         environment = find_environment(config.rollout)
         check_environment(environment, config)
+        check_tools(environment, config)
         check_limits(config)
         functions = {
             "advantage": _bind(config.advantage, "coalign.algorithms.advantages", "advantage"),
@@ -162,6 +179,9 @@ def prepare(config: RunConfig) -> Plan:
             if model.role is Trainable:
                 check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
         check_token_limits(models, compared)
+        for policy in (model for model in models.values() if model.role is Rollout and environment is None):
+            where = f"models.{policy.name}.sampling.max_new_tokens"
+            check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, where)
         check_adapters(syncs, models, config)
         check_transport(syncs, configs, config)
         main = next((model for model in models.values() if model.role is Trainable), None)

@@ -19,6 +19,7 @@ from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore_engine, v
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
 from coalign.engine.hooks.guards import UNHEALTHY, Guards
 from coalign.engine.hooks.profiling import StepProfiler
+from coalign.engine.hooks.provenance import Provenance
 from coalign.engine.hooks.recorder import MetricsRecorder
 from coalign.engine.hooks.run_folder import RunFolder
 from coalign.engine.hooks.timeline import Timeline
@@ -91,7 +92,8 @@ def _learn(
     timeline = Timeline(folder.path / "timeline", config.runtime.timeline_every)
     profile = [StepProfiler(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
     engine.cluster.on_end = timeline.note
-    engine.hooks.extend([guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save])
+    provenance = Provenance(config, engine.evaluator.loader.state_dict() if engine.evaluator else None)
+    engine.hooks.extend([provenance, guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save])
     _refuse_namesakes(engine.hooks)
     if (found := _resume_from(config, folder, checkpoints)) is not None:
         restore_engine(engine, found)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coalign.backends.scorers.reward import resolve_reward
 from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.config.functions import is_bound_to_process
-from coalign.config.schema import ModelConfig, RunConfig
+from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
+from coalign.data.templates import read_template, reads_tools
+from coalign.engine.vocabulary import find_chat_template, find_tokenizer_directory
 from coalign.roles import Rollout
 
 if TYPE_CHECKING:
@@ -107,6 +111,34 @@ def check_environment(environment: EnvironmentFunction | None, config: RunConfig
             f"models.{spread[0]}.spread_samples: `{config.rollout.fn}` plays the samples of a prompt together, so "
             "they have to be on one replica; leave it out"
         )
+
+
+def check_tools(environment: EnvironmentFunction | None, config: RunConfig) -> None:
+    """Refuse a chat template without a place for the tools that an environment shows (attribute ``shows_tools``)."""
+    if environment is None or not getattr(environment.fn, "shows_tools", False):
+        return
+    given = config.data.chat_template
+    directory = find_tokenizer_directory(config)
+    jinja = find_chat_template(Path(directory)) if given == "auto" else "" if given == "none" else read_template(given)
+    if jinja is not None and not reads_tools(jinja):
+        which = f"that of the tokenizer in {directory}" if given == "auto" else f"`{given:.40}`"
+        raise ValueError(
+            f"data.chat_template: `rollout.fn: {config.rollout.fn}` shows tools to the policy, and the chat template, "
+            f"{which}, has no place for them (it never reads `tools`); set one that has"
+        )
+
+
+def check_reward_lengths(rewards: Sequence[RewardConfig], longest: int, where: str) -> None:
+    """Refuse reward functions of the length that responses of up to ``longest`` tokens (the key ``where``) never meet.
+
+    Calls a function's attribute ``check_longest``, if it has one, as ``check_longest(longest, **arguments)``.
+    """
+    for index, part in enumerate(rewards):
+        if part.fn is None:
+            continue
+        fn, arguments = resolve_reward(part, f"reward.{index}")
+        if hasattr(fn, "check_longest") and (problem := fn.check_longest(longest, **arguments)):
+            raise ValueError(f"reward[{index}]: {problem}, and a response has at most {longest} tokens ({where})")
 
 
 def check_guards(objective: Objective, config: RunConfig) -> None:

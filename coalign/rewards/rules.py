@@ -205,7 +205,22 @@ def _check_range(*, min_tokens: int, max_tokens: int) -> None:
         raise ValueError(f"length_range: min_tokens={min_tokens} is more than max_tokens={max_tokens}")
 
 
+def _find_late_penalty(longest: int, *, max_tokens: int, buffer: int) -> str:
+    start = max_tokens - buffer
+    return f"length_penalty begins after {start} tokens (max_tokens - buffer)" if start >= longest else ""
+
+
+def _find_long_range(longest: int, *, min_tokens: int, max_tokens: int) -> str:
+    return f"length_range.min_tokens is {min_tokens}" if min_tokens > longest else ""
+
+
+def _find_far_target(longest: int, *, target: int, tolerance: int) -> str:
+    return f"length_target rewards none below {target - tolerance + 1} tokens" if target - tolerance >= longest else ""
+
+
 length_penalty.check, length_range.check = _check_penalty, _check_range
+length_penalty.check_longest, length_range.check_longest = _find_late_penalty, _find_long_range
+length_target.check_longest = _find_far_target
 
 
 def episode(sample: Sample) -> float:

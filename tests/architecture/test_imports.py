@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -161,3 +162,11 @@ def test_public_class_names_are_unique():
                 homes.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
     twice = {name: files for name, files in homes.items() if len(files) > 1}
     assert not twice, twice
+
+
+def test_json_lines_are_split_at_newlines_alone():
+    """A text is split at U+2028, too, which JSON leaves as it is; bytes are not."""
+    split = re.compile(r"(json\.loads|jsonl).*read_text\(.*\)\.splitlines")
+    folders = [PACKAGE.parent / name for name in ("coalign", "tests", "examples", "benchmarks")]
+    sources = [file for folder in folders for file in folder.rglob("*.py")]
+    assert not [str(file) for file in sources if split.search(file.read_text(encoding="utf-8"))]

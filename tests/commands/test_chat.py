@@ -115,7 +115,7 @@ def test_commands(model, tmp_path):
     display = shown()
     lines = ["hello", "", f"/save {tmp_path / 'said.jsonl'}", "/save", "/reset", "again", "/rest", "/quit", "never"]
     chat(settings(model), lines, display)
-    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
+    said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_bytes().splitlines()]
     assert [[m["role"] for m in row["messages"]] for row in said] == [["user", "assistant"]]
     remarks = display.err.export_text()
     assert "(forgotten)" in remarks and "/rest: no such command" in remarks and "/save: no such command" in remarks
@@ -169,5 +169,5 @@ def test_a_signal_stops_the_answer_of_a_process(tmp_path):
     process.stdin.write(f"/save {tmp_path / 'said.jsonl'}\n/quit\n".encode())
     process.communicate(timeout=60)
     assert process.returncode == 0
-    (row,) = map(json.loads, (tmp_path / "said.jsonl").read_text().splitlines())
+    (row,) = map(json.loads, (tmp_path / "said.jsonl").read_bytes().splitlines())
     assert 0 < len(row["messages"][-1]["content"]) < 2000

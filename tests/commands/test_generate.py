@@ -56,7 +56,7 @@ def write_sums(path, rows):
 
 
 def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def quiet():

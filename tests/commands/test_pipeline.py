@@ -73,7 +73,7 @@ def weights(folder):
 
 
 def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 @pytest.fixture(scope="module")

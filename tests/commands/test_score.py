@@ -41,7 +41,7 @@ def settings(path, **changes):
 
 def scored(path, tmp_path, **changes):
     counts = score(settings(path, **changes), tmp_path / "scored.jsonl", Display(quiet=True, err=Console(quiet=True)))
-    return [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()], counts
+    return [json.loads(line) for line in (tmp_path / "scored.jsonl").read_bytes().splitlines()], counts
 
 
 LENGTH = [{"fn": "tests.commands.functions:by_length"}]
@@ -135,7 +135,7 @@ def test_beyond_the_reward_models_context(judge, tmp_path):
     path = write(tmp_path / "l.jsonl", {"prompt": "q", "response": "x" * 2100}, {"prompt": "q", "response": "x"})
     err = Console(record=True, width=200)
     score(settings(path, reward_model=str(judge)), tmp_path / "out.jsonl", Display(err=err))
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert rows[0]["score"] is None and rows[1]["score"] is not None
     assert "1 long; first: group 0, index 0 has 2" in err.export_text()
 

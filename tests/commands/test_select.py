@@ -19,7 +19,7 @@ def said(group, response, score, **more):
 
 def selected(path, tmp_path, **changes):
     counts = select(SelectConfig(data=str(path), **changes), tmp_path / "selected.jsonl")
-    return [json.loads(line) for line in (tmp_path / "selected.jsonl").read_text().splitlines()], counts
+    return [json.loads(line) for line in (tmp_path / "selected.jsonl").read_bytes().splitlines()], counts
 
 
 @pytest.fixture

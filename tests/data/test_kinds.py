@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from coalign.data import templates
 from coalign.data.kinds import KINDS
 from tests.data.reading import reader, use
 
@@ -25,3 +26,19 @@ def test_keys_of_a_source_as_on_the_page():
     keys = {"prompt": "question", "answer": "6b_finetuning.solution", "label": "6b_finetuning.is_correct"}
     ((example,),) = use(reader("labelled", keys=keys), row)
     assert example.columns["preference"] == 0.0 and example.row["answer"] == "2"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", ["auto", "none"])
+def test_a_row_that_would_be_tokenised_for_minutes_counts_as_long(kind, template, monkeypatch):
+    monkeypatch.setattr(templates, "MAX_CHARACTERS", 400)
+    long, short = "long " * 100, "short"
+    texts = {"prompt": "p", "rejected": "no", "label": True, "labels": [1]}
+    rows = [texts | {"answer": t, "text": t, "chosen": t, "steps": [t]} for t in (long, short)]
+    rows += [row | {"prompt": long} for row in rows]
+    examples = reader(kind, chat_template=template)
+    used = 2 if kind == "documents" else 1
+    assert len(use(examples, *(rows if kind != "prompts" else rows[1:]))) == used
+    assert examples.counts["long"] == {"documents": 2, "prompts": 2}.get(kind, 3)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: a text of [\d,]+ characters; at most 400 are tokenised"):
+        use(reader(kind, chat_template=template, on_long="error"), rows[2])

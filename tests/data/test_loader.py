@@ -252,7 +252,7 @@ def test_a_cursor_is_refused_for_other_data(tmp_path):
     for message, other in {
         "11 usable rows of a.jsonl then, 12 now": loader(numbered(tmp_path / "b.jsonl", 12)),
         "other content, tokenizer or template": loader(numbered(tmp_path / "c.jsonl", 11, 1)),
-        "or template; restore it": loader(path, system="Be brief."),
+        "or template. Restore it": loader(path, system="Be brief."),
         "with 1 data sources, not 2": loader(path, path),
         "seed=0, not 1": loader(path, seed=1),
         "shuffle=True, not False": loader(path, shuffle=False),

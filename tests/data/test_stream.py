@@ -44,11 +44,19 @@ def stored(tmp_path, form, rows):
             return str(tmp_path / "a")
 
 
-def loader(*paths, weights=None, batch_size=1, seed=0, max_samples=None, window=8, **config):
+def loader(*paths, weights=None, batch_size=1, seed=0, max_samples=None, window=8, allow_changed=False, **config):
     weights = weights or [1.0] * len(paths)
     sources = [SourceConfig(path=p, weight=w, max_samples=max_samples) for p, w in zip(paths, weights, strict=True)]
     config = DataConfig(train=sources, stream=True, stream_window=window, **config)
-    return build_loader(config, TOKENIZER, kind="prompts", split="train", batch_size=batch_size, seed=seed)
+    return build_loader(
+        config,
+        TOKENIZER,
+        kind="prompts",
+        split="train",
+        batch_size=batch_size,
+        seed=seed,
+        allow_changed=allow_changed,
+    )
 
 
 def drawn(loader, batches):

@@ -113,7 +113,7 @@ def test_going_on_from_an_older_checkpoint_moves_the_later_ones_aside(tmp_path):
     run(config, f"runtime.resume={folder_of(config) / 'checkpoints' / 'step_2'}")
     assert {"step_3.before-1", "step_4.before-1", "step_3", "step_4"} <= set(checkpoints_of(config))
     assert weights_hash(config, 4) == hashed
-    cut = [json.loads(line)["step"] for line in (folder_of(config) / "metrics.jsonl.cut").read_text().splitlines()]
+    cut = [json.loads(line)["step"] for line in (folder_of(config) / "metrics.jsonl.cut").read_bytes().splitlines()]
     assert cut == [3, 4]
 
 

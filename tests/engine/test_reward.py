@@ -329,7 +329,7 @@ def test_a_run_with_two_models_and_a_function(tmp_path):
     (evaluated,) = [line for line in metrics(config) if "eval/mean" in line][-1:]
     parts = [evaluated[f"eval/reward/{name}/mean"] for name in ("digits", "kind", "terse")]
     assert evaluated["eval/mean"] == pytest.approx(2.0 * parts[0] + parts[1] + 0.5 * parts[2], abs=1e-5)
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_bytes().splitlines()]
     assert set(samples[0]["rewards"]) == {"digits", "kind", "terse"} and "<|im_end|>" not in samples[0]["response"]
 
 

@@ -42,7 +42,7 @@ def online(tmp_path, **runtime):
 
 
 def samples(config):
-    lines = (Path(config["output"]) / "samples.jsonl").read_text().splitlines()
+    lines = (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()
     return [json.loads(line) for line in lines]
 
 

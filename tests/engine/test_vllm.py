@@ -63,7 +63,7 @@ def trained(tmp_path_factory):
     def made(name: str) -> tuple[list[dict], list[dict]]:
         config = grpo(directory, name, *kinds[name], sync={"adapters": "apart" if name == "apart" else "merged"})
         assert run(config) == 0
-        lines = (directory / name / "samples.jsonl").read_text().splitlines()
+        lines = (directory / name / "samples.jsonl").read_bytes().splitlines()
         return metrics(config), [json.loads(line) for line in lines]
 
     return made

@@ -43,7 +43,7 @@ def played(tmp_path_factory):
         pytest.skip("GSM8K is not here")
     path = tiny_model_dir(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
     tokenizer = tiny_tokenizer(path, chat_template=TOOLS_CHATML)
-    rows = [json.loads(line) for line in TEST.read_text(encoding="utf-8").splitlines()[:8]]
+    rows = [json.loads(line) for line in TEST.read_bytes().splitlines()[:8]]
     for row in rows:
         row["messages"] = [{"role": "user", "content": row["question"]}]
     tokens = [load_template(tokenizer).prompt(row["messages"]) for row in rows]

@@ -37,7 +37,7 @@ def test_grpo_learns_from_episodes(tmp_path):
         assert line["episode/turns"] == 2.0 and line["episode/tool_calls"] == 2.0
         assert line["samples/count"] == 16 and line["reward/episode/mean"] > 0
         assert line["loss/mismatch"] < 1e-4  # the trainer computes what the sampler saw, tool tokens included
-    for line in (Path(config["output"]) / "samples.jsonl").read_text().splitlines():
+    for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines():
         assert [m["role"] for m in json.loads(line)["messages"]] == ["user", "assistant", "tool", "assistant"]
     resumed = config | {"output": str(tmp_path / "resumed")}
     with stopping_after(1):

@@ -168,7 +168,8 @@ def test_what_an_environment_names(tmp_path, rollout, message):
 
 def test_environments_with_what_they_name(tmp_path):
     right = [f"{{fn: '{SEARCH}', index: a}}", "calculator"]
-    prepare(configured(tmp_path, "grpo", f"rollout={{fn: tool_use, tools: [{', '.join(right)}]}}"))
+    template = "data.chat_template='{{ tools }}{{ messages }}'"
+    prepare(configured(tmp_path, "grpo", template, f"rollout={{fn: tool_use, tools: [{', '.join(right)}]}}"))
     prepare(configured(tmp_path, "grpo", "rollout={fn: agent, run: 'tests.launch.test_validate:solve'}"))
 
 

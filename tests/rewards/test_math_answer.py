@@ -38,7 +38,7 @@ def same_text(gold, predicted):
 
 
 def lines(name):
-    return [json.loads(line) for line in (DIRECTORY / name).read_text().splitlines()]
+    return [json.loads(line) for line in (DIRECTORY / name).read_bytes().splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from coalign.config.errors import Conflict
-from coalign.config.schema.base import Probability, ResultNeutral, Section
+from coalign.config.schema.base import OneOrMore, Probability, ResultNeutral, Section
 from coalign.config.schema.rollout import GuardsConfig
 
 
@@ -113,6 +113,9 @@ class RuntimeConfig(Section):
     resume: ResultNeutral[str] = "auto"
     """`auto`: the newest good checkpoint of the run folder; `never`: start at step 0 and move the checkpoints and
     metrics of an earlier run aside; or a checkpoint directory."""
+    allow_changed: ResultNeutral[OneOrMore[Literal["models", "data"]]] = []
+    """What may have other contents than the checkpoint was made with: `models` (the directories of `load`, `lora.load`
+    and `tokenizer`), the training `data`. Refused otherwise; changed settings are listed in the log."""
     save_every: ResultNeutral[NonNegativeInt] = 0
     """Steps between checkpoints; 0: by `save_minutes` alone. The end of a run, a signal and an error save, too."""
     save_minutes: ResultNeutral[NonNegativeFloat] = 10.0

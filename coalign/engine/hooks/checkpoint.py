@@ -2,7 +2,7 @@
 
 ``checkpoints/step_N/`` holds:
 
-- ``state.json``: step, data position, state of the recipe and of the hooks;
+- ``state.json``: step, data position, state of the recipe and of the hooks (Provenance: settings, hashes of models);
 - ``buffer.pt``: batches between environment and trainer;
 - ``models/<name>/``: what that backend needs to continue bit for bit;
 - ``hf/``: the trained model as a Hugging Face directory; ``hf_<name>/`` for every further model that is trained,
@@ -180,14 +180,14 @@ def restore_engine(engine: Engine, directory: Path) -> None:
     if (state["ptx"] is None) != (engine.ptx_loader is None):
         there, here = ("with", "without") if state["ptx"] else ("without", "with")
         raise ValueError(f"{directory} is of a run {there} `ptx`; this one is {here} it")
+    for hook in engine.hooks:  # before anything loads: the hook Provenance may refuse the checkpoint
+        if saved := state["hooks"].get(type(hook).__name__):
+            hook.load_state_dict(saved)
     _load_training_state(engine, directory, state)
     environment = _from_plain(torch.load(directory / "buffer.pt", weights_only=True))
     engine.environment.load_state_dict({"loader": state["loader"], **environment}, engine.step)
     if engine.ptx_loader:
         engine.ptx_loader.load_state_dict(state["ptx"])
-    for hook in engine.hooks:
-        if saved := state["hooks"].get(type(hook).__name__):
-            hook.load_state_dict(saved)
 
 
 def rewind_engine(engine: Engine, directory: Path) -> None:

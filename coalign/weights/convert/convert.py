@@ -110,7 +110,7 @@ class ConversionJournal:
     def read(self) -> dict[int, dict[str, Any]]:
         """Return the records of intact files by number. Raises ValueError for the journal of another conversion."""
         entries = []
-        for line in self.path.read_text().splitlines() if self.path.is_file() else []:
+        for line in self.path.read_bytes().splitlines() if self.path.is_file() else []:
             with suppress(ValueError):  # the last line may be incomplete
                 entries.append(json.loads(line))
         if not entries or entries[0] != json.loads(json.dumps(self.identity)):

@@ -216,7 +216,7 @@ def test_rolling_back_goes_on_with_later_data(tmp_path, max_staleness):
     lines = metrics(config)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["guards/rollbacks"] for line in lines] == [0, 1, 1, 1]
-    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (Path(config["output"]) / "samples.jsonl").read_bytes().splitlines()]
     trained = [{s["group"] for s in samples if s["step"] == step and s["phase"] == "train"} for step in (1, 2, 3, 4)]
     later = 8 if max_staleness == 0 else 12  # what was under way is forgotten, too
     assert trained == [{0, 1, 2, 3}, *({later + 4 * i + j for j in range(4)} for i in range(3))]

@@ -12,7 +12,7 @@ from coalign.types import Max, Stat, Total, merge_stats
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_a_line_a_step_and_no_nan(tmp_path):

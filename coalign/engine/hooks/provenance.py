@@ -1,0 +1,112 @@
+"""What a run stands on, kept in each checkpoint: settings, source files of functions, contents of models and data.
+
+When a run resumes, changed settings are listed in the log as old → new. Models with other contents are refused, unless
+`runtime.allow_changed` names them; training data are compared by their loader (coalign.data.order).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coalign.config.errors import Key, format_key
+from coalign.config.introspect import find_input, list_relevant_settings
+from coalign.engine.engine import Hook
+from coalign.files import hash_file, hash_samples
+
+if TYPE_CHECKING:
+    from coalign.config.schema import RunConfig
+    from coalign.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+class Provenance(Hook):
+    """Keeps what the run stands on as it is now, and compares a checkpoint's with it."""
+
+    def __init__(self, config: RunConfig, held_out: Mapping[str, Any] | None = None) -> None:
+        """Reads the models' directories. ``held_out`` is the state of the evaluation data's loader."""
+        self.allowed = config.runtime.allow_changed
+        self.settings: dict[str, Any] = {}
+        self.models: dict[str, str] = {}
+        hashes: dict[str, str] = {}
+        for key, value in list_relevant_settings(config):
+            name = format_key(key)
+            self.settings[name] = value
+            self.settings |= fingerprint_source(key, value)
+            mark = find_input(key, type(config))
+            if value is not None and mark is not None and mark.kind == "directory":
+                if value not in hashes:
+                    hashes[value] = hash_model(Path(value))
+                self.models[name] = hashes[value]
+        for index, source in enumerate(held_out["sources"] if held_out else ()):
+            self.settings[f"data.eval[{index}] (contents)"] = source["hash"]
+        self._compared = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"settings": self.settings, "models": self.models}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Compare with a checkpoint's record. ValueError for a model whose contents have changed."""
+        self._compared = True
+        before, now = state["settings"], self.settings
+        changed = [
+            f"{name}: {_shorten(before, name)} → {_shorten(now, name)}"
+            for name in sorted({*before, *now})
+            if name not in before or name not in now or before[name] != now[name]
+        ]
+        if changed:
+            log.warning("settings that differ from the checkpoint's:\n  %s", "\n  ".join(changed))
+        replaced = [name for name, value in self.models.items() if state["models"].get(name, value) != value]
+        if not replaced:
+            return
+        named = ", ".join(f"{name} ({now[name]})" for name in replaced)
+        if "models" not in self.allowed:
+            raise ValueError(
+                f"the checkpoint was made with other contents of {named}; restore them, or allow it with "
+                "`runtime.allow_changed: [models]`"
+            )
+        log.warning("models with other contents than the checkpoint was made with: %s", named)
+
+    def begin(self, engine: Engine) -> None:
+        if engine.step and not self._compared:
+            log.warning("the checkpoint has no record of settings and models, so they are not compared")
+
+
+def hash_model(directory: Path) -> str:
+    """Return a hash of a model directory: names and contents of its files, of large ones samples (`hash_samples`).
+
+    Hidden files, texts for readers (.md) and subfolders do not count.
+    """
+    files = sorted(file for file in directory.iterdir() if file.is_file())
+    counted = [file for file in files if file.suffix != ".md" and not file.name.startswith(".")]
+    return hashlib.sha256(json.dumps([(file.name, hash_samples(file)) for file in counted]).encode()).hexdigest()
+
+
+def fingerprint_source(key: Key, value: Any) -> dict[str, str]:
+    """Return {`KEY (source)`: hash of the source file} where ``value`` names a user's own function, `my.pkg:fn`.
+
+    What that file imports does not count. A function without a file has the hash "".
+    """
+    if not (isinstance(value, str) and ":" in value and key[-1] in ("fn", "algorithm", "module")):
+        return {}
+    module = value.partition(":")[0]
+    if module in sys.modules:
+        file = getattr(sys.modules[module], "__file__", None)
+    else:
+        spec = importlib.util.find_spec(module)
+        file = spec and spec.origin
+    return {f"{format_key(key)} (source)": hash_file(Path(file))[:32] if file and Path(file).is_file() else ""}
+
+
+def _shorten(settings: Mapping[str, Any], name: str) -> str:
+    if name not in settings:
+        return "not set"
+    text = json.dumps(settings[name], ensure_ascii=False)
+    return text if len(text) <= 100 else f"{text[:100]}…"

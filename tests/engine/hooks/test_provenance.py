@@ -1,0 +1,97 @@
+"""What a resumed run says about settings, code, models and data that are not what the checkpoint was made with."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from coalign.engine.hooks.provenance import hash_model
+from tests.runs import other_model, run, settings, weights_hash
+
+
+@pytest.fixture
+def begun(tmp_path, caplog):
+    """A run of two steps, to be continued to three."""
+    caplog.set_level(logging.WARNING)
+    config = settings(tmp_path, "sft", steps=2, eval_at_start=False)
+    run(config)
+    config["runtime"]["steps"] = 3
+    assert not caplog.text
+    return config
+
+
+def test_changed_settings_are_listed(begun, caplog):
+    begun["models"]["trainer"]["optimizer"]["lr"] = 1e-3
+    begun["runtime"] |= {"prompts_per_step": 3, "keep": 5}
+    assert run(begun) == 0
+    [line] = [record.message for record in caplog.records if "differ" in record.message]
+    assert line.splitlines() == [
+        "settings that differ from the checkpoint's:",
+        "  models.trainer.optimizer.lr: 0.003 → 0.001",
+        "  runtime.prompts_per_step: 4 → 3",
+        "  runtime.steps: 2 → 3",
+    ]
+
+
+def test_a_reward_that_was_edited_is_listed(tmp_path, caplog, monkeypatch):
+    source = tmp_path / "rewarding.py"
+    source.write_text("def some(sample): return 1.0 * len(sample.response)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = settings(tmp_path, "grpo", steps=1, eval_at_start=False) | {"reward": {"fn": "rewarding:some"}}
+    run(config)
+    source.write_text("def some(sample): return 2.0 * len(sample.response)")
+    config["models"]["policy"]["sampling"]["temperature"] = 0.9
+    config["runtime"]["steps"] = 2
+    assert run(config) == 0
+    assert "reward[0].fn (source)" in caplog.text and "sampling.temperature: 1.0 → 0.9" in caplog.text
+
+
+def test_a_model_that_was_replaced_is_refused_until_it_is_allowed(begun, tmp_path, caplog):
+    weights = Path(begun["models"]["trainer"]["load"]) / "model.safetensors"
+    shutil.copy(other_model(tmp_path / "other", seed=9) / "model.safetensors", weights)  # of the same size
+    with pytest.raises(
+        ValueError, match=r"other contents of models\.trainer\.load \(.*/model\).*`runtime\.allow_changed"
+    ):
+        run(begun)
+    assert run(begun, "runtime.allow_changed=models") == 0
+    assert "models with other contents than the checkpoint was made with: models.trainer.load" in caplog.text
+    caplog.clear()
+    begun["runtime"]["steps"] = 4
+    assert run(begun) == 0 and "models" not in caplog.text  # a newer checkpoint knows them
+
+
+def test_a_model_that_was_moved_is_not_refused(begun, tmp_path):
+    moved = shutil.copytree(begun["models"]["trainer"]["load"], tmp_path / "moved")
+    (moved / "README.md").write_text("A model.")
+    begun["models"]["trainer"]["load"] = str(moved)
+    assert run(begun) == 0
+
+
+def test_rows_that_were_rewritten_are_refused_until_they_are_allowed(begun, caplog):
+    data = Path(begun["data"]["train"])
+    data.write_text(data.read_text().replace("7", "8"))
+    with pytest.raises(ValueError, match=r"sft\.jsonl is not the data .*`runtime\.allow_changed: \[data\]`"):
+        run(begun)
+    assert run(begun, "runtime.allow_changed=data") == 0
+    assert "the run goes on at the same row" in caplog.text and "data.eval[0] (contents)" in caplog.text
+
+
+def test_a_checkpoint_without_a_record_is_accepted(begun, caplog):
+    [checkpoint] = (Path(begun["output"]) / "checkpoints").glob("step_*")
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["hooks"]["Provenance"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").write_text('{"files": {}}')
+    assert run(begun) == 0 and weights_hash(begun, 3)
+    assert caplog.text.count("has no record of settings and models") == 1
+
+
+def test_the_hash_of_a_model(tmp_path):
+    model = other_model(tmp_path / "model")
+    before = hash_model(model)
+    (model / ".cache").write_text("x")
+    assert hash_model(model) == before
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    assert hash_model(model) != before

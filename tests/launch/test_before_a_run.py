@@ -1,0 +1,132 @@
+"""What `coalign check` finds before anything was trained, and what `coalign init` says is needed."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from coalign import load_config
+from coalign.cli import app
+from coalign.commands.evaluate import show_data
+from coalign.commands.judges import check_device
+from coalign.commands.pipeline import check_pipeline
+from coalign.config.pipelines import load_pipeline
+from coalign.launch.check import check
+from coalign.launch.plan import prepare
+from coalign.recipes import CLASSES
+from coalign.report.display import Display
+from tests.runs import settings, write_data
+from tests.tiny import tiny_model_dir
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    path = tmp_path_factory.mktemp("needed")
+    tiny_model_dir(path / "tiny")
+    write_data(path, "sft")
+    return path
+
+
+def said(call, *arguments):
+    display = Display(out=Console(file=io.StringIO(), width=300))
+    call(*arguments, display)
+    return display.out.file.getvalue()
+
+
+@pytest.mark.parametrize("recipe", CLASSES)
+def test_what_init_marks_is_enough(home, recipe):
+    text = CliRunner().invoke(app, ["init", recipe]).output
+    for needed, value in {
+        "<data file>": str(home / "sft.jsonl"),
+        "<model directory>": str(home / "tiny"),
+        "'<math or my.module:function>'": "math",
+    }.items():
+        text = text.replace(needed, value)
+    assert text.count("<") == text.count("<angle brackets>") + text.count("<rm_score>")
+    (home / f"{recipe}.yaml").write_text(text)
+    assert "no problem found" in said(check, load_config(home / f"{recipe}.yaml"))
+
+
+def test_what_init_marks_is_missed_by_its_key(home):
+    (home / "empty.yaml").write_text(CliRunner().invoke(app, ["init", "grpo"]).output)
+    with pytest.raises(ValueError) as caught:
+        load_config(home / "empty.yaml")
+    assert {line.split(": ")[1] for line in str(caught.value).splitlines()} >= {"data.train.path", "models.policy.load"}
+
+
+def test_a_model_that_another_run_will_make_is_named(home, tmp_path):
+    config = settings(tmp_path, "dpo")
+    tokenizer, config["models"]["trainer"]["load"] = (
+        config["models"]["trainer"]["load"],
+        str(tmp_path / "sft" / "model"),
+    )
+    config["models"]["trainer"]["tokenizer"] = tokenizer
+    with pytest.raises(ValueError, match=r"there is no directory .*sft/model"):
+        load_config(config)
+    planned = load_config(config, planned=True)
+    shown = said(check, planned)
+    assert f"trainer, reference: {tmp_path}/sft/model is not there yet, a run with `output: {tmp_path}/sft`" in shown
+    assert "no problem found" in shown
+    display = Display(out=Console(file=io.StringIO()))
+    show_data(planned, 1, display)
+    assert "dpo.jsonl row" in display.out.file.getvalue()
+    config["models"]["trainer"]["load"] = str(tmp_path / "typo")
+    with pytest.raises(ValueError, match="there is no directory"):
+        load_config(config, planned=True)
+
+
+@NO_CUDA
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [("cuda", "is not here: this machine has 0 CUDA devices; use cpu"), ("gpu", "is no device; expected cpu, cuda")],
+)
+def test_a_device_that_is_not_there_is_refused_in_one_line(home, tmp_path, device, reason):
+    with pytest.raises(ValueError, match=reason):
+        check_device(device)
+    command = ["generate", str(home / "tiny"), "--prompt", "1+1=", "--device", device]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, ValueError) and reason in str(result.exception)
+    stage = {"generate": {"data": {"train": str(home / "sft.jsonl")}, "device": device}}
+    (tmp_path / "p.yaml").write_text(json.dumps({"model": str(home / "tiny"), "stages": [stage]}))
+    with pytest.raises(ValueError, match=reason):
+        check_pipeline(load_pipeline(tmp_path / "p.yaml"), Display(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("reward", "refused"),
+    [
+        ({"fn": "length_penalty", "max_tokens": 10, "buffer": 2}, r"length_penalty begins after 8 tokens .* 8 tokens"),
+        ({"fn": "length_penalty", "max_tokens": 9, "buffer": 2}, ""),
+        ({"fn": "length_range", "min_tokens": 9, "max_tokens": 20}, r"length_range\.min_tokens is 9"),
+        ({"fn": "length_target", "target": 12, "tolerance": 4}, "length_target rewards none below 9 tokens"),
+        ({"fn": "length_target", "target": 11, "tolerance": 4}, ""),
+    ],
+)
+def test_a_reward_of_lengths_that_no_response_has_is_refused(tmp_path, reward, refused):
+    config = settings(tmp_path, "grpo")  # max_new_tokens is 8
+    config["reward"] = [{"fn": "tests.runs:digits"}, reward]
+    if not refused:
+        prepare(load_config(config))
+        return
+    with pytest.raises(ValueError, match=rf"reward\[1\]: {refused}.*models\.policy\.sampling\.max_new_tokens"):
+        prepare(load_config(config))
+
+
+@pytest.mark.parametrize("template", ["auto", "none", "{{ messages[0].content }}", "file"])
+def test_a_template_without_room_for_tools_is_refused(tmp_path, template):
+    (tmp_path / "file").write_text("{{ messages[0].content }}")
+    config = settings(tmp_path, "grpo")
+    config["data"]["chat_template"] = str(tmp_path / "file") if template == "file" else template
+    prepare(load_config(config))
+    config["rollout"] = {"fn": "tool_use", "tools": ["calculator"]}
+    with pytest.raises(
+        ValueError, match=r"data\.chat_template: `rollout\.fn: tool_use` shows tools .* no place for them"
+    ):
+        prepare(load_config(config))
+    config["data"]["chat_template"] = "{{ tools }}{{ messages[0].content }}"
+    prepare(load_config(config))
