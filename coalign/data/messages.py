@@ -178,7 +178,7 @@ class ContentGuard:
         self.found += text.count(self._code)
         # Tokenizers in Python cannot split special tokens alone, and some models (Unigram, WordLevel) find them all the
         # same: there, the content's spelling is cut in two.
-        forged = {i for i, _ in self._tokens.values()} - {self.tokenizer.unk_token_id}
+        forged = {i for i, _ in self._tokens.values() if i != self.tokenizer.unk_token_id}
         whole = self._spell(text, "")
         can_split = self.tokenizer.is_fast and forged.isdisjoint(self._split(whole))
         safe = whole if can_split else self._spell(text, f"{self._name}cut")
@@ -216,7 +216,7 @@ class ContentGuard:
         """A copy of the tokenizer that splits special tokens, and knows them by other names.
 
         Splitting is a state of a tokenizer, and other threads use the original."""
-        from tokenizers import AddedToken
+        from transformers import AddedToken
 
         names = [
             AddedToken(f"{self._name}{n}z", lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=False)
@@ -229,9 +229,9 @@ class ContentGuard:
     @cached_property
     def _ids(self) -> dict[int, int | None]:
         """The special tokens' ids by those of their other names; None for the cut."""
-        find = self._splitting.convert_tokens_to_ids
-        ids = {find(f"{self._name}{number}z"): i for number, (i, _) in enumerate(self._tokens.values())}
-        return cast("dict[int, int | None]", ids | {find(f"{self._name}cut"): None})
+        named: dict[str, int | None] = {f"{self._name}{n}z": i for n, (i, _) in enumerate(self._tokens.values())}
+        named[f"{self._name}cut"] = None
+        return {cast(int, self._splitting.convert_tokens_to_ids(name)): i for name, i in named.items()}
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:

@@ -26,6 +26,7 @@ from coalign.engine.reward import describe_reward
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
+from coalign.launch.validate import check_rope
 from coalign.report.display import Display
 from coalign.types import LossInput
 
@@ -41,6 +42,7 @@ def check(config: RunConfig, display: Display) -> None:
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw_graph(graph) + "\n")
     with locate_problems(config):
+        check_rope(plan.models, config, plan.recipe.source)
         for model in plan.models.values():
             _check_backend(model, config)
         notes = [

@@ -37,6 +37,7 @@ from coalign.launch.validate import (
     check_guards,
     check_it_learns,
     check_recording,
+    check_repetition_penalty,
     check_sections,
     check_token_limits,
     check_transport,
@@ -163,6 +164,7 @@ def prepare(config: RunConfig) -> Plan:
                 check_it_learns(model.name, model.config, config.runtime.steps or math.inf)
         check_token_limits(models, compared)
         check_adapters(syncs, models, config)
+        check_repetition_penalty(syncs, models)
         check_transport(syncs, configs, config)
         main = next((model for model in models.values() if model.role is Trainable), None)
         if main is not None and main.objective is not None:

@@ -112,7 +112,11 @@ def test_the_score_is_that_of_its_own_text(judge, policy):
     assert result["reward"].tolist() == pytest.approx(expected, abs=1e-5)
     assert result["reward/cut"] == Total(0.0)
     assert max(expected) - min(expected) > 0.01
-    assert list(module.forward_step(sampled(*said), into="reward/kind")) == ["reward/kind", "reward/kind/cut"]
+    assert list(module.forward_step(sampled(*said), into="reward/kind")) == [
+        "reward/kind",
+        "reward/kind/cut",
+        "reward/kind/markers",
+    ]
 
 
 @pytest.mark.parametrize("limit", ["context", "max_tokens_per_micro"])

@@ -28,8 +28,8 @@ class SourceConfig(Section):
     keys: dict[str, str] = {}
     """This source's own names: {our key: its key}, e.g. {chosen: response_a}; nested keys with dots."""
     keep_special_tokens: bool = False
-    """Let rows write special tokens: `<|im_end|>` in a text is then that token. By default only the chat template writes
-    them, and in a row they stay text. For texts that are rendered already, with `chat_template: none`."""
+    """Let rows write special tokens: `<|im_end|>` in a text is then that token. By default only the chat template can,
+    and in a row it stays text. For texts that are rendered already, with `chat_template: none`."""
 
 
 class DataConfig(Section):
