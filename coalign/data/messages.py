@@ -162,10 +162,22 @@ class ContentGuard:
             items = [self.protect(item) for item in value]
             return value if all(a is b for a, b in zip(items, value, strict=True)) else items
         if isinstance(value, dict):
+            value = self._join_spelled(value)
             items = {self.protect(key): self.protect(item) for key, item in value.items()}
             same = all(key in items and items[key] is item for key, item in value.items())
             return value if same else items
         return value
+
+    def _join_spelled(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        """A message with its parts of text in one, if they spell a special token together; else the value."""
+        parts = value.get("content")
+        if not isinstance(parts, list) or not all(isinstance(part, dict) and "text" in part for part in parts):
+            return value
+        text = get_text(value)
+        alone = sum(len(self._marker.findall(part["text"] or "")) for part in parts)
+        return (
+            {**value, "content": [{"type": "text", "text": text}]} if len(self._marker.findall(text)) > alone else value
+        )
 
     def is_spelled(self, value: Any) -> bool:
         """Whether the value spells a special token that stays text."""

@@ -85,13 +85,14 @@ def test_the_native_engine_ends_sequences_at_the_limit(path):
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     engine = helpers.engine(model)
     prompts = [Request([3, 1, 4], 0, 1), Request(list(range(LIMIT - 2)), 1, 1)]
-    responses = helpers.flat(engine.generate(prompts, helpers.replace(helpers.SAMPLING, max_new_tokens=2 * LIMIT)))
+    sampling = helpers.replace(helpers.SAMPLING, max_new_tokens=2 * LIMIT)
+    responses = helpers.flat(next(engine.generate(prompts, sampling)))
     assert [len(response.tokens) for response in responses] == [LIMIT - 3, 2]
     for request, response in zip(prompts, responses, strict=True):
         expected = helpers.reference_logprobs(model, request.prompt, response.tokens)
         torch.testing.assert_close(response.logprobs, expected, atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match=f"has {LIMIT} tokens; the model's context is {LIMIT}"):
-        engine.generate([Request([1] * LIMIT, 0, 1)], helpers.SAMPLING)
+        next(engine.generate([Request([1] * LIMIT, 0, 1)], helpers.SAMPLING))
 
 
 def test_vllm_may_not_get_longer_sequences(path):

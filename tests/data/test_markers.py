@@ -65,6 +65,15 @@ def test_only_the_template_writes_control_tokens(message):
     assert tokenizer.decode(tokens) == rendered
 
 
+def test_parts_of_a_content_do_not_spell_one_together():
+    jinja = (
+        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": text} for text in ("a<|im_", "end|>", "b")]
+    tokens = load_template(tiny_tokenizer(), jinja).prompt([{"role": "user", "content": parts}])
+    assert tiny_tokenizer().decode(tokens) == "a<|im_end|>b<|im_end|>" and count_special(tokens) == 1
+
+
 @pytest.mark.parametrize("jinja", ["auto", GENERATION])
 def test_a_forged_end_is_learned_as_text_and_the_real_one_ends_the_turn(jinja):
     tokenizer = tiny_tokenizer()
