@@ -136,8 +136,40 @@ def read_run_tokenizer(context: Context) -> PreTrainedTokenizerBase:
 
 
 def read_context_length(hf: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence that the architecture can read, where it says so."""
-    return getattr(hf.get_text_config(), "max_position_embeddings", None)
+    """Tokens of the longest sequence that the architecture can read as it reads others, where it says so."""
+    longest, limit = getattr(hf.get_text_config(), "max_position_embeddings", None), read_rope_limit(hf)
+    return longest if limit is None else limit[1]
+
+
+def read_rope_limit(hf: PretrainedConfig) -> tuple[str, int] | None:
+    """The kind of rotary embeddings that changes all frequencies with a row's longest sequence, and the most tokens at
+    which it does not; None for others.
+
+    Above it transformers computes a sequence otherwise in a batch than alone, and a token otherwise than when it was
+    sampled, if the sequence was shorter then (modeling_rope_utils.dynamic_rope_update).
+    """
+    text = hf.get_text_config()
+    found = getattr(text, "rope_parameters", None) or {}
+    for rope in (
+        found,
+        *(own for own in found.values() if isinstance(own, dict)),
+    ):  # of the model, or of kinds of layers
+        kind = rope.get("rope_type") or ""
+        if kind == "longrope":
+            return kind, rope["original_max_position_embeddings"]
+        if "dynamic" in kind:
+            return kind, text.max_position_embeddings
+    return None
+
+
+def check_rope_length(kind: str, limit: int, longest: int) -> None:
+    """Raise ValueError for a sequence of more than ``limit`` tokens; see `read_rope_limit`."""
+    if longest > limit:
+        raise ValueError(
+            f"config.json: rotary embeddings of type `{kind}` change above {limit} tokens with the longest sequence of "
+            f"a row, and here is one of {longest}: the others would be computed wrongly. Keep sequences within "
+            f"{limit} tokens: data.max_tokens, or data.max_prompt_tokens and sampling.max_new_tokens together"
+        )
 
 
 def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: ModelConfig, dir: str | Path) -> None:

@@ -87,6 +87,7 @@ class RowEncoder(ABC):
     def use(self, entry: SourceRow) -> list[Example] | None:
         """Encode and count a new row: None if it is dropped, ValueError if it is refused."""
         self.counts["rows"] += 1
+        markers = self.template.guard.found
         try:
             whole = self.encode(self.reader.add_names(entry.row()))
             examples = self.fit(whole)
@@ -96,6 +97,7 @@ class RowEncoder(ABC):
             self.counts[error.reason] += 1
             return None
         self.counts["used"] += 1
+        self.counts["markers"] += self.template.guard.found > markers
         self.counts.update(self.count(examples))
         self.counts["cut"] += any(len(e.tokens) < len(w.tokens) for e, w in zip(examples, whole, strict=True))
         return self.mark_origin(examples, entry.number)
@@ -121,6 +123,7 @@ class RowEncoder(ABC):
             "identical": "with nothing to choose between",
             "long": f"over {self.limit}",
             "cut": f"of these cut to {self.limit}",
+            "markers": "of these with a special token's text, read as text (see keep_special_tokens)",
             **self.counted,
         }
         parts = [f"{self.counts[reason]} {text}" for reason, text in words.items() if self.counts[reason]]

@@ -10,15 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from coalign.data.examples import Example, RowEncoder, exclude_first_token
-from coalign.data.messages import Message, format_prompt
+from coalign.data.messages import ContentGuard, Message, format_prompt, tokenize
 from coalign.data.sources import BadRow
-from coalign.data.templates import get_bos, get_eos, tokenize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from coalign.data.templates import get_bos, get_eos
 
 
 class ResponseEncoder(RowEncoder):
@@ -167,7 +164,7 @@ class DocumentEncoder(RowEncoder):
             raise BadRow(f"'{key}' is {type(text).__name__}; expected a string")
         if not text.strip():
             raise BadRow(f"'{key}' is empty", "empty")
-        tokens = tokenize_document(text, self.template.tokenizer)
+        tokens = tokenize_document(text, self.template.guard)
         size = self.max_tokens or len(tokens)
         pieces = [tokens[start : start + size] for start in range(0, max(1, len(tokens) - 1), max(1, size - 1))]
         return [Example(piece, dict(row), [True] * len(piece), {"index": i}) for i, piece in enumerate(pieces)]
@@ -176,10 +173,10 @@ class DocumentEncoder(RowEncoder):
         return {"split": int(len(examples) > 1)}
 
 
-def tokenize_document(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenise a document, with exactly one EOS, and one BOS if the tokenizer adds one or the text contains it."""
-    tokens = tokenize(tokenizer, text, special=True)
-    bos, eos = get_bos(tokenizer), get_eos(tokenizer)
+def tokenize_document(text: str, guard: ContentGuard) -> list[int]:
+    """Tokenise a document, with exactly one EOS, and one BOS if the tokenizer adds one or the text may write it."""
+    tokens = guard.read(text, special=True)
+    bos, eos = get_bos(guard.tokenizer), get_eos(guard.tokenizer)
     begin = [bos] if bos is not None and tokens[:1] == [bos] else []
     while tokens and tokens[0] == bos:
         tokens = tokens[1:]
@@ -306,7 +303,7 @@ class StepEncoder(ResponseEncoder):
         separator = self._tokenize(self.config.step_separator)
         tokens, labelled = list(prompt), {}
         for step, label in zip(steps, labels, strict=True):
-            tokens += self._tokenize(step) + separator
+            tokens += self.template.guard.read(step) + separator
             labelled[len(tokens)] = label
         tokens.append(get_eos(self.template.tokenizer))
         columns = {

@@ -22,7 +22,7 @@ from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, Streamed
 from coalign.data.shuffle import DataPhase, draw_uniform
 from coalign.data.sources import open_rows
 from coalign.data.templates import load_template
-from coalign.types import Stats, merge_stats
+from coalign.types import Stats, Total, merge_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,9 +51,13 @@ class Loader:
         batch_size: int,
         batch_tokens: int | None = None,
         allow_changed: bool = False,
+        encoders: Sequence[RowEncoder] = (),
     ) -> None:
-        """At least one weight must be positive. ``allow_changed``: a checkpoint may be of other data."""
-        self.orders = list(orders)
+        """At least one weight must be positive.
+
+        ``allow_changed``: a checkpoint may be of other data. ``encoders``: of the sources, for their counts.
+        """
+        self.orders, self._encoders = list(orders), encoders
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.drawn = 0
         self._seed, self._allow_changed = seed, allow_changed
@@ -82,8 +86,12 @@ class Loader:
         return "; ".join(f"{order.name}: {order.report()}" for order in self.orders)
 
     def stats(self) -> Stats:
-        """Compute `data/epoch`, a mean over the sources, and `data/dropped` of streams."""
-        return merge_stats(order.stats() for order in self._drawable)
+        """Compute `data/epoch`, a mean over the sources, and `data/dropped` of streams.
+
+        `data/markers`, if there are any: the rows so far in which the text of a special token was read as text."""
+        markers = sum(encoder.counts["markers"] for encoder in self._encoders)
+        stats = merge_stats(order.stats() for order in self._drawable)
+        return {**stats, "data/markers": Total(markers)} if markers else stats
 
     def next(self, rows: int | None = None) -> Batch:
         """Draw the next ``rows`` rows (None: a batch)."""
@@ -155,10 +163,10 @@ def build_loader(
         raise ValueError(f"data.{split} names no file")
     if split == "eval":
         config = config.model_copy(update={"stream": False, "phase": None, "phases": {}, "shuffle": False})
-    template = load_template(tokenizer, config.chat_template)
+    encoders = [_build_encoder(kind, config, source, tokenizer) for source in sources]
     orders = [
-        _build_order(KINDS[kind](Path(s.path).name, config, s, template), config, s, (seed, SHUFFLE, i))
-        for i, s in enumerate(sources)
+        _build_order(encoder, config, source, (seed, SHUFFLE, i))
+        for i, (encoder, source) in enumerate(zip(encoders, sources, strict=True))
     ]
     weights = [s.weight for s in sources]
     if config.mixing != "weight":
@@ -167,8 +175,24 @@ def build_loader(
             sizes = [rows / _require_known(order.name, order.tokens) for rows, order in zip(sizes, orders, strict=True)]
         weights = [weight * size for weight, size in zip(weights, sizes, strict=True)]
     return Loader(
-        orders, weights, seed=seed, batch_size=batch_size, batch_tokens=batch_tokens, allow_changed=allow_changed
+        orders,
+        weights,
+        seed=seed,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        allow_changed=allow_changed,
+        encoders=encoders,
     )
+
+
+def _build_encoder(
+    kind: str, config: DataConfig, source: SourceConfig, tokenizer: PreTrainedTokenizerBase
+) -> RowEncoder:
+    """ValueError for texts of ``config`` that the rows' prompts contain, and that spell a special token."""
+    template = load_template(tokenizer, config.chat_template, keep_special_tokens=source.keep_special_tokens)
+    template.guard.check_setting(config.prompt_format, "data.prompt_format")
+    template.guard.check_setting(config.system or "", "data.system")
+    return KINDS[kind](Path(source.path).name, config, source, template)
 
 
 def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> DrawOrder:

@@ -1,22 +1,30 @@
 """Chat messages of rows: validated, normalised, and converted to text.
 
 A message is a dict with ``role`` and ``content`` (a text, or a list of parts as in chat APIs). Its other keys are for
-the chat template.
+the chat template. ContentGuard tokenises what messages say as text, also where they spell a control token.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import secrets
 from collections.abc import Iterable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 from coalign.data.sources import BadRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+
+MAX_CHARACTERS = 1 << 23  # of one text: 2 million tokens of English, and some 10 s of tokenising
 
 
 def parse_messages(value: Any, key: str) -> list[Message]:
@@ -121,3 +129,133 @@ def _parse_json(value: Any, key: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise BadRow(f"'{key}' is no valid JSON: {error.msg} (column {error.colno})") from error
+
+
+class ContentGuard:
+    """Keeps contents from forging control tokens: where they spell a special token, that stays text.
+
+    Before a template sees contents, `protect` replaces each such spelling by a code, which templates leave as it is.
+    `tokenize` reads a code as the text that it stands for; a special token that is spelled beside codes is the
+    template's own. A text without codes is tokenised as ever. With ``keep`` nothing is replaced.
+
+    ``found`` counts the codes that were read.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, keep: bool = False) -> None:
+        self.tokenizer, self.keep, self.found = tokenizer, keep, 0
+        added = tokenizer.added_tokens_decoder.items()
+        self._tokens = {token.content: (i, token) for i, token in added if token.special and token.content}
+        self._numbers = {text: number for number, text in enumerate(self._tokens)}
+        nonce = secrets.token_hex(8)  # so that no content can spell a code or a name
+        self._code, self._name = f"x{nonce}n", f"y{nonce}n"
+        markers = "|".join(re.escape(text) for text in sorted(self._tokens, key=len, reverse=True)) or "(?!)"
+        self._marker = re.compile(markers)
+        self._code_or_marker = re.compile(rf"{self._code}(\d+)z|{markers}")
+
+    def protect(self, value: Any) -> Any:
+        """The value (texts, in lists and dicts) with codes in place of special tokens; itself if it spells none."""
+        if self.keep:
+            return value
+        if isinstance(value, str):
+            if self._marker.search(value) is None:
+                return value
+            return self._marker.sub(lambda found: f"{self._code}{self._numbers[found[0]]}z", value)
+        if isinstance(value, list | tuple):
+            items = [self.protect(item) for item in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        if isinstance(value, dict):
+            value = self._join_spelled(value)
+            items = {self.protect(key): self.protect(item) for key, item in value.items()}
+            same = all(key in items and items[key] is item for key, item in value.items())
+            return value if same else items
+        return value
+
+    def _join_spelled(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        """A message with its parts of text in one, if they spell a special token together; else the value."""
+        parts = value.get("content")
+        if not isinstance(parts, list) or not all(isinstance(part, dict) and "text" in part for part in parts):
+            return value
+        text = get_text(value)
+        alone = sum(len(self._marker.findall(part["text"] or "")) for part in parts)
+        return (
+            {**value, "content": [{"type": "text", "text": text}]} if len(self._marker.findall(text)) > alone else value
+        )
+
+    def is_spelled(self, value: Any) -> bool:
+        """Whether the value spells a special token that stays text."""
+        return self.protect(value) is not value
+
+    def tokenize(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokenise a text of protected contents, with the tokenizer's BOS and EOS only if ``special``."""
+        if self._code not in check_length(text):
+            return tokenize(self.tokenizer, text, special=special)
+        self.found += text.count(self._code)
+        # Tokenizers in Python cannot split special tokens alone, and some models (Unigram, WordLevel) find them all the
+        # same: there, the content's spelling is cut in two.
+        forged = {i for i, _ in self._tokens.values() if i != self.tokenizer.unk_token_id}
+        whole = self._spell(text, "")
+        can_split = self.tokenizer.is_fast and forged.isdisjoint(self._split(whole))
+        safe = whole if can_split else self._spell(text, f"{self._name}cut")
+        return [token for i in self._split(safe, special) if (token := self._ids.get(i, i)) is not None]
+
+    def read(self, text: str, *, special: bool = False) -> list[int]:
+        """Tokenise a content that stands alone, as `tokenize` does."""
+        return self.tokenize(self.protect(text), special=special)
+
+    def check_setting(self, text: str, key: str) -> None:
+        """Raise ValueError for a setting that becomes a part of contents, and spells a special token."""
+        if not self.keep and (marker := self._marker.search(text)):
+            raise ValueError(
+                f"{key} spells the special token {marker[0]!r}, which contents cannot write: it would be read as text. "
+                "Write it in a chat template, or set keep_special_tokens for sources that may write such tokens"
+            )
+
+    def _spell(self, text: str, cut: str) -> str:
+        """The text with other names for the template's special tokens, and contents as they were, or ``cut``."""
+
+        def spell(found: re.Match[str]) -> str:
+            if found[1] is None:
+                return f"{self._name}{self._numbers[found[0]]}z"
+            content = [*self._tokens][int(found[1])]
+            return content[:1] + cut + content[1:]
+
+        return self._code_or_marker.sub(spell, text)
+
+    def _split(self, text: str, special: bool = False) -> list[int]:
+        options: dict[str, Any] = {"split_special_tokens": self.tokenizer.is_fast, "verbose": False}
+        return cast(list[int], self._splitting(text, add_special_tokens=special, **options)["input_ids"])
+
+    @cached_property
+    def _splitting(self) -> PreTrainedTokenizerBase:
+        """A copy of the tokenizer that splits special tokens, and knows them by other names.
+
+        Splitting is a state of a tokenizer, and other threads use the original."""
+        from transformers import AddedToken
+
+        names = [
+            AddedToken(f"{self._name}{n}z", lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=False)
+            for n, (_, t) in enumerate(self._tokens.values())
+        ]
+        copied = copy.deepcopy(self.tokenizer)
+        copied.add_tokens([*names, AddedToken(f"{self._name}cut", normalized=False, special=False)])
+        return copied
+
+    @cached_property
+    def _ids(self) -> dict[int, int | None]:
+        """The special tokens' ids by those of their other names; None for the cut."""
+        named: dict[str, int | None] = {f"{self._name}{n}z": i for n, (i, _) in enumerate(self._tokens.values())}
+        named[f"{self._name}cut"] = None
+        return {cast(int, self._splitting.convert_tokens_to_ids(name)): i for name, i in named.items()}
+
+
+def check_length(text: str) -> str:
+    """Return the text. BadRow (long) for one that would be tokenised for minutes, in tens of GiB of memory."""
+    if len(text) > MAX_CHARACTERS:
+        raise BadRow(f"a text of {len(text):,} characters; at most {MAX_CHARACTERS:,} are tokenised", "long")
+    return text
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    """Tokenise a text, with the tokenizer's BOS and EOS only if ``special``. BadRow (long) over MAX_CHARACTERS."""
+    check_length(text)
+    return cast(list[int], tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

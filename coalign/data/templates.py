@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jinja2 import TemplateError
 
 from coalign.data.batch import Batch
-from coalign.data.messages import Message, get_text
+from coalign.data.messages import ContentGuard, Message, check_length, get_text
 from coalign.data.sources import BadRow
 from coalign.types import Sample, Status
 
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 Messages = Sequence[Message]
 Tools = list[dict[str, Any]]
 Span = tuple[int, int]  # start and stop
-MAX_CHARACTERS = 1 << 23  # of one text: 2 million tokens of English, and some 10 s of tokenising
 
 
-def load_template(tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto") -> Template:
+def load_template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto", *, keep_special_tokens: bool = False
+) -> Template:
     """Load what ``data.chat_template`` names: `auto`, `none`, a Jinja template or a file that holds one.
 
+    ``keep_special_tokens``: a special token that a message spells is that token, not text (see ContentGuard).
     ValueError if the tokenizer has no end-of-sequence token or, with `auto`, no template.
     """
     if tokenizer.eos_token_id is None:
@@ -42,8 +44,8 @@ def load_template(tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto
             f"tokenizer {name!r} has no eos_token, so no response could end; set it in tokenizer_config.json"
         )
     if chat_template == "none":
-        return PlainText(tokenizer)
-    return ChatTemplate(tokenizer, _jinja(tokenizer, chat_template))
+        return PlainText(tokenizer, keep_special_tokens=keep_special_tokens)
+    return ChatTemplate(tokenizer, _jinja(tokenizer, chat_template), keep_special_tokens=keep_special_tokens)
 
 
 class PlainText:
@@ -55,8 +57,8 @@ class PlainText:
 
     jinja: str | None = None
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, keep_special_tokens: bool = False) -> None:
+        self.tokenizer, self.guard = tokenizer, ContentGuard(tokenizer, keep=keep_special_tokens)
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
         """Return the tokens that the model continues with its answer."""
@@ -66,7 +68,7 @@ class PlainText:
             raise BadRow(
                 f"data.chat_template: none takes a single user message, not {_roles(messages)}; set a template"
             )
-        tokens, bos = tokenize(self.tokenizer, get_text(messages[0]), special=True), get_bos(self.tokenizer)
+        tokens, bos = self.guard.read(get_text(messages[0]), special=True), get_bos(self.tokenizer)
         if tokens[:2] == [bos, bos]:
             tokens = tokens[1:]  # the text contains its own BOS
         return tokens[:-1] if tokens[-1:] == [get_eos(self.tokenizer)] else tokens
@@ -79,7 +81,7 @@ class PlainText:
         BadRow if the template cannot represent the messages.
         """
         prompt = self.prompt(messages[:-1], tools)
-        answer, eos = tokenize(self.tokenizer, get_text(messages[-1])), get_eos(self.tokenizer)
+        answer, eos = self.guard.read(get_text(messages[-1])), get_eos(self.tokenizer)
         if answer[-1:] != [eos]:  # the text may contain its own EOS
             answer = [*answer, eos]
         return prompt + answer, [False] * len(prompt) + [True] * len(answer)
@@ -93,15 +95,15 @@ class ChatTemplate:
     these texts does not begin the whole conversation's text, because the template rewrites earlier turns.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, jinja: str) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, jinja: str, *, keep_special_tokens: bool = False) -> None:
+        self.tokenizer, self.guard = tokenizer, ContentGuard(tokenizer, keep=keep_special_tokens)
         self.jinja = jinja
         self._special = list_special_tokens(tokenizer)
         self._knows_tools = reads_tools(jinja)
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
 
     def render(self, messages: Messages, tools: Tools | None = None, *, generation_prompt: bool = False) -> str:
-        """Render the text. BadRow with the template's own message if it refuses the messages."""
+        """Render the text of protected messages. BadRow with the template's own message if it refuses them."""
         with _refuse_errors(messages):
             text = self.tokenizer.apply_chat_template(
                 list(messages),
@@ -113,14 +115,16 @@ class ChatTemplate:
         return check_length(cast(str, text))
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        return tokenize(self.tokenizer, self.render(messages, tools, generation_prompt=True))
+        messages, tools = self.guard.protect((messages, tools))
+        return self.guard.tokenize(self.render(messages, tools, generation_prompt=True))
 
     def conversation(
         self, messages: Messages, tools: Tools | None = None, *, since: int = 0
     ) -> tuple[list[int], list[bool]]:
+        messages, tools = self.guard.protect((messages, tools))
         find = self._generation_blocks if self._marks_generation else self._assistant_turns
         text, spans = find(messages, tools, since)
-        tokens = tokenize(self.tokenizer, text)
+        tokens = self.guard.tokenize(text)
         mask = [False] * len(tokens)
         for start, stop in spans:
             first, last = self._position(tokens, text, start), self._position(tokens, text, stop)
@@ -199,7 +203,7 @@ class ChatTemplate:
         """
         if characters == len(text):
             return len(tokens)
-        return count_common_prefix(tokenize(self.tokenizer, text[:characters]), tokens)
+        return count_common_prefix(self.guard.tokenize(text[:characters]), tokens)
 
     def _end_turns(self, tokens: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
         """Train the token that ends each turn, and none after it; add EOS if the last turn has no such token."""
@@ -226,19 +230,6 @@ def _refuse_errors(messages: Messages) -> Iterator[None]:
         yield
     except (TemplateError, TypeError) as error:
         raise BadRow(f"the chat template refuses the messages ({_roles(messages)}): {error}") from error
-
-
-def check_length(text: str) -> str:
-    """Return the text. BadRow (long) for one that would be tokenised for minutes, in tens of GiB of memory."""
-    if len(text) > MAX_CHARACTERS:
-        raise BadRow(f"a text of {len(text):,} characters; at most {MAX_CHARACTERS:,} are tokenised", "long")
-    return text
-
-
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Tokenise a text, with the tokenizer's BOS and EOS only if ``special``. BadRow (long) over MAX_CHARACTERS."""
-    check_length(text)
-    return cast(list[int], tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Tensor | list[int], *, skip_special: bool = False) -> str:

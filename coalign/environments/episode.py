@@ -205,21 +205,26 @@ class Episode:
         """Add the environment's messages (tool results, a user's words), which the policy reads before its next turn.
 
         Their tokens are not trained on. Messages after the last turn leave no tokens. RuntimeError together with
-        `write`.
+        `write`. Special tokens that they spell stay text, and are counted in `episode/markers`.
         """
         self._check_open()
         if self._new_tokens:
             raise RuntimeError(_NOT_BOTH)
+        self._count_spelled(messages)
         self.messages += messages
         self._new_messages += messages
 
     def write(self, text: str) -> None:
-        """Add plain text without a chat template; not trained on. RuntimeError together with `say`."""
+        """Add plain text without a chat template; not trained on. RuntimeError together with `say`.
+
+        Special tokens that it spells stay text, and are counted, as in messages.
+        """
         self._check_open()
         if self._new_messages:
             raise RuntimeError(_NOT_BOTH)
+        self._count_spelled(text)
         self.messages.append({"role": "user", "content": text})
-        self._new_tokens += self._rendering.tokenize(text)
+        self._new_tokens += self._rendering.guard.read(text)
 
     async def generate(self, *, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None) -> Turn:
         """The policy's next turn, of at most ``max_new_tokens``.
@@ -284,6 +289,10 @@ class Episode:
         if not self.log.tokens:
             self.log.add(self._prompt)
         self.prompt_length = self.prompt_length or len(self.log.tokens)
+
+    def _count_spelled(self, content: Any) -> None:
+        if self._rendering.guard.is_spelled(content):
+            self.counts["markers"] += 1
 
     def _check_open(self) -> None:
         if self._over:

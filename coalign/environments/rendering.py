@@ -32,11 +32,8 @@ class Rendering:
     def __init__(self, template: Template) -> None:
         self.template = template
         self.tokenizer: Any = template.tokenizer
+        self.guard = template.guard
         self._special = list_special_tokens(self.tokenizer)
-
-    def tokenize(self, text: str) -> list[int]:
-        """The tokens of a text as it is."""
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def render_messages(self, answer: Sequence[int], messages: list[Message], tools: Tools | None) -> list[int]:
         """The tokens between the policy's turn ``answer`` and its next one, when ``messages`` come between.
@@ -50,9 +47,10 @@ class Rendering:
                 "data.chat_template: none has no form for a second message; set a template (or append plain text with "
                 "`episode.write`)"
             )
+        messages, tools = self.guard.protect((messages, tools))
         for answered in _ANSWERS:
-            before = self.tokenize(template.render(_placeholder_conversation(answered, messages), tools))
-            after = self.tokenize(
+            before = self.guard.tokenize(template.render(_placeholder_conversation(answered, messages), tools))
+            after = self.guard.tokenize(
                 template.render(_placeholder_conversation(answered, messages) + messages, tools, generation_prompt=True)
             )
             same = count_common_prefix(before, after)
@@ -70,7 +68,7 @@ class Rendering:
     def _find_ending(self, template: ChatTemplate, before: list[int], tools: Tools | None) -> list[int]:
         """How the template ends the assistant's turn at the end of ``before``."""
         text = template.render(_placeholder_conversation(_PLACEHOLDER, []), tools)
-        usual = self.tokenize(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
+        usual = self.guard.tokenize(text[text.rindex(_PLACEHOLDER) + len(_PLACEHOLDER) :])
         length = max(n for n in range(len(usual) + 1) if before[len(before) - n :] == usual[:n])
         return usual[:length]
 

@@ -27,6 +27,7 @@ from coalign.engine.reward import describe_reward
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
+from coalign.launch.validate import check_rope
 from coalign.report.display import Display
 from coalign.types import LossInput
 
@@ -43,6 +44,7 @@ def check(config: RunConfig, display: Display) -> None:
     display.show(draw_graph(graph) + "\n")
     planned = [model for model in plan.models.values() if model.config.load and not Path(model.config.load).exists()]
     with locate_problems(config):
+        check_rope(plan.models, config, plan.recipe.source)
         for model in plan.models.values():
             if model not in planned:
                 _check_backend(model, config)

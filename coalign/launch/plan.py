@@ -37,6 +37,7 @@ from coalign.launch.validate import (
     check_guards,
     check_it_learns,
     check_recording,
+    check_repetition_penalty,
     check_reward_lengths,
     check_sections,
     check_token_limits,
@@ -183,6 +184,7 @@ def prepare(config: RunConfig) -> Plan:
             where = f"models.{policy.name}.sampling.max_new_tokens"
             check_reward_lengths(rewards, policy.config.sampling.max_new_tokens, where)
         check_adapters(syncs, models, config)
+        check_repetition_penalty(syncs, models)
         check_transport(syncs, configs, config)
         main = next((model for model in models.values() if model.role is Trainable), None)
         if main is not None and main.objective is not None:

@@ -17,7 +17,7 @@ from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.templates import read_template, reads_tools
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_directory
-from coalign.roles import Rollout
+from coalign.roles import Rollout, Trainable
 
 if TYPE_CHECKING:
     from coalign.backends.objective import Objective
@@ -118,7 +118,7 @@ def check_tools(environment: EnvironmentFunction | None, config: RunConfig) -> N
     if environment is None or not getattr(environment.fn, "shows_tools", False):
         return
     given = config.data.chat_template
-    directory = find_tokenizer_directory(config)
+    directory, _ = find_tokenizer_directory(config)
     jinja = find_chat_template(Path(directory)) if given == "auto" else "" if given == "none" else read_template(given)
     if jinja is not None and not reads_tools(jinja):
         which = f"that of the tokenizer in {directory}" if given == "auto" else f"`{given:.40}`"
@@ -176,6 +176,37 @@ def check_token_limits(models: Mapping[str, PlannedModel], compared: int) -> Non
                     f"(models.{policy.name}.sampling.max_new_tokens) beside its prompt. A sequence is never cut: raise "
                     "it above the longest prompt and response together"
                 )
+
+
+def check_repetition_penalty(syncs: Sequence[tuple[str, str]], models: Mapping[str, PlannedModel]) -> None:
+    """Refuse to train a policy on samples of a penalised distribution, whose log-probs no trainer computes."""
+    for source, target in syncs:
+        penalty = models[target].config.sampling.repetition_penalty
+        if models[target].role is Rollout and penalty != 1:
+            raise ValueError(
+                f"models.{target}.sampling.repetition_penalty is {penalty:g}: it samples from another distribution "
+                f"than that of the log-probs from which models.{source} learns; set it to 1 (for evaluation there is "
+                "runtime.eval_sampling.repetition_penalty)"
+            )
+
+
+def check_rope(models: Mapping[str, PlannedModel], config: RunConfig, source: str) -> None:
+    """Refuse data whose sequences may be too long for rotary embeddings that change with a row's longest sequence.
+
+    Where prompts are continued, the engine ends sequences in time.
+    """
+    from coalign.backends.pretrained import read_config, read_rope_limit  # imports transformers
+
+    for model in models.values():
+        if source == "prompts" or model.role is not Trainable or not model.config.load:
+            continue
+        limit = read_rope_limit(read_config(model.config))
+        if limit and (config.data.max_tokens is None or config.data.max_tokens > limit[1]):
+            raise ValueError(
+                f"data.max_tokens is {config.data.max_tokens}: rotary embeddings of models.{model.name} (type "
+                f"`{limit[0]}`) change above {limit[1]} tokens with the longest sequence of a row, so the others would "
+                f"be computed wrongly; set it to {limit[1]} or less"
+            )
 
 
 def find_token_limit(model: PlannedModel, compared: int) -> int | None:

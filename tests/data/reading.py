@@ -15,11 +15,14 @@ from tests.tiny import tiny_tokenizer
 TOKENIZER = tiny_tokenizer()
 
 
-def reader(kind: str, *, tokenizer: Any = TOKENIZER, keys: dict[str, str] | None = None, **config: Any) -> RowEncoder:
+def reader(
+    kind: str, *, tokenizer: Any = TOKENIZER, keys: dict[str, str] | None = None, keep: bool = False, **config: Any
+) -> RowEncoder:
     """The rows of a source `a.jsonl`; ``config`` is that of `data`."""
     data = DataConfig(**config)
-    source = SourceConfig(path="a.jsonl", keys=keys or {})
-    return KINDS[kind]("a.jsonl", data, source, load_template(tokenizer, data.chat_template))
+    source = SourceConfig(path="a.jsonl", keys=keys or {}, keep_special_tokens=keep)
+    template = load_template(tokenizer, data.chat_template, keep_special_tokens=keep)
+    return KINDS[kind]("a.jsonl", data, source, template)
 
 
 def use(examples: RowEncoder, *rows: dict[str, Any]) -> list[list[Example]]:

@@ -20,7 +20,7 @@ def test_a_document():
 @pytest.mark.parametrize(("bos", "eos"), [(True, True), (True, False), (False, True), (False, False)])
 def test_one_bos_and_one_eos_whoever_adds_them(text, bos, eos):
     tokenizer = words(add_bos=bos, add_eos=eos)
-    made = batch("documents", {"text": text}, tokenizer=tokenizer, chat_template="none")
+    made = batch("documents", {"text": text}, tokenizer=tokenizer, chat_template="none", keep=True)
     tokens = made["tokens"].tolist()
     assert tokens.count(2) == 1 and tokens[-1] == 2
     assert tokens.count(1) == int(bos or text.startswith("<s>")) and tokens[0] == (1 if tokens.count(1) else tokens[0])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from coalign.data import templates
 from coalign.data.kinds import KINDS
 from tests.data.reading import reader, use
 
@@ -31,7 +30,7 @@ def test_keys_of_a_source_as_on_the_page():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", ["auto", "none"])
 def test_a_row_that_would_be_tokenised_for_minutes_counts_as_long(kind, template, monkeypatch):
-    monkeypatch.setattr(templates, "MAX_CHARACTERS", 400)
+    monkeypatch.setattr(messages, "MAX_CHARACTERS", 400)
     long, short = "long " * 100, "short"
     texts = {"prompt": "p", "rejected": "no", "label": True, "labels": [1]}
     rows = [texts | {"answer": t, "text": t, "chosen": t, "steps": [t]} for t in (long, short)]

@@ -208,7 +208,7 @@ def test_plain_text(adds):
 
 
 def test_plain_text_that_brings_its_own_bos_or_eos_has_one():
-    template = PlainText(words(add_bos=True))
+    template = PlainText(words(add_bos=True), keep_special_tokens=True)
     assert template.prompt([{"role": "user", "content": "<s>1+1?"}])[:2].count(1) == 1
     answered = [*ASK, {"role": "assistant", "content": "2</s>"}]
     assert template.conversation(answered) == template.conversation(ONE)

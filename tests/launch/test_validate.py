@@ -238,3 +238,11 @@ def test_a_budget_for_a_group_has_a_token_for_each_sample(tmp_path):
 def test_bounds_of_a_reward(tmp_path, reward, message):
     with pytest.raises(ValueError, match=message):
         prepare(configured(tmp_path, "grpo", f"reward={reward}"))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "online_dpo"])
+def test_a_policy_is_not_trained_on_a_penalised_distribution(tmp_path, algorithm):
+    config = configured(tmp_path, algorithm, "models.policy.sampling.repetition_penalty=1.1")
+    with pytest.raises(ValueError, match=r"models\.policy\.sampling\.repetition_penalty is 1\.1: .* models\.trainer"):
+        prepare(config)
+    prepare(configured(tmp_path, algorithm, "runtime.eval_sampling.repetition_penalty=1.1"))

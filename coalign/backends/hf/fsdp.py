@@ -102,6 +102,9 @@ class HuggingFaceModule(TrainableModule):
     # ---- methods of TrainableModule
 
     def run(self, micros: Sequence[Batch], loss: Measure | None = None, *, needs: Sequence[str] = ()) -> list[Outputs]:
+        if limit := pretrained.read_rope_limit(self.model.model.config):
+            lengths = (int(micro.lengths.max()) for micro in micros if len(micro))
+            pretrained.check_rope_length(*limit, max(lengths, default=0))
         self.model.train(loss is not None)
         if loss is not None:  # the optimizer step releases it
             self.arena.reserve(self.context.model, "gradients", self._gradient_size)

@@ -7,6 +7,7 @@ trained, and only its log-prob is kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,9 +25,12 @@ from coalign.algorithms.logprobs import (
 from coalign.backends.attention import check_attention
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Layout, pack
+from coalign.backends.pretrained import read_context_length
 from coalign.data.batch import Batch
 
-LENGTHS = [5, 3]  # of the sequences in the row that checks run models on
+# Of the sequences in the row that checks run models on. The last one stands for a long sequence: its token has the last
+# position that the model can read, so rotary frequencies that depend on the longest sequence show in the others.
+LENGTHS = [5, 3, 1]
 
 
 class PackedModel(nn.Module):
@@ -55,8 +59,15 @@ class PackedModel(nn.Module):
     def check(self) -> None:
         """Raises NotImplementedError where this class would compute something else than ``model`` itself."""
         self.eval()
-        row = pack(Batch(torch.tensor(LENGTHS), {"tokens": torch.arange(sum(LENGTHS))}))
-        check_attention(self.model, lambda: self.hidden(row.to(self.model.device)))
+        check_attention(self.model, lambda: self.hidden(self._pack_probe().to(self.model.device)))
+
+    def _pack_probe(self) -> Layout:
+        vocabulary = cast(nn.Embedding, self.model.get_input_embeddings()).weight.shape[0]
+        row = pack(Batch(torch.tensor(LENGTHS), {"tokens": torch.arange(sum(LENGTHS)) % vocabulary}))
+        last = read_context_length(self.model.config)
+        return (
+            row if last is None else replace(row, positions=torch.cat([row.positions[:-1], torch.tensor([last - 1])]))
+        )
 
 
 class LanguageModelHead:
@@ -125,19 +136,18 @@ class LanguageModel(PackedModel):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raises NotImplementedError unless log-probs of two packed sequences agree with the model's own logits.
-        Without this check, training on wrong log-probs would go unnoticed."""
+        """Raises NotImplementedError unless log-probs of packed sequences agree with the model's own logits of each
+        alone. Without this check, training on wrong log-probs would go unnoticed."""
         self.eval()
-        lengths, device = LENGTHS, self.model.device
-        tokens = torch.arange(sum(lengths)) % self.head.weight.shape[0]
-        expected = torch.cat([self._compute_unpacked_logprobs(part.to(device)) for part in tokens.split(lengths)])
-        row = pack(Batch(torch.tensor(lengths), {"tokens": tokens})).to(device)
+        row = self._pack_probe().to(self.model.device)
+        expected = torch.cat([self._compute_unpacked_logprobs(part) for part in row.tokens.split(LENGTHS)])
         difference = float((self(row)["logprobs"].double() - expected).abs().max())
         rounding = 0.01 if self.model.dtype == torch.float32 else 0.5
         if not difference < rounding:
             raise NotImplementedError(
-                f"{type(self.model).__name__} changes its logits in a way that Coalign does not know, "
-                f"or its attention does not call transformers' interface: log-probs differ by {difference:.3g}"
+                f"{type(self.model).__name__} changes its logits in a way that Coalign does not know, its attention "
+                "does not call transformers' interface, or its positions depend on the longest sequence of a row: "
+                f"log-probs differ by {difference:.3g}"
             )
 
     def _compute_unpacked_logprobs(self, tokens: Tensor) -> Tensor:

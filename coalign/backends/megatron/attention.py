@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from coalign.backends.attention import attend
 from coalign.backends.hf.rows import HeadExchange
 from coalign.backends.layout import Block
+from coalign.backends.pretrained import check_rope_length
 from coalign.weights.families import MegatronConfig, RopeScaling
 
 
@@ -71,29 +72,26 @@ def compute_slopes(heads: int) -> Tensor:
 def compute_rotary_angles(model: MegatronConfig, positions: Tensor, blocks: Sequence[Block]) -> Tensor | None:
     """Compute rotary angles f32[P, 1, 1, D] of positions i64[P]; D of a head's numbers are rotated.
 
-    ``blocks``: of the whole row. Returns None for a model without rotary embeddings.
+    ``blocks``: of the whole row. Returns None for a model without rotary embeddings. ValueError for a sequence above
+    the length at which dynamic scaling begins: it changes the angles of the whole row.
     """
     if model.position_embedding_type != "rope":
         return None
     longest = max((block.prefix[1] - block.prefix[0] if block.prefix else 0) + max(block.lengths) for block in blocks)
-    turns = torch.outer(positions.float(), compute_rotary_frequencies(model, longest).to(positions.device))
+    if model.rope_scaling is not None and model.rope_scaling.kind == "dynamic":
+        check_rope_length("dynamic", model.max_position_embeddings, longest)
+    turns = torch.outer(positions.float(), compute_rotary_frequencies(model).to(positions.device))
     both = turns.repeat_interleave(2, 1) if model.rotary_interleaved else torch.cat([turns, turns], 1)
     return both[:, None, None]
 
 
-def compute_rotary_frequencies(model: MegatronConfig, longest: int) -> Tensor:
-    """Compute f32[D / 2]: the angle by which each pair of numbers is rotated per position.
-
-    ``longest``: tokens of the longest sequence of the row, on which dynamic scaling depends.
-    """
+def compute_rotary_frequencies(model: MegatronConfig) -> Tensor:
+    """Compute f32[D / 2]: the angle by which each pair of numbers is rotated per position."""
     latent = model.multi_latent_attention
     size = model.qk_pos_emb_head_dim if latent else int(model.kv_channels * model.rotary_percent)
     base, scaling = model.rotary_base, model.rope_scaling
-    if scaling is not None and scaling.kind == "dynamic":
-        beyond = max(longest / model.max_position_embeddings, 1.0)
-        base *= (scaling.factor * beyond - (scaling.factor - 1)) ** (size / (size - 2))
     speed = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    if scaling is None or scaling.kind == "dynamic":
+    if scaling is None or scaling.kind == "dynamic":  # which begins where sequences are refused
         return speed
     slow = speed / scaling.factor
     if scaling.kind == "linear":

@@ -59,6 +59,8 @@ class JudgeRunner:
         self.judging = build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
         self._template = load_template(self.tokenizer, config.chat_template or "auto")
+        asked = (config.judge.arguments if config.judge else {}).get("template", "")
+        self._template.guard.check_setting(asked, f"models.{context.model}.judge.template")
         self._policy_tokenizer = read_run_tokenizer(context)
         self._longest = (read_context_length(read_config(config)) or 2**31) - reserved
 
@@ -68,13 +70,16 @@ class JudgeRunner:
         Returns the columns ``name`` f32[N] and ``status`` u8[N], with NaN and ERROR where a response has no reward, and
         ``name``/failure, strings that say why. Unfinished rows keep their status. Stats: `<name>/verdict`, the mean
         verdict (of a pairwise judge, the share of the response shown first: ½ unless it is biased), and the counts
-        `<name>/failed/<reason>` of replies. The caller decides whether too many have failed.
+        `<name>/failed/<reason>` of replies; `<name>/markers`, the special tokens that questions spell, and that the
+        judge reads as text. The caller decides whether too many have failed.
         """
         status = cast(Tensor, batch["status"]).clone()
         rows = is_finished(status).nonzero().flatten()
         samples = read_samples(batch.select(rows), self._policy_tokenizer)
         groups = [list(some) for _, some in groupby(samples, key=lambda sample: sample.group)]
+        found = self._template.guard.found
         answers = self._ask(groups, answer)
+        markers = {f"{name}/markers": Total(float(self._template.guard.found - found))}
         verdicts = [[one.verdict for one in some] for some in answers]
         rewards = [self.judging.rewards(len(group), some) for group, some in zip(groups, verdicts, strict=True)]
         column = torch.full((len(batch),), float("nan"))
@@ -88,7 +93,7 @@ class JudgeRunner:
         if failed := [one for one in flat if one.verdict is None]:
             counts = f"{len(failed)} of {len(flat)} questions to the judge have no verdict"
             log.warning(f"{counts}; the first: {_failure(failed)}")
-        return {name: column, "status": status, f"{name}/failure": failures, **_stats(flat, name)}
+        return {name: column, "status": status, f"{name}/failure": failures, **_stats(flat, name), **markers}
 
     def _ask(
         self, groups: Sequence[list[Sample]], answer: Callable[[Batch], list[JudgeReply]]

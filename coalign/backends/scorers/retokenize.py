@@ -57,16 +57,18 @@ class RetokenizeModule(Module):
 
     def forward_step(self, batch: Batch, *, into: str | None = None) -> dict[str, Tensor | Total]:
         """The column ``reward`` f32[N] (``into`` renames it): NaN for unfinished rows and those the template refuses.
-        `reward/cut` counts the conversations that are too long, whose beginning is left out."""
+        `reward/cut` counts the conversations that are too long, whose beginning is left out, and `reward/markers` those
+        in which a special token is spelled, which the model reads as text."""
         name, column = into or "reward", torch.full((len(batch),), float("nan"))
         rows = is_finished(cast(Tensor, batch["status"])).nonzero().flatten()
         samples = read_samples(batch.select(rows), self.policy_tokenizer)
+        spelled = sum(self.reader.is_spelled(sample.messages) for sample in samples)
         read = self._read(samples)
         if read:
             packed = self.reader.pack(list(read.values()), [samples[i].group for i in read])
             (column[rows[list(read)]],) = self.scorer.forward_step(packed).values()
         cut = sum(len(tokens) > self.reader.longest for tokens, _ in read.values())
-        return {name: column, f"{name}/cut": Total(float(cut))}
+        return {name: column, f"{name}/cut": Total(float(cut)), f"{name}/markers": Total(float(spelled))}
 
     def _read(self, samples: Sequence[Sample]) -> dict[int, tuple[list[int], int]]:
         """Read the samples, by number, without those whose messages the template refuses. BadRow if it refuses all."""
@@ -99,6 +101,10 @@ class ConversationReader:
         """The tokens, and how many come before the assistant's first. BadRow if the template refuses the messages."""
         tokens, mask = self._template.conversation(messages, tools)
         return tokens, mask.index(True)
+
+    def is_spelled(self, messages: Sequence[Message]) -> bool:
+        """Whether the messages spell a special token of the model's tokenizer."""
+        return self._template.guard.is_spelled(messages)
 
     def read_rendered(self, text: str) -> tuple[list[int], int]:
         """As ``read``, of a conversation that a template has rendered already. BadRow if it is empty."""

@@ -27,6 +27,9 @@ class SourceConfig(Section):
     max_samples: PositiveInt | None = None
     keys: dict[str, str] = {}
     """This source's own names: {our key: its key}, e.g. {chosen: response_a}; nested keys with dots."""
+    keep_special_tokens: bool = False
+    """Let rows write special tokens: `<|im_end|>` in a text is then that token. By default only the chat template can,
+    and in a row it stays text. For texts that are rendered already, with `chat_template: none`."""
 
 
 class DataConfig(Section):

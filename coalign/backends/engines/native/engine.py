@@ -328,10 +328,13 @@ class NativeModule(RolloutModule):
 
     @classmethod
     def notes(cls, config: ModelConfig) -> Sequence[str]:
+        hf = pretrained.read_config(config)
+        limit = pretrained.read_rope_limit(hf)
+        notes = [f"sequences end at {limit[1]} tokens, above which `{limit[0]}` changes all positions"] if limit else []
         if config.num_gpu:
-            return ()
-        model = _build_model(pretrained.read_config(config), config, "cpu")
-        notes = [str(model.kernel)] if model.kernel else []
+            return notes
+        model = _build_model(hf, config, "cpu")
+        notes += [str(model.kernel)] if model.kernel else []
         if config.compute_dtype == "bfloat16" and model.dtype == torch.float32:
             notes.append(kernels.FLOAT32_INSTEAD)
         if parts := model.variant_parts:

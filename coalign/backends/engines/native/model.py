@@ -37,7 +37,7 @@ from coalign.backends.engines.native.attention import (
     ShapeOnlyAttention,
 )
 from coalign.backends.engines.native.kernels import PackedLinear, replace_linears
-from coalign.backends.pretrained import MIXERS, build_model
+from coalign.backends.pretrained import MIXERS, build_model, read_context_length
 
 NO_INTERFACE = "it does not use transformers' attention interface"
 
@@ -75,8 +75,8 @@ class NativeModel:
 
     @property
     def context(self) -> int | None:
-        """Tokens of the longest sequence that the architecture declares."""
-        return getattr(self.module.config.get_text_config(), "max_position_embeddings", None)
+        """Tokens of the longest sequence that the architecture can read."""
+        return read_context_length(self.module.config)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, adopt: bool) -> None:
         """Take parameters and persistent buffers by Hugging Face names: the first time all, later those that changed.

@@ -77,7 +77,9 @@ class VLLMModule(RolloutModule):
 
     @classmethod
     def check_architecture(cls, config: ModelConfig, name: str) -> None:
-        text, parts = pretrained.read_config(config).get_text_config(), config.tensor_parallel
+        hf = pretrained.read_config(config)
+        _check_rope(hf, config, name)
+        text, parts = hf.get_text_config(), config.tensor_parallel
         heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
         if heads % parts:
             raise ValueError(
@@ -132,6 +134,23 @@ class VLLMModule(RolloutModule):
         elif back := sorted(moving & self.offloaded):
             self.engine.llm.wake_up([{"weights": "weights", "kv": "kv_cache"}[part] for part in back])
             self.offloaded -= moving
+
+
+def _check_rope(hf: PreTrainedConfig, config: ModelConfig, name: str) -> None:
+    """Refuse rotary embeddings that vLLM chooses once, by the longest sequence that it may get."""
+    if (limit := pretrained.read_rope_limit(hf)) is None:
+        return
+    kind, longest = limit
+    if kind != "longrope":
+        raise ValueError(
+            f"models.{name}.load: vLLM computes rotary embeddings of type `{kind}` otherwise than a trainer: it scales "
+            "short sequences, too; use `module: native`"
+        )
+    if config.vllm.get("max_model_len", longest + 1) > longest:
+        raise ValueError(
+            f"models.{name}.vllm.max_model_len: rotary embeddings of type `{kind}` change above {longest} tokens, and "
+            f"vLLM then changes them for short sequences, too; set it to {longest} or less"
+        )
 
 
 def check_owned(options: Iterable[str], model: str) -> None:
