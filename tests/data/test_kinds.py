@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from coalign.data import messages
 from coalign.data.kinds import KINDS
 from tests.data.reading import reader, use
 
