@@ -16,6 +16,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
@@ -314,7 +316,12 @@ class _CheckpointReader(TorchDistLoadShardedStrategy):
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         state, layout, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         torch_state = mcore_to_pyt_state_dict(state, True)
-        DistributedCheckpointReader(checkpoint_dir).fill(torch_state, _CheckpointPlanner())
+        tensors = [each for each in nested_values(sharded_state_dict) if isinstance(each, ShardedTensor)]
+        planner = _CheckpointPlanner(
+            shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
+        )
+        DistributedCheckpointReader(checkpoint_dir).fill(torch_state, planner)
         loaded: Any = {key: _unwrap_pyt_sharded_tensor(value) for key, value in torch_state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(loaded, layout, names)
         _restore_dict_types(loaded, sharded_state_dict)
