@@ -24,21 +24,22 @@ def dump(config: RunConfig) -> str:
 
     It refers to environment variables that are named like secrets, as the source did.
     """
-    return emit(_hide(escape_references(config.model_dump()), config.secrets))
+    return emit(mask_values(escape_references(config.model_dump()), config.secrets))
 
 
 def hide_secrets(config: RunConfig) -> dict[str, Any]:
     """Return the configuration as plain data, without the values of environment variables named like secrets."""
-    return _hide(config.model_dump(), config.secrets)
+    return mask_values(config.model_dump(), config.secrets)
 
 
-def _hide(value: Any, secrets: Mapping[str, str]) -> Any:
+def mask_values(value: Any, secrets: Mapping[str, str]) -> Any:
+    """Replace ``secrets`` by the references to them, at any depth."""
     if not secrets:
         return value
     if isinstance(value, dict):
-        return {name: _hide(item, secrets) for name, item in value.items()}
+        return {name: mask_values(item, secrets) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_hide(item, secrets) for item in value]
+        return [mask_values(item, secrets) for item in value]
     if str(value) in secrets:
         return secrets[str(value)]
     for secret, reference in secrets.items():

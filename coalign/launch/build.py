@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def build(plan: Plan, cluster: Cluster) -> Engine:
     """The engine of ``plan`` with its models and data, ready to ``learn`` (or to be evaluated)."""
-    check_rope(plan.models, plan.config, plan.recipe.source)
+    check_rope(plan.models.values(), plan.config, plan.recipe.source)
     data = load_data(plan)
     for model in plan.learning:
         check_it_learns(model.name, model.config, data.steps)

@@ -44,14 +44,14 @@ def check(config: RunConfig, display: Display) -> None:
     display.show(draw_graph(graph) + "\n")
     planned = [model for model in plan.models.values() if model.config.load and not Path(model.config.load).exists()]
     with locate_problems(config):
-        check_rope(plan.models, config, plan.recipe.source)
-        for model in plan.models.values():
-            if model not in planned:
-                _check_backend(model, config)
+        present = [model for model in plan.models.values() if model not in planned]
+        check_rope(present, config, plan.recipe.source)
+        for model in present:
+            _check_backend(model, config)
         notes = [
             f"{model.name}: {note}"
-            for model in plan.models.values()
-            if model.config.load and model not in planned
+            for model in present
+            if model.config.load
             for note in model.module.notes(model.config)
         ]
     if rewards := describe_reward(plan.rewards, plan.configs):

@@ -6,7 +6,7 @@ right. ``prepare`` in plan.py calls them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,14 +190,14 @@ def check_repetition_penalty(syncs: Sequence[tuple[str, str]], models: Mapping[s
             )
 
 
-def check_rope(models: Mapping[str, PlannedModel], config: RunConfig, source: str) -> None:
+def check_rope(models: Iterable[PlannedModel], config: RunConfig, source: str) -> None:
     """Refuse data whose sequences may be too long for rotary embeddings that change with a row's longest sequence.
 
     Where prompts are continued, the engine ends sequences in time.
     """
     from coalign.backends.pretrained import read_config, read_rope_limit  # imports transformers
 
-    for model in models.values():
+    for model in models:
         if source == "prompts" or model.role is not Trainable or not model.config.load:
             continue
         limit = read_rope_limit(read_config(model.config))

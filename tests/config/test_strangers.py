@@ -116,7 +116,7 @@ def no_code():
     refuse_code(False)
 
 
-@pytest.mark.parametrize("name", ["os:system", "coalign.files:os.system", "coalign.files:os", "tests.runs:digits"])
+@pytest.mark.parametrize("name", ["os:system", "coalign.files:os.system", "coalign.files:os", "tests.digits:digits"])
 def test_with_no_code_only_coaligns_own_functions_are_found(no_code, name):
     assert resolve("math", "coalign.rewards") and resolve("coalign.rewards.math_answer:math", "coalign.rewards")
     with pytest.raises(ValueError, match=f"'{name}' is not Coalign's own"):

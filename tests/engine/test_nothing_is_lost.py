@@ -13,19 +13,12 @@ from coalign.files import RecordFile, Sink
 from tests.digits import digits
 from tests.runs import command, metrics, run, settings, weights_hash
 
-BROKEN: set[int] = set()  # weight versions whose samples the reward function refuses
 
-
-def refuses_some(sample):
-    if int(sample.versions[-1][0]) in BROKEN:
+def refuses_some(sample, *, broken):
+    """Refuses samples of weight version 2 while the file ``broken`` is there."""
+    if int(sample.versions[-1][0]) == 2 and Path(broken).exists():
         raise ValueError("the service is gone")
     return digits(sample)
-
-
-@pytest.fixture
-def broken():
-    yield BROKEN
-    BROKEN.clear()
 
 
 def folder_of(config):
@@ -37,17 +30,18 @@ def checkpoints_of(config):
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_after_an_error_the_last_step_is_saved_and_the_same_command_goes_on(tmp_path, broken, staleness):
+def test_after_an_error_the_last_step_is_saved_and_the_same_command_goes_on(tmp_path, staleness):
     config = settings(tmp_path, "grpo", eval_at_start=False, max_staleness=staleness)
-    config["reward"] = {"fn": "tests.engine.test_nothing_is_lost:refuses_some", "retries": 0}
-    broken.add(2)
+    broken = tmp_path / "broken"
+    broken.touch()
+    config["reward"] = {"fn": "tests.engine.test_nothing_is_lost:refuses_some", "broken": str(broken), "retries": 0}
     with pytest.raises(RuntimeError, match="the service is gone") as caught:
         run(config)
     [saved] = checkpoints_of(config)
     assert caught.value.__notes__ == [f"saved up to step {saved[5:]}: the same command continues there"]
     if staleness == 0:
         assert saved == "step_2"
-    broken.clear()
+    broken.unlink()
     run(config)
     assert [line["step"] for line in metrics(config)] == [1, 2, 3, 4]
     if staleness == 0:  # a stale run goes on with samples of newer weights

@@ -109,7 +109,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(home, tmp_path, devic
 )
 def test_a_reward_of_lengths_that_no_response_has_is_refused(tmp_path, reward, refused):
     config = settings(tmp_path, "grpo")  # max_new_tokens is 8
-    config["reward"] = [{"fn": "tests.runs:digits"}, reward]
+    config["reward"] = [{"fn": "tests.digits:digits"}, reward]
     if not refused:
         prepare(load_config(config))
         return

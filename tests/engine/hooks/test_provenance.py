@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coalign.engine.hooks.provenance import hash_model
+from coalign import load_config
+from coalign.engine.hooks.provenance import Provenance, hash_model
 from tests.runs import other_model, run, settings, weights_hash
 
 
@@ -95,3 +96,11 @@ def test_the_hash_of_a_model(tmp_path):
     assert hash_model(model) == before
     (model / "config.json").write_text((model / "config.json").read_text() + " ")
     assert hash_model(model) != before
+
+
+def test_secrets_of_the_environment_stay_out_of_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2")
+    config = settings(tmp_path, "sft")
+    config["data"]["system"] = "${env:MY_API_KEY}"
+    kept = json.dumps(Provenance(load_config(config)).state_dict())
+    assert "hunter2" not in kept and "${env:MY_API_KEY}" in kept
