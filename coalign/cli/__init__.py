@@ -58,8 +58,8 @@ def main() -> None:
         problem = _find_user_error(error)
         if problem is None:
             raise
-        lines = [_describe(problem), *getattr(error, "__notes__", ())]
-        typer.secho(f"error: {chr(10).join(lines)}", fg="red", err=True)
+        message = "\n".join([_describe(problem), *getattr(error, "__notes__", ())])
+        typer.secho(f"error: {message}", fg="red", err=True)
         raise SystemExit(2) from error
 
 

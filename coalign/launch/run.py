@@ -83,14 +83,13 @@ def _learn(
     hooks: Sequence[Hook],
     signals: StopSignals,
 ) -> int:
-    config = engine.config
-    checkpoints = Checkpoints(folder.checkpoints, config.runtime.keep)
-    runtime = config.runtime
+    config, runtime = engine.config, engine.config.runtime
+    checkpoints = Checkpoints(folder.checkpoints, runtime.keep)
     save = Save(checkpoints, runtime.save_every, runtime.save_minutes, runtime.best, runtime.best_mode)
     record = MetricsRecorder(folder, display, config)
-    guards = Guards(config.runtime.guards, folder, checkpoints, record.write)
-    timeline = Timeline(folder.path / "timeline", config.runtime.timeline_every)
-    profile = [StepProfiler(config.runtime.profile, folder.path / "profile", engine)] if config.runtime.profile else []
+    guards = Guards(runtime.guards, folder, checkpoints, record.write)
+    timeline = Timeline(folder.path / "timeline", runtime.timeline_every)
+    profile = [StepProfiler(runtime.profile, folder.path / "profile", engine)] if runtime.profile else []
     engine.cluster.on_end = timeline.note
     provenance = Provenance(config, engine.evaluator.loader.state_dict() if engine.evaluator else None)
     engine.hooks.extend([provenance, guards, timeline, *profile, *_evaluation(engine, record), *hooks, record, save])
@@ -114,7 +113,7 @@ def _learn(
         raise
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
-    if config.runtime.plots:
+    if runtime.plots:
         with Sink("plots").survive():
             plot_run(folder.path)
     display.finish(folder.path)

@@ -301,11 +301,12 @@ class Save(Hook):
             if dropped := drop_failed_rounds(snapshot["environment"]):
                 log.warning("%d roll-outs have not ended; their prompts will be drawn again", dropped)
             try:
-                write_files = partial(write_engine_state, engine, snapshot=snapshot)
-                steps.append(int(self.checkpoints.write(engine.step, write_files).name.removeprefix("step_")))
+                self.checkpoints.write(engine.step, partial(write_engine_state, engine, snapshot=snapshot))
+                steps.append(engine.step)
                 self._finish(engine.step)
             except Exception as problem:
-                error.add_note(f"step {engine.step} could not be saved: {str(problem).partition(chr(10))[0]}")
+                reason, _, _ = str(problem).partition("\n")
+                error.add_note(f"step {engine.step} could not be saved: {reason}")
         if steps:
             error.add_note(f"saved up to step {max(steps)}: the same command continues there")
 
