@@ -49,6 +49,8 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
         except KeyboardInterrupt:
             if signals.first is None:  # it came from elsewhere
                 raise
+            # CPython dies of SIGINT at exit where an interrupt has left an exec of text, until the next such exec.
+            exec("")
             display.note(f"{signal.Signals(signals.first).name}: stopped at once, without saving")
             return 128 + signals.first
 
