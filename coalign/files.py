@@ -88,6 +88,12 @@ def hash_samples(path: Path, blocks: int = 64, size: int = 1 << 17) -> str:
     return digest.hexdigest()
 
 
+def find_cache() -> Path:
+    """Return the directory of what Coalign can make again: COALIGN_CACHE, or one in the user's cache directory."""
+    base = os.environ.get("COALIGN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "coalign")
+    return Path(base).expanduser()
+
+
 def move_aside(path: Path) -> Path:
     """Rename a file or directory to the first free one of NAME.before-1, NAME.before-2, …; returns the new path."""
     names = (path.with_name(f"{path.name}.before-{number}") for number in count(1))

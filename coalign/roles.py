@@ -64,7 +64,7 @@ class Context:
     adapter_rank: int | None = None  # of adapters that are synced separately, not merged into the weights
     whole_groups: bool = True  # rows of a group stay on one rank, for the loss or to share the prompt
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
-    tokenizer: str | None = None  # directory of the policy's tokenizer, for modules that read text
+    tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text
     trust_tokenizer: bool = False  # whether code that comes with it may run
     chat_template: str = "auto"  # `data.chat_template`, for the messages of an environment
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet

@@ -25,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from coalign.backends import attention, lora
 from coalign.config.schema import ModelConfig
+from coalign.hub import find_directory
 from coalign.roles import Context
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     """The architecture in ``config.load``. Raises what `get_directory` raises, and NotImplementedError for layers that
     mix tokens by other means than attention: in a packed row the sequences would see each other."""
     directory = get_directory(config)
-    if not (Path(directory) / "config.json").is_file():
+    if not (directory / "config.json").is_file():
         raise ValueError(f"models.*.load: '{directory}' is not a Hugging Face model directory (no config.json there)")
     hf = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
     text = hf.get_text_config()
@@ -52,11 +53,11 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     return hf
 
 
-def get_directory(config: ModelConfig) -> str:
-    """``config.load``; ValueError where it is missing."""
+def get_directory(config: ModelConfig) -> Path:
+    """Return the directory of ``config.load``; ValueError where it is missing, HubError where it was not fetched."""
     if config.load is None:
-        raise ValueError("models.*.load is missing: a Hugging Face model directory")
-    return config.load
+        raise ValueError("models.*.load is missing: a Hugging Face model directory, or a name of the hub")
+    return find_directory(config.load)
 
 
 def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True) -> PreTrainedModel:
@@ -79,7 +80,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
         # Weights of another shape are refused below, by their names.
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = build_model(
-            auto.from_pretrained, refusal, config.load, config=hf, **loading, **options, **quantization
+            auto.from_pretrained, refusal, get_directory(config), config=hf, **loading, **options, **quantization
         )
         if other := [
             f"{n} is {list(there)} there and {list(here)} in the model"
@@ -101,7 +102,7 @@ def load(config: ModelConfig, *, seed: int, name: str = "*", packed: bool = True
     if has_adapters(config):
         lora.attach(model, config, seed=seed, name=name)
         if config.lora and config.lora.load:
-            lora.load(model, config.lora.load, name)
+            lora.load(model, find_directory(config.lora.load), name)
         some, all_ = model.num_parameters(only_trainable=True), model.num_parameters()
         log.info("models.%s trains %s of %s parameters (%.2f %%)", name, f"{some:,}", f"{all_:,}", 100 * some / all_)
     return model
@@ -127,12 +128,14 @@ def has_adapters(config: ModelConfig) -> bool:
 
 def read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer."""
-    return AutoTokenizer.from_pretrained(config.tokenizer or config.load, trust_remote_code=config.trust_remote_code)
+    directory = find_directory(config.tokenizer) if config.tokenizer else get_directory(config)
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
 
 
 def read_run_tokenizer(context: Context) -> PreTrainedTokenizerBase:
     """The tokenizer of the run, whose ids the batches hold."""
-    return AutoTokenizer.from_pretrained(context.tokenizer, trust_remote_code=context.trust_tokenizer)
+    directory = find_directory(str(context.tokenizer))
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=context.trust_tokenizer)
 
 
 def read_context_length(hf: PretrainedConfig) -> int | None:
@@ -180,7 +183,7 @@ def save(model: PreTrainedModel, weights: dict[str, torch.Tensor], config: Model
 
 def save_config(config: ModelConfig, dir: str | Path) -> None:
     """Write config.json and tokenizer, beside weights that something else writes."""
-    hf = json.loads((Path(get_directory(config)) / "config.json").read_text(encoding="utf-8"))
+    hf = json.loads((get_directory(config) / "config.json").read_text(encoding="utf-8"))
     hf |= {"dtype": config.dtype}
     if config.head != "lm":
         kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[hf["model_type"]]

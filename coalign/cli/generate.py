@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
-Model = Annotated[Path, typer.Argument(help="A Hugging Face model directory.")]
+Model = Annotated[Path, typer.Argument(help="A Hugging Face model directory, a name of the hub, or a GGUF file.")]
 RewardModel = Annotated[
-    Path | None, typer.Argument(help="A reward model: a Hugging Face directory with a reward head.")
+    Path | None,
+    typer.Argument(help="A reward model: a Hugging Face directory with a reward head, or a hub's name."),
 ]
 Key = Annotated[str, typer.Option(help="The prompt's key in the input: a string, or a list of messages.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1)]

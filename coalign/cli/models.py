@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def extend_vocab(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
+    model: Annotated[Path, typer.Argument(help="A Hugging Face model directory, a name of the hub, or a GGUF file.")],
     tokens: Annotated[
         Path,
         typer.Option(
@@ -32,11 +32,14 @@ def extend_vocab(
     sample: Annotated[Path | None, typer.Option(help="A text file whose tokens are counted before and after.")] = None,
 ):
     """Add tokens to a tokenizer and a model. A new row is the mean of the rows of the token's old pieces."""
+    from coalign.hub import fetch
     from coalign.report.display import Display
     from coalign.vocab import extend
 
     roles = {role: token for role, token in {"eos": eos, "pad": pad}.items() if token is not None}
-    report = extend(model, tokens, output, special=special, pad_to_multiple=pad_to_multiple, roles=roles, sample=sample)
+    report = extend(
+        fetch(str(model)), tokens, output, special=special, pad_to_multiple=pad_to_multiple, roles=roles, sample=sample
+    )
     display = Display()
     display.table(f"{model} -> {output}", report.table())
     for why, what in report.tokens.skipped.items():
@@ -45,16 +48,17 @@ def extend_vocab(
 
 
 def merge(
-    base: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
+    base: Annotated[Path, typer.Argument(help="A Hugging Face model directory, a name of the hub, or a GGUF file.")],
     adapter: Annotated[Path, typer.Argument(help="A LoRA adapter of that model, in peft's format.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to write; must not exist or be empty.")],
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Default: the base's.")] = None,
 ):
     """Merge an adapter into its base model: one directory that loads without peft."""
     from coalign.commands.merge import merge as write
+    from coalign.hub import fetch
     from coalign.report.display import Display
 
-    write(base, adapter, output, dtype=dtype)
+    write(fetch(str(base)), fetch(str(adapter)), output, dtype=dtype)
     Display().note(f"{base} + {adapter} -> {output}")
 
 
@@ -123,6 +127,7 @@ def convert(
     ] = False,
 ):
     """Convert a model between Hugging Face's and Megatron's formats."""
+    from coalign.hub import fetch
     from coalign.report.display import Display
     from coalign.weights.convert import ConversionRequest
     from coalign.weights.convert import convert as run
@@ -145,10 +150,10 @@ def convert(
             yield advance
 
     request = ConversionRequest(
-        source=source,
+        source=fetch(str(source)),
         output=output,
         to=to,
-        hf=hf,
+        hf=None if hf is None else fetch(str(hf), weights=False),
         tensor=tp,
         pipeline=pp,
         expert=ep,

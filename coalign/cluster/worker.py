@@ -28,6 +28,7 @@ from coalign.cluster.future import DeviceMemoryUse, Meta, Store, WorkerFailure, 
 from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, ProfileConfig
 from coalign.data.batch import Batch
+from coalign.hub import fetch_model
 from coalign.memory import PARTS, Arena
 from coalign.roles import Context
 
@@ -173,8 +174,9 @@ class Worker:
         return replace(meta, verb=verb, start=clock, seconds=seconds, memory=self._peak_memory()), payload
 
     def setup(self, config: ModelConfig, context: Context) -> Answer:
-        """Build the module and let it load."""
+        """Build the module and let it load, once this machine has its model."""
         self.context = context
+        fetch_model(config)
         self._module = find_module_class(config)(config, context)
         if self.arena is not None:
             self._module.arena = self.arena

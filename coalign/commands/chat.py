@@ -17,6 +17,7 @@ from coalign.config.schema import ModelConfig, SamplingConfig
 from coalign.data.batch import Batch
 from coalign.data.messages import Message
 from coalign.data.templates import load_template
+from coalign.hub import fetch_model
 from coalign.report.display import Display
 from coalign.roles import Context
 
@@ -81,6 +82,7 @@ class Conversation:
         config = ModelConfig(
             module="native", load=str(settings.model), dtype=settings.dtype, sampling=settings.sampling
         )
+        fetch_model(config)
         self._module = NativeModule(config, Context(seed=settings.seed, device=settings.device))
         self._module.setup()
         self._template = load_template(self._module.tokenizer, settings.chat_template)

@@ -16,6 +16,7 @@ from coalign.data.batch import Batch
 from coalign.data.loader import Loader, build_loader
 from coalign.data.reader import RowReader
 from coalign.data.templates import read_samples
+from coalign.hub import fetch_model
 from coalign.report.display import Display
 from coalign.roles import Context
 from coalign.types import Sample, Status
@@ -39,6 +40,7 @@ def generate(
     model = ModelConfig(
         module="native", load=config.model, dtype=config.dtype, sampling=config.sampling, native=config.native
     )
+    fetch_model(model)
     module = NativeModule(model, Context(seed=config.seed, device=config.device))
     module.setup()
     loader = build_loader(config.data, module.tokenizer, kind="prompts", split="train", batch_size=1, seed=config.seed)

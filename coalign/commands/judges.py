@@ -17,6 +17,7 @@ from coalign.backends.scorers.reward import build_reward_functions
 from coalign.config.schema import JudgeConfig, ModelConfig
 from coalign.data.messages import Message, format_prompt, get_text
 from coalign.engine.reward import build_terms
+from coalign.hub import fetch_model
 from coalign.rewards.calls import RewardCaller, RewardError, RewardFailure, RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample
@@ -154,6 +155,7 @@ class RewardModelJudge(ResponseJudge):
             max_tokens_per_micro=config.reward_tokens,
             chat_template=config.reward_template,
         )
+        fetch_model(model)
         self._module = FSDPModule(model, Context(model="reward_model", device=config.device))
         self._module.setup()
         self._reader = ConversationReader(model)

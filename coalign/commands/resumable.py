@@ -21,6 +21,7 @@ from coalign.config.schema import Section
 from coalign.engine.hooks.provenance import fingerprint_source
 from coalign.engine.hooks.run_folder import lock_file, replace_non_finite
 from coalign.files import hash_file, write_atomically
+from coalign.hub import is_hub_name, pin
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +118,14 @@ class ResumableOutput(RecordStream):
 def fingerprint_settings(settings: Section) -> dict[str, Any]:
     """Return the value of every setting that changes results, by its dotted key.
 
-    A path stands for the contents of what lies there. A user's own function is followed by that of its source file.
+    A path stands for the contents of what lies there, a name of the hub for its commit. A user's own function is
+    followed by that of its source file.
     """
     found: dict[str, Any] = {}
     for key, value in list_relevant_settings(settings):
-        is_input = find_input(key, type(settings)) is not None
-        found[format_key(key)] = fingerprint_path(value) if is_input and value is not None else value
+        if value is not None and find_input(key, type(settings)) is not None:
+            value = pin(value) if is_hub_name(value) else fingerprint_path(value)
+        found[format_key(key)] = value
         found |= fingerprint_source(key, value)
     return found
 

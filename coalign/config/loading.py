@@ -51,6 +51,7 @@ from coalign.config.layers import (
 )
 from coalign.config.schema import InputPath, RunConfig, Section
 from coalign.config.yaml_reader import parse_scalar
+from coalign.hub import is_hub_name
 
 THIS = "<this>"  # key of the section's own data among the names that references can use
 Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
@@ -358,7 +359,9 @@ def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadConte
             continue
         if _exists(context.folder / text):
             _follow(data, key[:-1])[key[-1]] = str(context.folder / text)
-        elif not (context.allow_planned and required.kind == "directory" and Path(text).name == "model"):
+        elif required.kind != "model" or not (
+            is_hub_name(text) or (context.allow_planned and Path(text).name == "model")
+        ):
             yield ConfigProblem(key, _nowhere(text, required, context.folder))
 
 

@@ -6,25 +6,26 @@ import json
 from pathlib import Path
 
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.hub import find_directory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
-def find_tokenizer_directory(config: RunConfig) -> tuple[str, bool]:
-    """Return the directory of the run's tokenizer, and whether its own model trusts code that comes with it.
+def find_tokenizer_name(config: RunConfig) -> tuple[str, bool]:
+    """Return the name of the run's tokenizer, and whether its own model trusts code that comes with it.
 
     It is the policy's, else that of the first model that has one.
     """
     named = [config.models[n] for n in ("policy", "trainer") if n in config.models]
     for model in [*named, *config.models.values()]:
-        if directory := model.tokenizer or model.load:
-            return directory, model.trust_remote_code
-    raise ValueError("models: none of them has `load` (a Hugging Face model directory), so there is no tokenizer")
+        if name := model.tokenizer or model.load:
+            return name, model.trust_remote_code
+    raise ValueError("models: none of them has `load` (a Hugging Face model), so there is no tokenizer")
 
 
 def check_same_vocabulary(one: ModelConfig, other: ModelConfig, names: tuple[str, str]) -> None:
     """Raise ValueError with the first difference of two tokenizer.json files, if both models have one."""
-    here, there = (_tokens(Path(model.tokenizer or model.load or ".")) for model in (one, other))
+    here, there = (_tokens(find_directory(model.tokenizer or model.load or ".")) for model in (one, other))
     if here is None or there is None or here == there:
         return
     differing = sorted({*here.items()} ^ {*there.items()}, key=lambda pair: pair[1])
@@ -41,7 +42,7 @@ def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
 
     ``highest`` is -1 if the tokenizer has no tokens.
     """
-    if model.load is None or not (file := Path(model.load) / "config.json").is_file():
+    if model.load is None or not (file := find_directory(model.load) / "config.json").is_file():
         return
     content = json.loads(file.read_text(encoding="utf-8"))
     rows = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
@@ -55,18 +56,18 @@ def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
 
 
 def is_tokenized_alike(model: ModelConfig, other: str) -> bool:
-    """Whether the tokenizers of ``model`` and of the directory ``other`` turn a conversation into the same tokens.
+    """Whether the tokenizers of ``model`` and of the one called ``other`` turn a conversation into the same tokens.
 
     They need one vocabulary and no different chat templates. A model without a tokenizer of its own reads any tokens.
     """
-    own = Path(model.tokenizer or model.load or other)
-    if own.resolve() == Path(other).resolve() or not any((own / name).is_file() for name in TOKENIZER_FILES):
+    own, others = find_directory(model.tokenizer or model.load or other), find_directory(other)
+    if own.resolve() == others.resolve() or not any((own / name).is_file() for name in TOKENIZER_FILES):
         return True
-    if (own / "tokenizer.json").is_file() and (Path(other) / "tokenizer.json").is_file():
-        same = _tokens(own) == _tokens(Path(other))
+    if (own / "tokenizer.json").is_file() and (others / "tokenizer.json").is_file():
+        same = _tokens(own) == _tokens(others)
     else:
-        same = all(_bytes(own / name) == _bytes(Path(other) / name) for name in TOKENIZER_FILES)
-    templates = {template for template in (find_chat_template(own), find_chat_template(Path(other))) if template}
+        same = all(_bytes(own / name) == _bytes(others / name) for name in TOKENIZER_FILES)
+    templates = {template for template in (find_chat_template(own), find_chat_template(others)) if template}
     return same and len(templates) < 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from coalign.cluster.base import Cluster
@@ -11,7 +10,8 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.loader import Loader, build_loader
 from coalign.engine.engine import Engine, RunData
 from coalign.engine.reward import list_reward_models
-from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_directory
+from coalign.engine.vocabulary import check_tokens_fit, find_tokenizer_name
+from coalign.hub import find_directory
 from coalign.launch.plan import Plan
 from coalign.launch.validate import check_it_learns, check_rope
 
@@ -59,9 +59,9 @@ def load_tokenizer(config: RunConfig, rewards: Mapping[str, ModelConfig]) -> Pre
     """
     from transformers import AutoTokenizer  # slow to import, and `coalign check` does without
 
-    directory, trust = find_tokenizer_directory(config)
-    if not Path(directory).is_dir():
-        raise ValueError(f"models: `load: {directory}` is not a directory (a Hugging Face model directory is expected)")
+    name, trust = find_tokenizer_name(config)
+    if not (directory := find_directory(name)).is_dir():
+        raise ValueError(f"models: `load: {name}` is not a directory (a Hugging Face model directory is expected)")
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
     highest = max(tokenizer.get_vocab().values(), default=-1)
     reads_text = {name for name, model in rewards.items() if model.chat_template}

@@ -24,6 +24,8 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import describe_reward
+from coalign.hub import is_hub_name
+from coalign.launch.fetch import fetch_models
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
@@ -36,13 +38,17 @@ OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
 
 
 def check(config: RunConfig, display: Display) -> None:
-    """Print what the run would do. Raises ValueError for whatever would stop it."""
+    """Print what the run would do. Raises ValueError for whatever would stop it.
+
+    Of models of the hub it fetches configuration and tokenizer, no weights.
+    """
+    config = fetch_models(config, weights=False)
     plan = prepare(config)
     graph = trace(plan)
     count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"
     display.show(f"{config.algorithm}: {count}, {config.runtime.steps or f'{config.runtime.epochs} epochs of'} steps\n")
     display.show(draw_graph(graph) + "\n")
-    planned = [model for model in plan.models.values() if model.config.load and not Path(model.config.load).exists()]
+    planned = [model for model in plan.models.values() if _is_planned(model.config.load)]
     with locate_problems(config):
         present = [model for model in plan.models.values() if model not in planned]
         check_rope(present, config, plan.recipe.source)
@@ -72,6 +78,11 @@ def check(config: RunConfig, display: Display) -> None:
     for line in notes:
         display.show(line)
     display.show("\nno problem found")
+
+
+def _is_planned(load: str | None) -> bool:
+    """Whether `load` names the directory of a model that another run will make."""
+    return load is not None and not is_hub_name(load) and not Path(load).exists()
 
 
 def trace(plan: Plan) -> FlowGraph:

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 
 from coalign.config.schema import LoraConfig, ModelConfig, RunConfig
+from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -76,7 +77,7 @@ def read_shapes(directory: Path) -> Shapes:
 def estimate_memory(model: ModelConfig, role: type, config: RunConfig) -> MemoryEstimate:
     """Estimate the memory of one model, which must name a directory, in its role."""
     assert model.load is not None
-    directory = Path(model.load)
+    directory = find_directory(model.load)
     shape = json.loads((directory / "config.json").read_text())
     shape = shape.get("text_config", shape)
     shape |= {ours: shape[theirs] for theirs, ours in GPT2_NAMES.items() if shape.get(theirs) is not None}

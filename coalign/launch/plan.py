@@ -27,7 +27,7 @@ from coalign.data.kinds import KINDS
 from coalign.engine.engine import Engine
 from coalign.engine.filters import check_limits
 from coalign.engine.reward import list_reward_models, list_reward_parts
-from coalign.engine.vocabulary import find_tokenizer_directory, is_tokenized_alike
+from coalign.engine.vocabulary import find_tokenizer_name, is_tokenized_alike
 from coalign.environments.conversation import find_environment
 from coalign.environments.loop import EnvironmentFunction
 from coalign.launch.validate import (
@@ -255,7 +255,7 @@ def plan_reward_models(rewards: Sequence[RewardConfig], config: RunConfig) -> di
             configs[FUNCTIONS] = ModelConfig(module=REWARD_FUNCTIONS, head="reward")
         elif part.model in config.models:
             model = config.models[part.model]
-            alike = is_tokenized_alike(model, find_tokenizer_directory(config)[0])
+            alike = is_tokenized_alike(model, find_tokenizer_name(config)[0])
             template = model.chat_template or (None if alike else "auto")
             configs[part.model] = model.model_copy(update={"frozen": True, "chat_template": template})
     return configs
@@ -273,7 +273,7 @@ def _plan_models(
     models = {}
     adapters = _adapter_ranks(configs, config, syncs)
     bases = find_shared_bases(roles, configs)
-    tokenizer, trust_tokenizer = find_tokenizer_directory(config)
+    tokenizer, trust_tokenizer = find_tokenizer_name(config)
     for name, role in roles.items():
         model = configs[name]
         own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss

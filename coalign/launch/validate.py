@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coalign.backends.scorers.reward import resolve_reward
@@ -16,7 +15,8 @@ from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
 from coalign.data.templates import read_template, reads_tools
-from coalign.engine.vocabulary import find_chat_template, find_tokenizer_directory
+from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
+from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
 
 if TYPE_CHECKING:
@@ -118,10 +118,12 @@ def check_tools(environment: EnvironmentFunction | None, config: RunConfig) -> N
     if environment is None or not getattr(environment.fn, "shows_tools", False):
         return
     given = config.data.chat_template
-    directory, _ = find_tokenizer_directory(config)
-    jinja = find_chat_template(Path(directory)) if given == "auto" else "" if given == "none" else read_template(given)
+    name, _ = find_tokenizer_name(config)
+    jinja = (
+        find_chat_template(find_directory(name)) if given == "auto" else "" if given == "none" else read_template(given)
+    )
     if jinja is not None and not reads_tools(jinja):
-        which = f"that of the tokenizer in {directory}" if given == "auto" else f"`{given:.40}`"
+        which = f"that of the tokenizer in {name}" if given == "auto" else f"`{given:.40}`"
         raise ValueError(
             f"data.chat_template: `rollout.fn: {config.rollout.fn}` shows tools to the policy, and the chat template, "
             f"{which}, has no place for them (it never reads `tools`); set one that has"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,6 +16,7 @@ from coalign.backends.base import Module
 from coalign.backends.engines.contract import InferenceEngine, OnToken, Progress
 from coalign.backends.engines.episodes import EpisodeRunner
 from coalign.backends.engines.request import Request, begin_samples, count_missing_groups, extend_samples
+from coalign.backends.pretrained import get_directory
 from coalign.config.schema import SamplingConfig
 from coalign.data.batch import Batch
 from coalign.types import Stats, Status
@@ -152,8 +152,9 @@ class RolloutModule(Module):
     def find_end_tokens(self, architecture: PreTrainedConfig) -> set[int]:
         """Collect the end-of-sequence ids of generation_config.json, config.json and the tokenizer."""
         named = [architecture.get_text_config().eos_token_id, self.tokenizer.eos_token_id]
-        if (Path(str(self.config.load)) / "generation_config.json").is_file():
-            named.append(GenerationConfig.from_pretrained(str(self.config.load)).eos_token_id)
+        directory = get_directory(self.config)
+        if (directory / "generation_config.json").is_file():
+            named.append(GenerationConfig.from_pretrained(directory).eos_token_id)
         return {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
 
     @cached_property

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -219,7 +218,7 @@ def read_weights(config: ModelConfig, context: Context, weights: WeightPartition
     if config.init == "random":
         state = pretrained.load(config, seed=context.seed, name=context.model, packed=False).state_dict()
         return weights.read(context.rank, state.__getitem__, in_memory=True)
-    folder = Path(str(config.load))
+    folder = pretrained.get_directory(config)
     return weights.read(
         context.rank, _select_stored(config, weights, HuggingFaceReader(folder, pickled=False)), in_memory=False
     )

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coalign.backends.pretrained import get_directory
 from coalign.config.schema import ModelConfig
 from coalign.files import read_model_config
 from coalign.weights import families
@@ -302,7 +302,7 @@ def partition_weights(config: ModelConfig, count: int, *, te: bool = False) -> W
     Raises ValueError for an unknown architecture, for one that contradicts the configuration, and for sizes that do not
     divide.
     """
-    hf = read_model_config(Path(str(config.load)))
+    hf = read_model_config(get_directory(config))
     # The architecture names the head of the file; the configuration decides the head of this model.
     family = families.find_family(hf if config.head == "lm" else hf | {"architectures": None})
     model, sizes, own = family.config(hf), read_sizes(config), config.megatron

@@ -24,6 +24,7 @@ from coalign.config.functions import resolve_class
 from coalign.config.schema import ModelConfig
 from coalign.data.batch import Batch
 from coalign.files import hash_file
+from coalign.hub import find_directory
 from coalign.roles import Context
 from coalign.types import Total
 
@@ -116,7 +117,8 @@ def hash_model(config: ModelConfig, seed: int) -> str:
     """A hash of the files and settings that determine the log-probs. ``seed`` counts for random weights. Raises what
     `coalign.backends.pretrained.get_directory` raises."""
     seen = xxh3_128()
-    directories = [Path(get_directory(config)), *([Path(config.lora.load)] if config.lora and config.lora.load else [])]
+    adapters = config.lora.load if config.lora else None
+    directories = [get_directory(config), *([find_directory(adapters)] if adapters else [])]
     for directory in directories:
         for file in sorted(file for pattern in FILES for file in directory.glob(pattern)):
             seen.update(f"{file.name}\0{hash_file(file, xxh3_128)}\0".encode())

@@ -17,6 +17,7 @@ from coalign.config.functions import bind, is_bound_to_process, resolve
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished, read_samples
+from coalign.hub import find_directory
 from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction, RewardOutcome
 from coalign.roles import Context
 from coalign.types import Sample, Stat, Stats, Total, merge_stats
@@ -46,8 +47,8 @@ class RewardModule(Module):
     def setup(self) -> None:
         from transformers import AutoTokenizer  # slow to import, and `coalign check` asks for the columns alone
 
-        trust = self.context.trust_tokenizer
-        self.tokenizer = AutoTokenizer.from_pretrained(self.context.tokenizer, trust_remote_code=trust)
+        directory, trust = find_directory(str(self.context.tokenizer)), self.context.trust_tokenizer
+        self.tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
         self.functions = build_reward_functions(self.context.rewards)
         self.caller = RewardCaller()
         self.caller.start(self.functions)

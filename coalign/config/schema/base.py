@@ -29,9 +29,9 @@ OneOrMore = Annotated[list[Item], BeforeValidator(lambda value: [value] if isins
 
 @dataclass(frozen=True)
 class InputPath:
-    """Marks a text as a path that must exist before a run."""
+    """Marks a text as a path that must exist before a run. A model is a directory, a GGUF file or a name of the hub."""
 
-    kind: Literal["file", "directory"]
+    kind: Literal["file", "directory", "model"]
 
 
 class NoEffect:

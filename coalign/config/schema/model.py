@@ -61,8 +61,8 @@ class LoraConfig(Section):
     """Train magnitude and direction separately (2402.09353)."""
     base_bits: Literal[4] | None = None
     """QLoRA (2305.14314): keep the frozen weights in 4-bit NF4 (needs bitsandbytes)."""
-    load: Annotated[str, InputPath("directory")] | None = None
-    """A directory with a trained adapter (adapter_config.json) to continue."""
+    load: Annotated[str, InputPath("model")] | None = None
+    """A trained adapter (adapter_config.json) to continue: a directory, or a name of the hub."""
 
 
 class EmaConfig(Section):
@@ -126,12 +126,15 @@ class ModelConfig(Section):
     """Backend: `fsdp`, `deepspeed`, `native`, `reward`, … or a dotted path to a Module subclass."""
     like: str | None = None
     """Take all keys that are not given here from this model."""
-    load: Annotated[str, InputPath("directory")] | None = None
-    """A Hugging Face model directory."""
+    load: Annotated[str, InputPath("model")] | None = None
+    """A Hugging Face model directory, a name of the hub (`org/name`, `org/name@revision`), or a GGUF file. A run that
+    resumes keeps the commit that it began with."""
+    pickled_weights: bool = False
+    """Download weights that are pickles, from a repository that has no safetensors. They are read as tensors alone."""
     init: Literal["load", "random"] = "load"
-    """`random` reads only config and tokenizer from the directory and initialises the weights from the seed."""
-    tokenizer: Annotated[str, InputPath("directory")] | None = None
-    """A tokenizer directory, if it is not in `load`."""
+    """`random` reads only config and tokenizer of the model and initialises the weights from the seed."""
+    tokenizer: Annotated[str, InputPath("model")] | None = None
+    """The directory or the hub's name of a tokenizer, if it is not in `load`."""
     chat_template: str | None = None
     """For a model that only scores: render the conversation with this template and tokenise it with the model's own
     tokenizer. `auto` (its tokenizer's template), `none`, a Jinja template or a file that holds one. None: `auto` if its

@@ -17,7 +17,7 @@ class JudgeConfig(Section):
     """What scores responses: reward functions (summed by weight) or a reward model."""
 
     reward: Annotated[OneOrMore[RewardConfig], Field(examples=[{"fn": "math"}])] = []
-    reward_model: Annotated[str, InputPath("directory")] | None = None
+    reward_model: Annotated[str, InputPath("model")] | None = None
     """A Hugging Face directory with a reward head; the model uses its own tokenizer."""
     reward_template: str = "auto"
     """The reward model's chat template: `auto` (its tokenizer's), `none`, a Jinja template or a file that holds one."""
@@ -42,7 +42,7 @@ class JudgeConfig(Section):
 class GenerateConfig(JudgeConfig):
     """Generates a model's responses to prompts; scores them if a reward function or model is given."""
 
-    model: Annotated[str, InputPath("directory")] | None = None
+    model: Annotated[str, InputPath("model")] | None = None
     """A Hugging Face model directory; None: the pipeline's current model."""
     data: DataConfig = DataConfig()
     """`train` holds the prompts, drawn in the order of a training run, or in file order without `shuffle`."""
@@ -141,7 +141,7 @@ class PipelineConfig(Section):
 
     output: str = "runs/pipeline"
     """The folder of the pipeline, with `round_K/NN_NAME/` for each stage."""
-    model: Annotated[str, InputPath("directory")] | None = None
+    model: Annotated[str, InputPath("model")] | None = None
     """The model of the first round."""
     rounds: PositiveInt = 1
     stages: Annotated[list[StageConfig], Field(min_length=1)]

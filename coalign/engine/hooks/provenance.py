@@ -20,6 +20,7 @@ from coalign.config.export import mask_values
 from coalign.config.introspect import find_input, list_relevant_settings
 from coalign.engine.engine import Hook
 from coalign.files import hash_file, hash_samples
+from coalign.hub import find_directory
 
 if TYPE_CHECKING:
     from coalign.config.schema import RunConfig
@@ -42,9 +43,9 @@ class Provenance(Hook):
             self.settings[name] = mask_values(value, config.secrets)
             self.settings |= fingerprint_source(key, value)
             mark = find_input(key, type(config))
-            if value is not None and mark is not None and mark.kind == "directory":
+            if value is not None and mark is not None and mark.kind == "model":
                 if value not in hashes:
-                    hashes[value] = hash_model(Path(value))
+                    hashes[value] = hash_model(find_directory(value))
                 self.models[name] = hashes[value]
         for index, source in enumerate(held_out["sources"] if held_out else ()):
             self.settings[f"data.eval[{index}] (contents)"] = source["hash"]

@@ -30,6 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from coalign.files import find_cache
+
 log = logging.getLogger(__name__)
 
 TILE = 64
@@ -206,11 +208,10 @@ def _measure_bf16() -> KernelChoice:
 
 
 def _cache_file(layers: tuple[tuple[Shape, int], ...], dtype: torch.dtype) -> Path:
-    """The file of a choice, in COALIGN_CACHE or the user's cache directory."""
-    base = os.environ.get("COALIGN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "coalign")
+    """The file of a choice."""
     machine = (_processor(), torch.__version__, *(os.environ.get(name) for name in _ENVIRONMENT))
     key = hashlib.sha256(repr((machine, str(dtype), layers)).encode()).hexdigest()[:24]
-    return Path(base).expanduser() / "kernels" / f"{key}.json"
+    return find_cache() / "kernels" / f"{key}.json"
 
 
 @cache

@@ -42,6 +42,7 @@ from coalign.backends.engines.vllm.worker import (
     adapter_capacity,
     check_adapters,
 )
+from coalign.backends.pretrained import get_directory
 from coalign.config.schema import ModelConfig, SamplingConfig
 
 CPU = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**30}  # compiling takes minutes there
@@ -225,7 +226,7 @@ def create_engine_arguments(
     """
     check_known(config.vllm, [field.name for field in fields(EngineArgs)], model)
     arguments: dict[str, Any] = {
-        "model": config.load,
+        "model": str(get_directory(config)),
         "skip_tokenizer_init": True,
         "trust_remote_code": config.trust_remote_code,
         "dtype": config.compute_dtype or config.dtype,

@@ -1,0 +1,272 @@
+"""Names of models, and where their files lie: directories, repositories of the Hugging Face hub, GGUF files.
+
+A name of the hub is `org/name` or `org/name@revision`. `pin` replaces the revision by its commit, `fetch` downloads to
+huggingface_hub's cache (HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count), `find_directory` needs no network.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import huggingface_hub  # its own parts are imported when they are used
+from huggingface_hub import constants
+
+from coalign.files import find_cache, write_text_atomically
+
+if TYPE_CHECKING:
+    from coalign.config.schema import ModelConfig
+
+log = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+INDEX = "model.safetensors.index.json"
+
+
+class HubError(ValueError):
+    """A model of the hub cannot be had: there is none of the name, no access, no connection, no space."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether ``name`` can be one of the hub. A path that exists is none, nor is `RUN/model`, which a run makes."""
+    found = HUB_NAME.fullmatch(name)
+    return found is not None and not found["id"].endswith("/model") and not Path(name).exists()
+
+
+def is_gguf(name: str) -> bool:
+    """Whether ``name`` is a GGUF file."""
+    return name.endswith(".gguf") and Path(name).is_file()
+
+
+def pin(name: str) -> str:
+    """Return a hub's name as `org/name@commit`, and others as they are. Offline the cache tells. Raises HubError."""
+    if not is_hub_name(name):
+        return name
+    repository, revision = _split(name)
+    if COMMIT.fullmatch(revision):
+        return name
+    reference = _cache_of(repository) / "refs" / revision
+    try:
+        with _explain(name):
+            commit = huggingface_hub.HfApi().model_info(repository, revision=revision).sha
+    except HubError:
+        if not reference.is_file():
+            raise
+        commit = reference.read_text().strip()
+        log.warning("%s: the hub does not answer; the commit is that of the cache, %s", name, commit)
+    else:
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(reference, str(commit))
+    return f"{repository}@{commit}"
+
+
+def find_directory(name: str) -> Path:
+    """Return the Hugging Face directory of a model that was fetched. HubError if it was not."""
+    if is_gguf(name):
+        return _directory_of_gguf(Path(name))
+    if not is_hub_name(name):
+        return Path(name)
+    repository, revision = _split(name)
+    reference = _cache_of(repository) / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    directory = _cache_of(repository) / "snapshots" / commit
+    if not directory.is_dir():
+        raise HubError(f"{name} is not in the cache {constants.HF_HUB_CACHE}, and there is no directory of this name")
+    return directory
+
+
+def fetch(name: str, *, weights: bool = True, code: bool = False, pickles: bool = False) -> Path:
+    """Download what is missing of a model, verify it, and return its directory. A GGUF file is converted to one.
+
+    Without ``weights`` only the configuration and the tokenizer are fetched. ``code``: Python files, too. ``pickles``:
+    weights in pickles, where there are no others. Several processes may fetch the same at once. Raises HubError.
+    """
+    if is_gguf(name):
+        from coalign.gguf import convert_gguf
+
+        directory = _directory_of_gguf(Path(name))
+        convert_gguf(Path(name), directory, weights=weights)
+        return directory
+    if not is_hub_name(name):
+        return Path(name)
+    repository, commit = _split(pin(name))
+    directory = _cache_of(repository) / "snapshots" / commit
+    kinds = [kind for kind, wanted in (("weights", weights), ("code", code), ("pickles", pickles)) if wanted]
+    record = find_cache() / "complete" / f"{repository.replace('/', '--')}@{'+'.join([commit, *kinds])}.json"
+    if record.is_file() and all((directory / file).is_file() for file in json.loads(record.read_text())):
+        return directory
+    try:
+        with _explain(name):
+            sizes = _list_files(repository, commit)
+    except HubError:
+        if not (directory / "config.json").is_file() or (weights and not list(directory.glob("*.safetensors"))):
+            raise
+        return directory  # fetched by another tool
+    wanted = [file for file in sizes if file.endswith(TEXTS) or (code and file.endswith(".py"))]
+    _download(name, commit, wanted, sizes)
+    chosen = _choose_weights(name, directory, sizes, pickles)
+    if weights:
+        _download(name, commit, chosen, sizes)
+    _verify(name, directory, record, [*wanted, *(chosen if weights else ())])
+    return directory
+
+
+def list_sources(model: ModelConfig) -> Iterator[tuple[str, str, bool]]:
+    """Yield the key, the value, and whether weights are read, of each setting of a model that names another."""
+    if model.load:
+        yield "load", model.load, model.init == "load"
+    if model.lora and model.lora.load:
+        yield "lora.load", model.lora.load, True
+    if model.tokenizer:
+        yield "tokenizer", model.tokenizer, False
+
+
+def fetch_model(model: ModelConfig, *, weights: bool = True) -> None:
+    """Fetch all that a model of a run reads; without ``weights`` configuration and tokenizer. Raises as `fetch`."""
+    for _, source, read in list_sources(model):
+        fetch(source, weights=weights and read, code=model.trust_remote_code, pickles=model.pickled_weights)
+
+
+def _split(name: str) -> tuple[str, str]:
+    found = HUB_NAME.fullmatch(name)
+    assert found is not None
+    return found["id"], found["revision"] or constants.DEFAULT_REVISION
+
+
+def _cache_of(repository: str) -> Path:
+    return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+
+
+def _directory_of_gguf(file: Path) -> Path:
+    state = file.stat()
+    content = json.dumps([str(file.resolve()), state.st_size, state.st_mtime_ns])
+    return find_cache() / "gguf" / f"{file.stem}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def _list_files(repository: str, commit: str) -> dict[str, int]:
+    """Return the sizes of the files at the top of a repository, bytes."""
+    info = huggingface_hub.HfApi().model_info(repository, revision=commit, files_metadata=True)
+    return {file.rfilename: file.size or 0 for file in info.siblings or () if "/" not in file.rfilename}
+
+
+def _choose_weights(name: str, directory: Path, files: Mapping[str, int], pickles: bool) -> list[str]:
+    """Return the files that transformers would load. HubError if these are pickles that nobody asked for."""
+    if INDEX in files:
+        shards = set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        if lost := sorted(shards - files.keys()):
+            raise HubError(f"{name}: {INDEX} names files that the repository does not have: {', '.join(lost)}")
+        return sorted(shards)
+    if found := [file for file in ("model.safetensors", "adapter_model.safetensors") if file in files]:
+        return found
+    found = [file for file in files if file.startswith("pytorch_model") and file.endswith((".bin", ".json"))]
+    if not found:
+        raise HubError(
+            f"{name} has no weights that can be trained (model.safetensors); of its files: "
+            f"{', '.join(sorted(files)[:8])}. A GGUF file is loaded by its path, once downloaded"
+        )
+    if not pickles:
+        raise HubError(
+            f"{name} has its weights in pickles only ({', '.join(sorted(found)[:3])}). Take a revision with "
+            f"safetensors (`{name}@refs/pr/N` if somebody has proposed one), or set `pickled_weights: true`: they are "
+            "then read as tensors alone"
+        )
+    return found
+
+
+def _download(name: str, commit: str, files: list[str], sizes: Mapping[str, int]) -> None:
+    repository, _ = _split(name)
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    snapshot = _cache_of(repository) / "snapshots" / commit
+    missing, free = sum(sizes[file] for file in files if not (snapshot / file).exists()), shutil.disk_usage(cache).free
+    if missing > free:
+        raise HubError(
+            f"{name}: {missing / 2**30:.1f} GiB are to be downloaded, and {cache} has {free / 2**30:.1f} GiB of space; "
+            "HF_HOME names another place"
+        )
+    with _explain(name):
+        huggingface_hub.snapshot_download(repository, revision=commit, allow_patterns=list(map(glob.escape, files)))
+
+
+def _verify(name: str, directory: Path, record: Path, files: list[str]) -> None:
+    """Compare contents with the hashes by which the cache calls them, and note which files are complete.
+
+    A file that differs is deleted, so that it is downloaded again. HubError names it.
+    """
+    for file in files:
+        blob = (directory / file).resolve()
+        if len(blob.name) == 64:
+            digest = hashlib.sha256()
+        elif len(blob.name) == 40:  # as git does
+            digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
+        else:
+            continue  # a server, or a file system without links, that keeps no hashes
+        with open(blob, "rb") as content:
+            while block := content.read(1 << 22):
+                digest.update(block)
+        if digest.hexdigest() != blob.name:
+            blob.unlink()
+            (directory / file).unlink(missing_ok=True)
+            raise HubError(f"{name}: {file} was damaged on its way and is deleted; the same command fetches it again")
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(record, json.dumps(files))
+
+
+@contextmanager
+def _explain(name: str) -> Iterator[None]:
+    """Raise HubError, with what to do, for what the hub's client raises."""
+    from huggingface_hub.errors import (  # slow to import, and directories do without
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] (of the HTTP client, which differs by version)
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    repository, revision = _split(name)
+    hub = constants.ENDPOINT
+    try:
+        yield
+    except GatedRepoError as error:
+        raise HubError(
+            f"{name} is gated: accept its terms on {hub}/{repository}, then give a token of that account (HF_TOKEN, or "
+            "`hf auth login`)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise HubError(f"{name}: the repository {repository} has no revision '{revision}'") from error
+    except RepositoryNotFoundError as error:
+        raise HubError(
+            f"there is no directory '{name}' here ({Path.cwd()}) and no repository of this name on {hub}; a "
+            "private one needs a token (HF_TOKEN, or `hf auth login`)"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise HubError(
+            f"there is no directory '{name}' here, and as a name of the hub it is not in the cache "
+            f"{constants.HF_HUB_CACHE}; HF_HUB_OFFLINE forbids to download it"
+        ) from error
+    except HfHubHTTPError as error:
+        raise HubError(f"{name}: {hub} answers {error.response.status_code}: {error}") from error
+    except LocalEntryNotFoundError as error:
+        raise HubError(f"{name} is not in the cache {constants.HF_HUB_CACHE}, and {hub} cannot be reached") from error
+    except HFValidationError as error:
+        raise HubError(f"{name} is no name of the hub: {error}") from error
+    except (OSError, HTTPError) as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            raise HubError(
+                f"{name}: no space is left in {constants.HF_HUB_CACHE}; HF_HOME names another place"
+            ) from error
+        raise HubError(f"{name}: there is no directory of this name, and {hub} cannot be reached: {error}") from error
