@@ -82,7 +82,8 @@ def estimate_memory(model: ModelConfig, role: type, config: RunConfig) -> Memory
     shape = shape.get("text_config", shape)
     shape |= {ours: shape[theirs] for theirs, ours in GPT2_NAMES.items() if shape.get(theirs) is not None}
     hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    shapes = read_shapes(directory) if model.init == "load" else _derive_shapes(shape)
+    is_there = model.init == "load" and any(directory.glob("*.safetensors"))
+    shapes = read_shapes(directory) if is_there else _build_shapes(model)
     parameters = _size(shapes)
     stored, computed = BYTES[model.dtype], BYTES[model.compute_dtype or model.dtype]
     if role is Rollout:
@@ -157,28 +158,9 @@ def _size(shapes: Shapes) -> int:
     return sum(prod(shape) for shape in shapes.values())
 
 
-def _derive_shapes(shape: Mapping[str, int]) -> Shapes:
-    """Return the shapes of a dense gated decoder, from its configuration."""
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    head_size = shape.get("head_dim") or hidden // heads
-    inner, kv = heads * head_size, shape.get("num_key_value_heads", heads) * head_size
-    wide = shape.get("intermediate_size", 4 * hidden)
-    layer = {
-        "self_attn.q_proj": (inner, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, inner),
-        "mlp.gate_proj": (wide, hidden),
-        "mlp.up_proj": (wide, hidden),
-        "mlp.down_proj": (hidden, wide),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        f"model.layers.{i}.{name}.weight": size
-        for i in range(shape["num_hidden_layers"])
-        for name, size in layer.items()
-    }
-    embedding = (shape["vocab_size"], hidden)
-    untied = {} if shape.get("tie_word_embeddings", True) else {"lm_head.weight": embedding}
-    return shapes | {"model.embed_tokens.weight": embedding, "model.norm.weight": (hidden,)} | untied
+def _build_shapes(model: ModelConfig) -> Shapes:
+    """Return the shapes of a model without weights on this machine, from its architecture."""
+    from coalign.backends.pretrained import build_skeleton  # imports transformers
+
+    skeleton = build_skeleton(model.model_copy(update={"lora": None}), packed=False)
+    return {name: tuple(weight.shape) for name, weight in skeleton.named_parameters()}

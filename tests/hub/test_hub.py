@@ -177,3 +177,45 @@ def test_refusals_name_what_to_do(hub, model, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(HubError, match=r"http://127\.0\.0\.1:1 cannot be reached"):
         fetch("org/new")
+
+
+def settings_of_a_run(tmp_path, name, *, steps=1):
+    """A run of SFT from a model of the hub."""
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {n}", "answer": f"{n}"}) + "\n" for n in range(8))
+    )
+    config = {
+        "algorithm": "sft",
+        "output": "run",
+        "data": {"train": "rows.jsonl"},
+        "models": {"trainer": {"load": name}},
+        "runtime": {"steps": steps, "prompts_per_step": 2, "tensorboard": False, "plots": False, "cluster": "local"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    return tmp_path / "run.yaml"
+
+
+def test_a_run_keeps_the_commit_that_it_began_with(hub, tmp_path):
+    commit = hub.add("org/tiny", tiny_model_dir(tmp_path / "one"))
+    path = settings_of_a_run(tmp_path, "org/tiny@main")
+    checked = run_in_process(hub, tmp_path, "check", str(path))
+    assert checked.returncode == 0, checked.stdout
+    assert "model.safetensors" not in hub.downloads()
+    first = run_in_process(hub, tmp_path, "train", str(path))
+    assert first.returncode == 0, first.stdout
+    kept = json.loads((tmp_path / "run" / "hub.json").read_text())
+    assert kept == {"org/tiny@main": f"org/tiny@{commit}"}
+    assert f"org/tiny@{commit}" in (tmp_path / "run" / "config.yaml").read_text()
+    hub.add("org/tiny", tiny_model_dir(tmp_path / "two", seed=1))
+    again = run_in_process(hub, tmp_path, "train", str(path), "runtime.steps=2", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stdout
+    assert json.loads((tmp_path / "run" / "hub.json").read_text()) == kept
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_an_unknown_name_ends_in_one_line(hub, tmp_path):
+    done = run_in_process(hub, tmp_path, "train", str(settings_of_a_run(tmp_path, "org/other")))
+    assert done.returncode == 2 and "Traceback" not in done.stdout
+    assert "models.trainer.load: there is no directory 'org/other' here" in " ".join(done.stdout.split())
+    assert not (tmp_path / "run").exists()
