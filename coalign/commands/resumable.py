@@ -18,6 +18,7 @@ from typing import Any, Self
 from coalign.config.errors import format_key
 from coalign.config.introspect import find_input, list_relevant_settings
 from coalign.config.schema import Section
+from coalign.config.secrets import hide_secrets
 from coalign.engine.hooks.provenance import fingerprint_source
 from coalign.engine.hooks.run_folder import lock_file, replace_non_finite
 from coalign.files import hash_file, write_atomically
@@ -117,12 +118,13 @@ class ResumableOutput(RecordStream):
 def fingerprint_settings(settings: Section) -> dict[str, Any]:
     """Return the value of every setting that changes results, by its dotted key.
 
-    A path stands for the contents of what lies there. A user's own function is followed by that of its source file.
+    A path stands for the contents of what lies there, and the name of a variable for a secret. A user's own function is
+    followed by that of its source file.
     """
     found: dict[str, Any] = {}
     for key, value in list_relevant_settings(settings):
         is_input = find_input(key, type(settings)) is not None
-        found[format_key(key)] = fingerprint_path(value) if is_input and value is not None else value
+        found[format_key(key)] = fingerprint_path(value) if is_input and value is not None else hide_secrets(value)
         found |= fingerprint_source(key, value)
     return found
 
