@@ -57,7 +57,7 @@ HEAVY = {
     "megatron": "backends/megatron/",
     "deepspeed": "backends/deepspeed.py",
     "latex2sympy2_extended": "rewards/checks.py",  # math-verify's parser
-    "httpx2": "rewards/remote.py",
+    "httpx2": "rewards/http/client.py",
     "cloudpickle": "rewards/function_process.py",
     "uvicorn": "http_server.py",
     "starlette": "http_server.py",

@@ -18,7 +18,7 @@ from coalign.config.secrets import hide_secrets
 from coalign.config.yaml_reader import parse
 from coalign.data.sources import BadRow, JsonLines
 from coalign.files import RecordFile, RecordHandler
-from coalign.rewards.remote import Remote
+from coalign.rewards.http.remote import Remote
 from tests.config.conftest import recipe_defaults
 from tests.fuzzing import CASES, JSON, damage, try_cases
 from tests.runs import ROOT
