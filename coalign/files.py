@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -150,15 +150,15 @@ class RecordFile:
 
 
 class RecordHandler(logging.Handler):
-    """Writes the log to a RecordFile."""
+    """Writes the log to a RecordFile. ``clean`` changes each entry before."""
 
-    def __init__(self, file: RecordFile) -> None:
+    def __init__(self, file: RecordFile, clean: Callable[[str], str]) -> None:
         super().__init__()
-        self.file = file
+        self.file, self.clean = file, clean
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.file.append(f"{self.format(record)}\n".encode())
+        self.file.append(f"{self.clean(self.format(record))}\n".encode())
 
 
 def require_empty_output(path: Path) -> None:

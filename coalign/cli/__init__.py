@@ -58,8 +58,10 @@ def main() -> None:
         problem = _find_user_error(error)
         if problem is None:
             raise
+        from coalign.config.secrets import hide_secrets
+
         message = "\n".join([_describe(problem), *getattr(error, "__notes__", ())])
-        typer.secho(f"error: {message}", fg="red", err=True)
+        typer.secho(f"error: {hide_secrets(message)}", fg="red", err=True)
         raise SystemExit(2) from error
 
 

@@ -23,6 +23,9 @@ def build(
     ] = "error",
     processes: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Rows per task of a process.")] = 10_000,
+    keep_special_tokens: Annotated[
+        bool, typer.Option(help="Read special tokens that a text spells as tokens, not as text.")
+    ] = False,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the tokenizer.")] = False,
 ):
     """Tokenise documents, each with an end-of-sequence token. After an interruption the same command resumes."""
@@ -37,6 +40,7 @@ def build(
         tokenizer,
         text_key=key,
         on_missing_key=missing,
+        keep_special_tokens=keep_special_tokens,
         trust_remote_code=trust_remote_code,
         chunk=chunk,
     )

@@ -18,6 +18,7 @@ from typing import Any, Self
 from coalign.config.errors import format_key
 from coalign.config.introspect import find_input, list_relevant_settings
 from coalign.config.schema import Section
+from coalign.config.secrets import hide_secrets
 from coalign.engine.hooks.provenance import fingerprint_source
 from coalign.engine.hooks.run_folder import lock_file, replace_non_finite
 from coalign.files import hash_file, write_atomically
@@ -118,14 +119,14 @@ class ResumableOutput(RecordStream):
 def fingerprint_settings(settings: Section) -> dict[str, Any]:
     """Return the value of every setting that changes results, by its dotted key.
 
-    A path stands for the contents of what lies there, a name of the hub for its commit. A user's own function is
-    followed by that of its source file.
+    A path stands for the contents of what lies there, a name of the hub for its commit, the name of a variable for a
+    secret. A user's own function is followed by that of its source file.
     """
     found: dict[str, Any] = {}
     for key, value in list_relevant_settings(settings):
         if value is not None and find_input(key, type(settings)) is not None:
             value = pin(value) if is_hub_name(value) else fingerprint_path(value)
-        found[format_key(key)] = value
+        found[format_key(key)] = hide_secrets(value)
         found |= fingerprint_source(key, value)
     return found
 

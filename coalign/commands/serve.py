@@ -27,7 +27,7 @@ from coalign.data.sources import BadRow
 from coalign.http_server import HttpRefusal, Request, Server, build_application, build_server, read_body
 from coalign.report.display import Display
 from coalign.rewards.calls import RewardError
-from coalign.rewards.remote import CallBatcher
+from coalign.rewards.http.remote import CallBatcher
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from coalign.config.secrets import hide_secrets
+
 if TYPE_CHECKING:
     from coalign.config.schema import RunConfig
 
@@ -41,10 +43,10 @@ class ConfigProblem:
 
 
 class ConfigError(ValueError):
-    """An unusable configuration. Its text has one line per problem; ``problems`` holds them."""
+    """An unusable configuration. Its text has one line per problem; ``problems`` holds them, without secrets."""
 
     def __init__(self, problems: Iterable[ConfigProblem]) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(replace(problem, message=hide_secrets(problem.message)) for problem in problems)
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -123,19 +125,10 @@ def describe_error(error: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as YAML does, shortened to 60 characters."""
-    words = {None: "null", True: "true", False: "false"}
+    """Format a value as YAML does, without secrets, shortened to 60 characters."""
+    words, value = {None: "null", True: "true", False: "false"}, hide_secrets(value)
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
-
-
-class SecretReferences(dict[str, str]):
-    """References to secrets by their value. Two always compare equal, so that equal configurations do."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SecretReferences)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 class KeyLocations:

@@ -14,6 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from coalign.config.introspect import unwrap_type
 from coalign.config.layers import escape_references
 from coalign.config.schema import ModelConfig, RunConfig, Section
+from coalign.config.secrets import hide_secrets
 from coalign.config.yaml_reader import emit
 
 _WIDTH = 110
@@ -24,28 +25,7 @@ def dump(config: RunConfig) -> str:
 
     It refers to environment variables that are named like secrets, as the source did.
     """
-    return emit(mask_values(escape_references(config.model_dump()), config.secrets))
-
-
-def hide_secrets(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as plain data, without the values of environment variables named like secrets."""
-    return mask_values(config.model_dump(), config.secrets)
-
-
-def mask_values(value: Any, secrets: Mapping[str, str]) -> Any:
-    """Replace ``secrets`` by the references to them, at any depth."""
-    if not secrets:
-        return value
-    if isinstance(value, dict):
-        return {name: mask_values(item, secrets) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [mask_values(item, secrets) for item in value]
-    if str(value) in secrets:
-        return secrets[str(value)]
-    for secret, reference in secrets.items():
-        if isinstance(value, str) and len(secret) > 5:  # a shorter one is part of many words
-            value = value.replace(secret, reference)
-    return value
+    return emit(hide_secrets(escape_references(config.model_dump())))
 
 
 def build_json_schema() -> dict[str, Any]:

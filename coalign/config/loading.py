@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from coalign.config.errors import (
     Conflict,
     Key,
     KeyLocations,
-    SecretReferences,
     describe_error,
     format_value,
     parse_key,
@@ -50,6 +48,7 @@ from coalign.config.layers import (
     walk,
 )
 from coalign.config.schema import InputPath, RunConfig, Section
+from coalign.config.secrets import remember_secret
 from coalign.config.yaml_reader import parse_scalar
 from coalign.hub import is_hub_name
 
@@ -110,7 +109,7 @@ def load_run(layer: ConfigLayer, context: LoadContext, defaults: Defaults) -> Ru
     _lay_defaults(layer, defaults)
     _inherit(layer)
     config = validate_layer(layer, context)
-    config._places, config._secrets = layer.places, _find_secrets(layer.data)
+    config._places = layer.places
     return config
 
 
@@ -295,20 +294,12 @@ def _list_unresolved(text: str, error: Exception) -> str:
 def _environment(name: str, *default: Any) -> Any:
     """``${env:NAME,default}``: the variable's value, read as YAML."""
     if name in os.environ:
-        return parse_scalar(os.environ[name])
+        value = parse_scalar(os.environ[name])
+        remember_secret(name, os.environ[name], value)
+        return value
     if not default:
         raise ValueError(f"the environment variable {name} is not set; set it, or write ${{env:{name},default}}")
     return default[0]
-
-
-_SECRET = re.compile(r"\$\{env:\s*(\w*(?:KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH)\w*)", re.IGNORECASE)
-
-
-def _find_secrets(data: Mapping[str, Any]) -> SecretReferences:
-    """Return the references to environment variables that are named like secrets, by the variable's value."""
-    texts = [text for _, text in walk(data) if isinstance(text, str)]
-    names = [name for text in texts for name in _SECRET.findall(text) if os.environ.get(name)]
-    return SecretReferences({os.environ[name]: f"${{env:{name}}}" for name in names})
 
 
 OmegaConf.register_resolver("env", _environment, replace=True)

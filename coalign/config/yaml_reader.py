@@ -75,8 +75,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Represent a text in one line; line breaks are escaped."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
+    """Represent a text in one line; line breaks (U+0085 is one in YAML 1.1) and controls are escaped."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
 
 _Dumper.add_representer(str, _text)

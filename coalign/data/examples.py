@@ -17,7 +17,10 @@ from coalign.data.sources import BadRow, SourceRow
 from coalign.data.templates import Template, get_bos
 from coalign.types import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
-MARKS = ("_source", "_row")  # keys added to each row: the name of its source, and its number there
+KEEPS_SPECIAL_TOKENS = "_keep_special_tokens"
+# Keys added to each row: the name of its source, and its number there; to those of a source that may write special
+# tokens (and to no other, whatever they bring themselves) also the third.
+MARKS = ("_source", "_row", KEEPS_SPECIAL_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,9 @@ class RowEncoder(ABC):
 
     def mark_origin(self, examples: list[Example], number: int) -> list[Example]:
         for example in examples:
-            example.row.update(zip(MARKS, (self.name, number), strict=True))
+            example.row.pop(KEEPS_SPECIAL_TOKENS, None)
+            marks = (self.name, number, True) if self.template.guard.keep else (self.name, number)
+            example.row.update(zip(MARKS, marks, strict=False))
         return examples
 
     def truncate(self, example: Example) -> Example:

@@ -217,7 +217,7 @@ class IndexedDocuments:
                 f"{self.name}, document {document}: token {largest}, but the tokenizer has {self._vocabulary}; "
                 "was it made with another one?"
             )
-        row: dict[str, Any] = dict(zip(MARKS, (self.name, document), strict=True))
+        row: dict[str, Any] = dict(zip(MARKS, (self.name, document), strict=False))
         return [Example(tokens.tolist(), row, [False] + [True] * (len(tokens) - 1), {"index": piece})]
 
     def report(self) -> str:

@@ -32,19 +32,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuildPlan:
-    """Inputs and settings of a build. ``chunk`` is the number of rows per task; the others are DataConfig's."""
+    """Inputs and settings of a build. ``chunk`` is the number of rows per task; the others are those of `data`."""
 
     inputs: tuple[str, ...]
     tokenizer: str
     text_key: str = "text"
     on_empty: Literal["drop", "error"] = "drop"
     on_missing_key: Literal["drop", "error"] = "error"
+    keep_special_tokens: bool = False
     trust_remote_code: bool = False
     chunk: int = 10_000
 
     @property
     def config(self) -> DataConfig:
         return DataConfig(text_key=self.text_key, on_empty=self.on_empty, on_missing_key=self.on_missing_key)
+
+    def source(self, which: int) -> SourceConfig:
+        return SourceConfig(path=self.inputs[which], keep_special_tokens=self.keep_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +165,9 @@ def _open_reader(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer, trust_remote_code=plan.trust_remote_code)
-    path = plan.inputs[which]
-    examples = DocumentEncoder(Path(path).name, plan.config, SourceConfig(path=path), load_template(tokenizer, "none"))
-    return examples, choose_dtype(len(tokenizer))
+    template = load_template(tokenizer, "none", keep_special_tokens=plan.keep_special_tokens)
+    encoder = DocumentEncoder(Path(plan.inputs[which]).name, plan.config, plan.source(which), template)
+    return encoder, choose_dtype(len(tokenizer))
 
 
 def _claim(parts: Path, plan: BuildPlan) -> None:
@@ -186,6 +190,6 @@ def _identity(plan: BuildPlan) -> Mapping[str, Any]:
     found = {"settings": [], "inputs": []}
     for which, path in enumerate(plan.inputs):
         examples, dtype = _open_reader(plan, which)
-        found["settings"].append(hash_settings(examples, plan.config, SourceConfig(path=path), None, None))
+        found["settings"].append(hash_settings(examples, plan.config, plan.source(which), None, None))
         found["inputs"].append([path, hash_file_samples(open_rows(path))])
     return json.loads(json.dumps({**found, "dtype": str(dtype), "chunk": plan.chunk}))

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from coalign.data.examples import KEEPS_SPECIAL_TOKENS
 from coalign.data.messages import Message, parse_tools
 from coalign.data.templates import Tools
 from coalign.environments.rendering import Rendering
@@ -193,6 +194,7 @@ class Episode:
     def begin(self, messages: Sequence[Message] | None = None, *, tools: Tools | None = None) -> None:
         """Replace the row's messages before the first turn, or show the policy ``tools`` (JSON Schema functions).
 
+        Special tokens that these spell are tokens if the row's source has `keep_special_tokens`, else text.
         Raises RuntimeError after the first turn.
         """
         if self._answer is not None:
@@ -312,7 +314,8 @@ class Episode:
                 else []
             )
         elif self._new_messages or self._render_prompt:
-            tokens = self._rendering.template.prompt(self.messages, self._tools)
+            keep = KEEPS_SPECIAL_TOKENS in self.row
+            tokens = self._rendering.render_prompt(self.messages, self._tools, keep)
         else:
             tokens = self._prompt
         return tokens + self._new_tokens

@@ -6,10 +6,11 @@ or logged already are never made from text again.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
-from coalign.data.messages import Message
+from coalign.data.messages import ContentGuard, Message
 from coalign.data.templates import ChatTemplate, Template, Tools, count_common_prefix, list_special_tokens
 
 _PLACEHOLDER = "stand-in"
@@ -33,7 +34,13 @@ class Rendering:
         self.template = template
         self.tokenizer: Any = template.tokenizer
         self.guard = template.guard
+        self._unguarded = copy.copy(template)
+        self._unguarded.guard = ContentGuard(self.tokenizer, keep=True)
         self._special = list_special_tokens(self.tokenizer)
+
+    def render_prompt(self, messages: list[Message], tools: Tools | None, keep_special_tokens: bool) -> list[int]:
+        """The tokens before the first turn. ``keep_special_tokens``: as for a source that may write them."""
+        return (self._unguarded if keep_special_tokens else self.template).prompt(messages, tools)
 
     def render_messages(self, answer: Sequence[int], messages: list[Message], tools: Tools | None) -> list[int]:
         """The tokens between the policy's turn ``answer`` and its next one, when ``messages`` come between.

@@ -14,6 +14,7 @@ from typing import Any
 from coalign.cluster.base import choose_cluster, start_cluster
 from coalign.config import dump, locate_problems
 from coalign.config.schema import RunConfig
+from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Engine, Hook
 from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore_engine, verify_checkpoint
 from coalign.engine.hooks.evaluation import EarlyStop, EvaluationHook
@@ -201,7 +202,7 @@ class StopSignals:
 def _logged(folder: RunFolder, display: Display) -> Iterator[None]:
     """Send the library's log to the screen and to log.txt."""
     root = logging.getLogger("coalign")
-    to_file = RecordHandler(RecordFile(folder.path / "log.txt"))
+    to_file = RecordHandler(RecordFile(folder.path / "log.txt"), hide_secrets)
     screen = display.handler()
     root.setLevel(logging.INFO)
     for handler in (to_file, screen):

@@ -44,8 +44,9 @@ from coalign.rewards.choice import multiple_choice
 from coalign.rewards.code import code
 from coalign.rewards.groups import PairwiseComparisons as pairwise
 from coalign.rewards.groups import Tournament
+from coalign.rewards.http.judge import RemoteJudge
+from coalign.rewards.http.remote import Remote
 from coalign.rewards.math_answer import math
-from coalign.rewards.remote import Remote
 from coalign.rewards.rules import (
     CosineLength,
     contains,
@@ -64,6 +65,7 @@ from coalign.rewards.rules import (
 __all__ = [
     "CosineLength",
     "Remote",
+    "RemoteJudge",
     "Tournament",
     "code",
     "contains",

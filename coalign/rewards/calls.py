@@ -33,7 +33,10 @@ class RewardError(RuntimeError):
 
 
 class GiveUp(RuntimeError):
-    """A reward function raises this to say that a retry would fail too: the call is not repeated."""
+    """A reward function raises this to say that a retry would fail too: the call is not repeated.
+
+    In a list of values it stands for that of one sample.
+    """
 
 
 class RewardFailure(NamedTuple):
@@ -275,6 +278,8 @@ def read_outcomes(function: RewardFunction, returned: Any, expected: int) -> lis
 
 
 def _to_outcome(value: Any) -> RewardOutcome:
+    if isinstance(value, GiveUp):
+        return RewardFailure("raised", value)
     entries = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in entries:
         return RewardFailure("wrong_type", TypeError(f"returned a dict without the key 'reward': {quote(value)}"))

@@ -62,7 +62,7 @@ HEAVY = {
     "latex2sympy2_extended": "rewards/checks.py",  # math-verify's parser
     "huggingface_hub": "hub.py",
     "gguf": "gguf.py",
-    "httpx2": "rewards/remote.py",
+    "httpx2": "rewards/http/client.py",
     "cloudpickle": "rewards/function_process.py",
     "uvicorn": "http_server.py",
     "starlette": "http_server.py",

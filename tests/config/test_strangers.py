@@ -1,6 +1,7 @@
 """Files of strangers: YAML that would never end, names of code; and secrets that would be written down."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -9,11 +10,15 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from coalign.config import ConfigError, dump, load
-from coalign.config.export import hide_secrets
-from coalign.config.functions import refuse_code, resolve
+from coalign.commands.resumable import fingerprint_settings
+from coalign.config import ConfigError, dump, load, load_section
+from coalign.config.functions import bind, refuse_code, resolve
+from coalign.config.schema import ScoreConfig
+from coalign.config.secrets import hide_secrets
 from coalign.config.yaml_reader import parse
 from coalign.data.sources import BadRow, JsonLines
+from coalign.files import RecordFile, RecordHandler
+from coalign.rewards.http.remote import Remote
 from tests.config.conftest import recipe_defaults
 from tests.fuzzing import CASES, JSON, damage, try_cases
 from tests.runs import ROOT
@@ -100,7 +105,57 @@ def test_the_value_of_a_secret_is_in_no_file(run, monkeypatch):
     assert config.models["policy"].sampling.stop[1] == "a hunter2-hunter2 b"
     text = dump(config)
     assert "hunter2" not in text and text.count("${env:MY_API_KEY}") >= 3 and "steps: 12" in text
-    assert "hunter2" not in json.dumps(hide_secrets(config)) and run(text) == config
+    assert "hunter2" not in json.dumps(hide_secrets(config.model_dump())) and run(text) == config
+
+
+@pytest.mark.parametrize("secret", ["hunter2-hunter2", "long-" * 20, 'it\'s "quoted" \\', "20261122", "a${b}c#d"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{algorithm: grpo, seed: 'x ${env:MY_API_KEY}'}",
+        "{algorithm: grpo, models: {policy: {dtype: '${env:MY_API_KEY}'}}}",
+        "{algorithm: grpo, models: {policy: {load: 'a/${env:MY_API_KEY}'}}}",
+        "{algorithm: grpo, runtime: {colocation: [['${env:MY_API_KEY}']]}}",
+        "{algorithm: grpo, reward: [{fn: math, name: 'x${env:MY_API_KEY}'}, {fn: math, name: 'x${env:MY_API_KEY}'}]}",
+        "{algorithm: '${env:MY_API_KEY}x'}",
+    ],
+)
+def test_the_value_of_a_secret_is_in_no_message(complaint, monkeypatch, text, secret):
+    monkeypatch.setenv("MY_API_KEY", secret)
+    said = complaint(text)
+    assert "${env:MY_API_KEY}" in said and not any(part in said for part in (secret, secret[:6], repr(secret)[1:-1]))
+
+
+def test_the_value_of_a_secret_is_in_no_message_of_a_function(run, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2")
+    arguments = "url: 'ftp://x/${env:MY_API_KEY}', pause: '${env:MY_API_KEY}'"
+    config = run(f"{{algorithm: grpo, reward: {{fn: remote, {arguments}}}}}")
+    with pytest.raises(ConfigError) as caught:
+        bind(Remote, config.reward[0].arguments, "reward")
+    for said in (str(caught.value), repr(caught.value)):
+        assert "hunter2" not in said and said.count("${env:MY_API_KEY}") >= 2
+
+
+def test_the_value_of_a_secret_is_in_no_output_of_a_command(write, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2")
+    text = "{reward: {fn: remote, url: 'http://x', extra: {key: '${env:MY_API_KEY}', say: 'a ${env:MY_API_KEY}'}}}"
+    written = json.dumps(fingerprint_settings(load_section(ScoreConfig, write(text))))
+    assert "hunter2" not in written and written.count("${env:MY_API_KEY}") == 2
+
+
+def test_the_value_of_a_secret_is_not_in_the_log_of_a_run(run, here, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "hunter2-hunter2")
+    run("{algorithm: grpo, output: '${env:MY_API_KEY}'}")
+    handler = RecordHandler(RecordFile(here / "log.txt"), hide_secrets)
+    handler.handle(logging.makeLogRecord({"msg": "https://x/%s failed", "args": ("hunter2-hunter2",)}))
+    assert "https://x/${env:MY_API_KEY} failed" in (here / "log.txt").read_text()
+
+
+def test_what_is_short_or_named_like_no_secret_is_shown(run, monkeypatch):
+    monkeypatch.setenv("STEPS_TOKEN", "12")
+    monkeypatch.setenv("PLACE", "somewhere")
+    text = dump(run("{algorithm: grpo, output: '${env:PLACE}', runtime: {steps: '${env:STEPS_TOKEN}'}, seed: 12}"))
+    assert "output: somewhere" in text and "steps: 12\n" in text and "seed: 12\n" in text
 
 
 def test_a_row_with_a_number_of_5000_digits_is_a_bad_row():

@@ -170,12 +170,16 @@ def loader(path, kind="documents", **config):
     return build_loader(config, tiny_tokenizer(), kind=kind, split="train", batch_size=2, seed=0)
 
 
-def test_the_same_batches_as_from_the_text(tmp_path):
-    rows = [{"text": text} for text in ("abcdefghij", "kl", "mnopqrs")]
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_same_batches_as_from_the_text(tmp_path, keep):
+    rows = [{"text": text} for text in ("abcdefghij", "kl", "mno<|im_end|>pqrs")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny_tokenizer(tmp_path / "model")
-    build(BuildPlan((str(tmp_path / "a.jsonl"),), str(tmp_path / "model")), tmp_path / "a", processes=1)
-    ours, theirs = (next(loader(str(tmp_path / name)).all()) for name in ("a.idx", "a.jsonl"))
+    plan = BuildPlan((str(tmp_path / "a.jsonl"),), str(tmp_path / "model"), keep_special_tokens=keep)
+    counts = build(plan, tmp_path / "a", processes=1)
+    text = {"path": str(tmp_path / "a.jsonl"), "keep_special_tokens": keep}
+    ours, theirs = (next(loader(source).all()) for source in (str(tmp_path / "a.idx"), text))
+    assert counts["markers"] == (not keep)
     assert texts(ours) == texts(theirs)
     assert ours["tokens"].equal(theirs["tokens"]) and ours["loss_mask"].equal(theirs["loss_mask"])
 

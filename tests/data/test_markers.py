@@ -1,5 +1,7 @@
 """Contents that spell special tokens: they stay text, whatever a template does with them."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from coalign.config.schema import DataConfig, SourceConfig
+from coalign.data.examples import KEEPS_SPECIAL_TOKENS
 from coalign.data.loader import build_loader
 from coalign.data.messages import ContentGuard
 from coalign.data.templates import load_template
@@ -158,3 +161,14 @@ def test_the_loader_reports_rows_and_refuses_settings_that_spell_tokens(tmp_path
         load(prompt_format="<|im_start|>user\n{prompt}", chat_template="none")
     text = load(keep=True, prompt_format="<|im_start|>user\n{prompt}", chat_template="none").next()
     assert sorted(count_special(row["tokens"].tolist()) for row in text.rows()) == [1, 2]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_only_rows_of_a_source_that_may_write_tokens_say_so(tmp_path, keep):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": "1", KEEPS_SPECIAL_TOKENS: True}) + "\n")
+    source = SourceConfig(path=str(file), keep_special_tokens=keep)
+    for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):
+        config = DataConfig(train=[source], cache=cache)
+        loader = build_loader(config, tiny_tokenizer(), kind="prompts", split="train", batch_size=1, seed=0)
+        assert (KEEPS_SPECIAL_TOKENS in loader.next()["rows"][0]) == keep

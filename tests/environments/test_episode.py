@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coalign import rewards
+from coalign.data.examples import KEEPS_SPECIAL_TOKENS
 from coalign.environments.rendering import RenderingError
 from coalign.types import Sample, Status
 from tests.environments.helpers import END, TOKENIZER, Script, encode, episode, play
@@ -73,6 +74,21 @@ def test_an_answer_of_a_tool_cannot_end_its_message():
     real = [token for token in one.log.tokens if token >= 256]
     assert [TOKENIZER.decode([token]) for token in real] == ["<|im_start|>", "<|im_end|>"] * 4
     assert one.counts["markers"] == 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_prompt_may_write_special_tokens_if_the_source_of_its_row_may(keep):
+    written = "1<|im_end|>"
+
+    async def show_tools(one):
+        one.begin([{"role": "user", "content": written}])
+        await one.generate()
+        one.say({"role": "user", "content": written})
+        await one.generate()
+
+    one = played(show_tools, episode("What?", "So", **({KEEPS_SPECIAL_TOKENS: True} if keep else {})))
+    real = [token for token in one.log.tokens if token >= 256]
+    assert len(real) == 8 + keep  # what is said later stays text
 
 
 def test_a_turn_that_was_cut_is_closed_as_the_template_closes_turns():

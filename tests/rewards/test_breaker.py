@@ -2,7 +2,7 @@
 
 import pytest
 
-from coalign.rewards.remote import CircuitBreaker
+from coalign.rewards.http.remote import CircuitBreaker
 
 
 class Clock:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, PrivateAttr
 
-from coalign.config.errors import Conflict, Key, KeyLocations, SecretReferences, suggest
+from coalign.config.errors import Conflict, Key, KeyLocations, suggest
 from coalign.config.schema.base import (
     FUNCTIONS,
     Function,
@@ -68,12 +68,6 @@ class RunConfig(Section):
     models: dict[str, ModelConfig] = {}
 
     _places: KeyLocations = PrivateAttr(default_factory=lambda: KeyLocations({}))
-    _secrets: SecretReferences = PrivateAttr(default_factory=SecretReferences)
-
-    @property
-    def secrets(self) -> SecretReferences:
-        """What the YAML took from environment variables named like secrets; files and trackers show the references."""
-        return self._secrets
 
     @property
     def places(self) -> KeyLocations:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coalign.config.errors import Key, format_key
-from coalign.config.export import mask_values
 from coalign.config.introspect import find_input, list_relevant_settings
+from coalign.config.secrets import hide_secrets
 from coalign.engine.engine import Hook
 from coalign.files import hash_file, hash_samples
 from coalign.hub import find_directory
@@ -40,7 +40,7 @@ class Provenance(Hook):
         hashes: dict[str, str] = {}
         for key, value in list_relevant_settings(config):
             name = format_key(key)
-            self.settings[name] = mask_values(value, config.secrets)
+            self.settings[name] = hide_secrets(value)
             self.settings |= fingerprint_source(key, value)
             mark = find_input(key, type(config))
             if value is not None and mark is not None and mark.kind == "model":

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coalign.config.secrets import hide_secrets
 from coalign.data.templates import read_samples
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
@@ -37,9 +38,8 @@ class MetricsRecorder(Hook):
         if config.runtime.wandb:
             import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
-            from coalign.config.export import hide_secrets
-
-            self._wandb = wandb.init(project=config.runtime.wandb, name=config.output, config=hide_secrets(config))
+            settings = hide_secrets(config.model_dump())
+            self._wandb = wandb.init(project=config.runtime.wandb, name=hide_secrets(config.output), config=settings)
         if config.runtime.tensorboard:
             self._board = TensorBoardFile(folder.path / "tensorboard")
 

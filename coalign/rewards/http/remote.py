@@ -9,29 +9,24 @@ import asyncio
 import itertools
 import json
 import logging
-import os
 import reprlib
 import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from email.utils import parsedate_to_datetime
 from typing import Annotated, Any, Generic, Literal, TypeVar
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from coalign.config.schema.base import OneOrMore
 from coalign.rewards.calls import GiveUp, quote
+from coalign.rewards.http.client import JsonClient, ServiceBusy, Url, hide_query
 from coalign.services import ServiceError
 from coalign.types import Sample
 
 log = logging.getLogger(__name__)
 
-_CONNECT_SECONDS = 5.0  # an unreachable machine is reported sooner than a slow answer
-_MAX_ANSWER = 16 * 2**20  # bytes; the rewards of a request are a few kilobytes
 _MAX_FLOAT = sys.float_info.max
-_BUSY = (408, 425, 429)  # statuses below 500 after which the same request may succeed later
 
 
 class CircuitBreaker:
@@ -159,25 +154,6 @@ OPTIONAL: dict[str, Callable[[Sample], Any]] = {
 }
 
 
-class ServiceBusy(ServiceError):
-    """The service works, and asks for a later request."""
-
-
-def _endpoint(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-        raise ValueError(f"is {hide_query(url)!r}; expected http://HOST:PORT/PATH")
-    if parts.password is not None or parts.username is not None:
-        raise ValueError(
-            "holds a user's name or password, which every copy of the configuration would show; put the "
-            "secret into an environment variable and name that in `api_key_env`"
-        )
-    return url
-
-
-Url = Annotated[str, AfterValidator(_endpoint)]
-
-
 class Remote:
     """The reward that a service returns for prompt and response.
 
@@ -199,7 +175,6 @@ class Remote:
     other than 408, 425 and 429, nor for samples that got no reward (null). While the breakers of all services are open,
     calls fail at once.
 
-    Connections are not kept alive: a training step lies between two calls, and the service may hang up meanwhile.
     Raises ValueError if the environment variable is not set, or if ``extra`` overwrites a key of the request.
     """
 
@@ -218,20 +193,13 @@ class Remote:
         open_after: PositiveInt = 5,
         pause: PositiveFloat = 30.0,
     ) -> None:
-        import httpx2
-
         self.at_once = batch_size * concurrency
         self._label_key, self._send, self._extra = label_key, tuple(send), dict(extra or {})
         if taken := {"query", "prompts", "labels", *OPTIONAL} & set(self._extra):
             raise ValueError(f"remote: extra has {sorted(taken)}, which are the samples' own; choose other names")
         self._services = {one: CircuitBreaker(open_after, pause) for one in url}
         self._turns = itertools.cycle(self._services.items())
-        self._client = httpx2.AsyncClient(
-            headers={"Content-Type": "application/json", "Accept-Encoding": "identity"} | _authorization(api_key_env),
-            timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS),  # the framework's deadline ends a request
-            limits=httpx2.Limits(max_keepalive_connections=0),
-        )
-        self._connection_error = httpx2.HTTPError
+        self._client = JsonClient("remote", api_key_env)
         self._batcher = CallBatcher(self._request_rewards, size=batch_size, at_once=concurrency)
 
     async def __call__(self, sample: Sample) -> dict[str, float]:
@@ -243,7 +211,7 @@ class Remote:
         body = self._body(samples)
         url, breaker = self._next_service()
         try:
-            answer = await self._post(url, body)
+            answer = await self._client.post(url, body)
             results = read_answer(answer, len(samples), hide_query(url))
         except (GiveUp, ServiceBusy):
             breaker.succeeded()  # the service works, and refused this request
@@ -276,43 +244,10 @@ class Remote:
         )
         raise ServiceError(f"the circuit is open, no request was made: {resting}")
 
-    async def _post(self, url: str, body: bytes) -> Any:
-        """The JSON of the answer. Raises ServiceError if there is none, GiveUp or ServiceBusy as the status says."""
-        try:
-            async with self._client.stream("POST", url, content=body) as response:
-                content = await _read_bounded(response, hide_query(url))
-        except self._connection_error as error:
-            raise ServiceError(f"{hide_query(url)}: {type(error).__name__}: {error}") from error
-        status, excerpt = response.status_code, " ".join(content[:200].decode(errors="replace").split())
-        message = f"{hide_query(url)} answered {status}: {excerpt}"
-        seconds = _retry_after(response.headers.get("Retry-After"))
-        if status in _BUSY or (status >= 500 and seconds is not None):
-            raise ServiceBusy(message, seconds or 0.0)
-        if status >= 500:
-            raise ServiceError(message)
-        if status != 200:
-            raise GiveUp(message)
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ServiceError(f"{hide_query(url)}: the answer is no JSON: {excerpt}") from error
-
     def _note_failure(self, url: str, breaker: CircuitBreaker, why: str) -> None:
         if breaker.failed(why):
             message = "%s: %d failures in a row, no requests for %.0f s; the last: %s"
             log.warning(message, hide_query(url), breaker.streak, breaker.left, why)
-
-
-async def _read_bounded(response: Any, where: str) -> bytes:
-    """The body as it was sent. Raises ServiceError for a long one, and a compressed one, which may become one."""
-    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-        raise ServiceError(f"{where}: the answer is compressed ({encoding}), which was not asked for")
-    content = bytearray()
-    async for piece in response.aiter_raw():
-        content += piece
-        if len(content) > _MAX_ANSWER:
-            raise ServiceError(f"{where}: the answer has more than {_MAX_ANSWER} bytes")
-    return bytes(content)
 
 
 def read_answer(answer: Any, expected: int, where: str) -> list[Any]:
@@ -342,11 +277,6 @@ def _shorten(reason: Any) -> str:
     return reason[:500] if isinstance(reason, str) else reprlib.repr(reason)
 
 
-def hide_query(url: str) -> str:
-    """The URL without its query, which may hold a secret."""
-    return urlsplit(url)._replace(query="", fragment="").geturl()
-
-
 def _numbers(logs: Any, expected: int) -> dict[str, list[float]]:
     """The entries of `extra_logs` that are one number for each sample; the format allows anything there."""
     return {
@@ -358,25 +288,3 @@ def _numbers(logs: Any, expected: int) -> dict[str, list[float]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= _MAX_FLOAT  # also false for NaN
-
-
-def _authorization(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if not os.environ.get(variable):
-        raise ValueError(
-            f"remote: api_key_env is {variable!r}, and the worker has no environment variable of that name"
-        )
-    return {"Authorization": f"Bearer {os.environ[variable]}"}
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds; the header holds a number of them, or a date."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return float(value.strip())
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError, IndexError, OverflowError):  # as `parsedate_to_datetime` has it
-        return None

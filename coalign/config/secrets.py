@@ -1,0 +1,40 @@
+"""Keeps secrets out of files, trackers and messages: these show `${env:NAME}` where the variable's value would stand.
+
+A secret is the value of an environment variable that a configuration of this process has read, and that is named like
+one. It is remembered here because errors rise far from the configuration that it is part of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_NAME = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_SHORTEST = 6  # characters: a shorter value is a number or a switch, and stands in many other words
+_references: dict[str, str] = {}  # by the texts that they replace
+
+
+def remember_secret(name: str, text: str, value: Any) -> None:
+    """Remember the environment variable's ``text`` and what YAML read it as, if its name is a secret's."""
+    if _NAME.search(name):
+        for spelled in (text, str(value)):
+            # As `repr` writes it in messages, and as a dumped configuration writes what could be a reference.
+            for known in (spelled, repr(spelled)[1:-1], spelled.replace("${", "\\${")):
+                if len(known) >= _SHORTEST:
+                    _references[known] = f"${{env:{name}}}"
+
+
+def hide_secrets(value: Any) -> Any:
+    """Replace secrets by references to their variables, in texts and numbers at any depth."""
+    if not _references:
+        return value
+    if isinstance(value, Mapping):
+        return {hide_secrets(name): hide_secrets(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [hide_secrets(item) for item in value]
+    if not isinstance(value, str):
+        return _references.get(str(value), value)
+    for secret in sorted(_references, key=len, reverse=True):  # one may be a part of another
+        value = value.replace(secret, _references[secret])
+    return value
