@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from coalign.files import describe_problem
 from coalign.weights.families.settings import Setting
 from coalign.weights.layouts.megatron_model import LAYER, MegatronConfig, MegatronParameter, list_parameters
 from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
+
+_CONFIG = TypeAdapter(MegatronConfig)
 
 
 @dataclass(frozen=True, slots=True)
