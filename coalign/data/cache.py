@@ -63,7 +63,8 @@ class ExampleStore:
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
             changed = [name for name in ARRAYS if hash_file(folder / name, HASH) != self.meta["checksums"][name]]
-            Counter[str](self.meta["counts"]), str(self.meta["hash"]), int(self.meta["tokens"])
+            if [type(self.meta[name]) for name in ("counts", "hash", "tokens")] != [dict, str, int]:
+                raise ValueError("meta.json has counts, hash or tokens of another kind")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedCache(f"{folder} cannot be read: {describe_problem(error)}") from error
         if changed:
