@@ -22,7 +22,7 @@ CASES = pytest.mark.parametrize(
     "cases", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 SIZES = st.integers(1, 30_000)
-GROWTH = 64 * 2**20  # bytes of memory that a server may keep of all requests, those of its start left out
+GROWTH = 32 * 2**20  # bytes of memory that a server may keep of all requests, those of its start left out
 LIMIT = timedelta(seconds=5)  # of a case, on a machine that does other things as well
 
 

@@ -206,7 +206,7 @@ def strangers(address, row):
 def test_no_stranger_reaches_the_episode_and_no_request_breaks_its_endpoint(caplog, cases):
     one = episode(*["5"] * (2 * cases))
     one.row["cases"] = cases
-    outcome = play(agent, one, run=f"{HERE}:strangers", serve_http=True).calls[0]
+    outcome = play(agent, one, timeout=3000.0, run=f"{HERE}:strangers", serve_http=True).calls[0]
     assert outcome.error is None and one.log.turn_rewards[-1] == 1.0
     assert not [record for record in caplog.records if record.exc_info]
 
