@@ -167,11 +167,27 @@ def require_empty_output(path: Path) -> None:
         raise FileExistsError(f"--output: {path} exists and is not empty")
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object. Raises ValueError, naming the file, for any other."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {describe_problem(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; expected an object with keys")
+    return content
+
+
+def describe_problem(error: BaseException) -> str:
+    """Return an error's class and the beginning of its text: that of a decoder may hold a whole file."""
+    return f"{type(error).__name__}: {error}"[:300]
+
+
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Read the config.json of a Hugging Face directory. Raises ValueError if there is none."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"'{folder}' is not a Hugging Face model directory (no config.json there)")
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return read_json_object(folder / "config.json")
 
 
 def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[Path]:
@@ -182,7 +198,10 @@ def list_weight_files(folder: Path, single: str = "model.safetensors") -> list[P
     index = folder / f"{single}.index.json"
     if not index.is_file():
         return [folder / single] if (folder / single).is_file() else []
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found = read_json_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(f"{index} has no `weight_map` of the tensors' files")
+    names = sorted(set(found.values()))
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"{index} names files that do not exist: {missing}")
     return [folder / name for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
@@ -12,7 +13,7 @@ import h11
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -101,14 +102,14 @@ def build_application(
             case ClientDisconnect():
                 return Response()  # to nobody
             case HttpRefusal():
-                return JSONResponse(describe_error(error.status, str(error)), error.status, error.headers)
+                return _respond(describe_error(error.status, str(error)), error.status, error.headers)
             case HTTPException():
-                return JSONResponse(describe_error(error.status_code, error.detail), error.status_code, error.headers)
-        return JSONResponse(describe_error(500, f"{type(error).__name__}: {error}"), 500)
+                return _respond(describe_error(error.status_code, error.detail), error.status_code, error.headers)
+        return _respond(describe_error(500, f"{type(error).__name__}: {error}"), 500)
 
     def make_route(method: str, path: str, handler: Handler) -> Route:
         async def answer(request: Request) -> Response:
-            return JSONResponse(await handler(request))
+            return _respond(await handler(request))
 
         return Route(path, answer, methods=[method])
 
@@ -117,6 +118,11 @@ def build_application(
         exception_handlers=dict.fromkeys((ClientDisconnect, HttpRefusal, HTTPException, Exception), answer_error),
         **options,
     )
+
+
+def _respond(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    # In ASCII, unlike starlette's: UTF-8 cannot write half a surrogate pair, which requests may hold.
+    return Response(json.dumps(content, allow_nan=False), status, headers, "application/json")
 
 
 async def read_body(request: Request, limit: int) -> bytes:

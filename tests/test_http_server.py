@@ -30,7 +30,7 @@ def test_an_answer_that_is_not_taken_is_cut():
 
 def test_an_error_of_a_handler_is_answered_and_the_end_cuts_what_is_open():
     async def fail(_):
-        raise KeyError("x")
+        raise KeyError("x\ud800")  # half a surrogate pair, which UTF-8 does not have
 
     async def ask() -> tuple[bytes, bytes]:
         application = build_application({("GET", "/"): fail}, lambda status, message: {"is": [status, message]})

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from glob import glob
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO, TypeVar
 
 from coalign.config.errors import format_key
 from coalign.config.introspect import find_input, list_relevant_settings
@@ -27,6 +27,7 @@ from coalign.hub import is_hub_name, pin
 log = logging.getLogger(__name__)
 
 JsonRecord = dict[str, Any]
+T = TypeVar("T")
 
 
 class RecordStream:
@@ -88,7 +89,7 @@ class ResumableOutput(RecordStream):
 
     def finish(self) -> None:
         """Write the output, one line a record, and delete the partial file."""
-        with write_atomically(self.output, flush=True) as aside, open(aside, "w", encoding="utf-8") as out:
+        with write_atomically(self.output, flush=True) as aside, open_records(aside) as out:
             for unit in self.units():
                 out.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in unit)
         self.path.unlink()
@@ -97,23 +98,40 @@ class ResumableOutput(RecordStream):
         """Count the complete lines and cut off the rest; start over if the fingerprint is another one."""
         self._file.seek(0)
         header = self._file.readline()
-        before = json.loads(header) if header.endswith(b"\n") else {}
+        before = _read_line(header, dict) or {}
         if before == fingerprint:
             end = len(header)
             for line in self._file:
-                if line.endswith(b"\n"):
-                    self.done, end = self.done + 1, end + len(line)
+                if _read_line(line, list) is None:  # what a kill or a power failure has cut
+                    break
+                self.done, end = self.done + 1, end + len(line)
             self._file.truncate(end)
             return
         if before:
             changed = sorted(key for key in {*before, *fingerprint} if before.get(key) != fingerprint.get(key))
             log.warning("%s: %s changed since it was begun, so it starts over", self.path, " and ".join(changed))
+        elif header:
+            log.warning("%s: its first line cannot be read, so it starts over", self.path)
         self._file.truncate(0)
         self._write(fingerprint)
 
     def _write(self, value: Any) -> None:
-        self._file.write((json.dumps(value, ensure_ascii=False) + "\n").encode())
+        self._file.write((json.dumps(value, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
         self._file.flush()
+
+
+def open_records(path: Path) -> TextIO:
+    """Open a file for lines of JSON. Half a surrogate pair, which UTF-8 does not have, is written as its escape."""
+    return open(path, "w", encoding="utf-8", errors="backslashreplace")
+
+
+def _read_line(line: bytes, kind: type[T]) -> T | None:
+    """Return the value of a complete line of JSON; None if it is not one, or of another kind."""
+    try:
+        value = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, kind) else None
 
 
 def fingerprint_settings(settings: Section) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coalign.commands.resumable import JsonRecord
+from coalign.commands.resumable import JsonRecord, open_records
 from coalign.config.schema import DataConfig, SelectConfig, SourceConfig
 from coalign.data.reader import RowReader
-from coalign.data.sources import FileRows, open_rows
+from coalign.data.sources import BadRow, FileRows, is_number, open_rows
 from coalign.files import write_atomically
 from coalign.types import Status
 
@@ -45,7 +45,7 @@ def select(config: SelectConfig, output: Path) -> dict[str, float]:
     """
     counts: Counter[str] = Counter()
     groups = _group_responses(config, counts)
-    with write_atomically(output) as aside, open(aside, "w", encoding="utf-8") as out:
+    with write_atomically(output) as aside, open_records(aside) as out:
         for members in groups.values():
             try:
                 if not members:
@@ -141,8 +141,13 @@ def _group_responses(config: SelectConfig, counts: Counter[str]) -> dict[str, li
             row = rows[number]
             if "score" not in row or not isinstance(row.get("response"), str):
                 raise ValueError(f"{rows.where(number)}: no `score` and `response`; the row has {', '.join(row)}")
-            name = [path, row["group"]] if "group" in row else READER.prompt(row)
-            members = groups.setdefault(json.dumps(name), [])
+            if row["score"] is not None and not is_number(row["score"]):
+                raise ValueError(f"{rows.where(number)}: score is {row['score']!r:.60}; expected a number or null")
+            try:
+                prompt = READER.prompt(row)
+            except BadRow as error:
+                raise ValueError(f"{rows.where(number)}: {error}") from error
+            members = groups.setdefault(json.dumps([path, row["group"]] if "group" in row else prompt), [])
             if row["score"] is None:
                 counts["unscored"] += 1
             elif config.truncated == "drop" and row.get("status") == TRUNCATED:

@@ -68,7 +68,8 @@ def format_key(key: Key) -> str:
 
 def parse_key(text: str) -> Key:
     """Parse a key as users write it: ``data.train[0].path`` or ``data.train.0.path``."""
-    return tuple(int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", text))
+    parts = re.findall(r"[^.\[\]]+", text)
+    return tuple(int(part) if part.isdecimal() and len(part) < 10 else part for part in parts)
 
 
 def suggest(name: str, names: Iterable[str], limit: int = 12) -> str:

@@ -40,7 +40,7 @@ from coalign.data.examples import MARKS, Example, RowEncoder
 from coalign.data.order import FileSource, SourceScan
 from coalign.data.shuffle import DataPhase
 from coalign.data.sources import FileRows, WatchedFiles, list_files
-from coalign.files import hash_file, hash_samples
+from coalign.files import describe_problem, hash_file, hash_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,11 +62,11 @@ class ExampleStore:
         """DamagedCache if a file is missing or has changed."""
         try:
             self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_bytes())
-            changed = [
-                name for name, value in self.meta["checksums"].items() if hash_file(folder / name, HASH) != value
-            ]
-        except (OSError, ValueError, KeyError) as error:
-            raise DamagedCache(f"{folder} cannot be read: {error}") from error
+            changed = [name for name in ARRAYS if hash_file(folder / name, HASH) != self.meta["checksums"][name]]
+            if [type(self.meta[name]) for name in ("counts", "hash", "tokens")] != [dict, str, int]:
+                raise ValueError("meta.json has counts, hash or tokens of another kind")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedCache(f"{folder} cannot be read: {describe_problem(error)}") from error
         if changed:
             raise DamagedCache(f"{folder}: {', '.join(changed)} is not what was written")
         arrays = {  # empty files cannot be mapped

@@ -55,7 +55,7 @@ class IndexedTokens:
         self.prefix = prefix
         data, index = name_files(prefix)
         self._watched = WatchedFiles((data, index))
-        raw = np.memmap(index, np.uint8, mode="r")
+        raw = np.memmap(index, np.uint8, mode="r") if index.stat().st_size else np.zeros(0, np.uint8)
         magic, version, code, sequences, documents = (
             HEADER.unpack(raw[: HEADER.size].tobytes()) if len(raw) >= HEADER.size else (b"", 0, 0, 0, 0)
         )

@@ -6,7 +6,6 @@ prompts (to generate from), conversations (SFT), documents (pre-training), prefe
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import Any
 
 from coalign.data.examples import Example, RowEncoder, exclude_first_token
 from coalign.data.messages import ContentGuard, Message, format_prompt, tokenize
-from coalign.data.sources import BadRow
+from coalign.data.sources import BadRow, is_number
 from coalign.data.templates import get_bos, get_eos
 
 
@@ -207,7 +206,7 @@ class PreferenceEncoder(ResponseEncoder):
         key = self.config.margin_key
         if not self.reader.has(row, key):
             return 0.0
-        if not (_is_number(row[key]) and row[key] >= 0):
+        if not (is_number(row[key]) and row[key] >= 0):
             raise BadRow(f"'{key}' is {row[key]!r}; expected how much better the chosen response is, a number from 0")
         return float(row[key])
 
@@ -227,13 +226,9 @@ class PreferenceEncoder(ResponseEncoder):
         if not self.reader.has(row, key):
             return [-float(rank) for rank in range(count)]
         scores = row[key]
-        if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
+        if not isinstance(scores, list) or len(scores) != count or not all(map(is_number, scores)):
             raise BadRow(f"'{key}' is {str(scores)[:80]}; expected {count} numbers, one for each response")
         return [float(score) for score in scores]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class LabelledEncoder(ResponseEncoder):

@@ -102,10 +102,16 @@ def parse_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
 def _message(value: Any, place: str) -> Message:
     """Validate a message, set a content, and drop keys that are None: tables have all columns in all rows."""
     calls = value.get("tool_calls") if isinstance(value, dict) else None
-    if not isinstance(value, dict) or value.get("role") is None or not (calls or "content" in value):
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not (calls or "content" in value):
         raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
-    if not isinstance(value.get("content"), str | list | None):
-        raise BadRow(f"{place}: content is {type(value['content']).__name__}; expected a string or a list of parts")
+    content = value.get("content")
+    if not isinstance(content, str | list | None):
+        raise BadRow(f"{place}: content is {type(content).__name__}; expected a string or a list of parts")
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str | None):
+            raise BadRow(f"{place}: a part of content is an object, maybe with a text, not {str(part)[:80]}")
+    if not isinstance(calls, list | None):
+        raise BadRow(f"{place}: tool_calls is {type(calls).__name__}; expected a list")
     message = {"content": ""} | {key: part for key, part in value.items() if part is not None}
     return message | {"tool_calls": [_tool_call(call, place) for call in calls]} if calls else message
 
@@ -129,6 +135,8 @@ def _parse_json(value: Any, key: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise BadRow(f"'{key}' is no valid JSON: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, lists in lists in lists
+        raise BadRow(f"'{key}' is no valid JSON: {error}") from error
 
 
 class ContentGuard:

@@ -13,15 +13,19 @@ import difflib
 import glob
 import json
 import os
+import sys
 import tempfile
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from coalign.files import describe_problem, read_json_object
 
 Row = dict[str, Any]
 FileEntry = tuple[Callable[[], Row], Callable[[], str], int]  # the row, its place for messages, start of the next row
@@ -39,6 +43,11 @@ def _check_object(row: Any) -> Row:
     if not isinstance(row, dict):
         raise BadRow(f"expected an object with keys, found {type(row).__name__}")
     return row
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a row is a finite number. (`math.isfinite` raises for integers beyond the floats.)"""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class WatchedFiles:
@@ -180,10 +189,8 @@ class ParquetRows(TableFile):
     def __init__(self, path: Path, max_samples: int | None = None) -> None:
         import pyarrow.parquet
 
-        try:
+        with _refuse_damage(path):
             self._file = pyarrow.parquet.ParquetFile(path)
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{path} is not a readable parquet file: {error}") from error
         rows = self._file.metadata.num_rows
         length = rows if max_samples is None else min(rows, max_samples)
         super().__init__(path, length, lambda index: self._unpacked.slice(index, 1).to_pylist()[0])
@@ -193,8 +200,13 @@ class ParquetRows(TableFile):
         ends = list(accumulate(self._file.metadata.row_group(i).num_rows for i in groups))
         begin = bisect_right(ends, start)
         index = ends[begin - 1] if begin else 0
-        for batch in self._file.iter_batches(batch_size=1024, row_groups=groups[begin:]):
-            for number, row in enumerate(batch[max(0, start - index) :].to_pylist(), max(start, index)):
+        batches = self._file.iter_batches(batch_size=1024, row_groups=groups[begin:])
+        while True:
+            with _refuse_damage(self.path):
+                if (batch := next(batches, None)) is None:
+                    return
+                rows = batch[max(0, start - index) :].to_pylist()
+            for number, row in enumerate(rows, max(start, index)):
                 yield partial(_check_object, row), partial(self.where, number), number + 1
             index += len(batch)
 
@@ -205,7 +217,7 @@ class ParquetRows(TableFile):
         descriptor, name = tempfile.mkstemp(suffix=".arrow")
         os.close(descriptor)
         try:
-            with ipc.new_stream(name, self._file.schema_arrow) as out:
+            with _refuse_damage(self.path), ipc.new_stream(name, self._file.schema_arrow) as out:
                 written = 0
                 for batch in self._file.iter_batches():
                     out.write_batch(batch)
@@ -215,6 +227,17 @@ class ParquetRows(TableFile):
             return ipc.open_stream(memory_map(name)).read_all()
         finally:
             os.unlink(name)  # the mapping keeps the contents
+
+
+@contextmanager
+def _refuse_damage(path: Path) -> Iterator[None]:
+    """Name the file in whatever pyarrow raises: ValueError and OSError, among others."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
 
 RowFile = JsonLines | TableFile
@@ -340,13 +363,15 @@ def _open_json(path: Path, max_samples: int | None) -> RowFile:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
+        raise ValueError(f"{path}: not valid JSON: {describe_problem(error)}") from error
     return TableFile(path, len(rows), rows.__getitem__)
 
 
 def _open_directory(path: Path, max_samples: int | None) -> RowFile:
     if (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        splits = read_json_object(path / "dataset_dict.json").get("splits")
+        if not isinstance(splits, list) or not splits:
+            raise ValueError(f"{path / 'dataset_dict.json'} names no splits")
         raise ValueError(
             f"{path} holds the splits {', '.join(splits)}: name one of them, for example {path / splits[0]}"
         )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from coalign.config.schema import ModelConfig, RunConfig
+from coalign.files import read_json_object
 from coalign.hub import find_directory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -44,7 +45,7 @@ def check_tokens_fit(key: str, model: ModelConfig, *, highest: int) -> None:
     """
     if model.load is None or not (file := find_directory(model.load) / "config.json").is_file():
         return
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json_object(file)
     rows = content.get("vocab_size") or content.get("text_config", {}).get("vocab_size")
     if highest < 0:
         raise ValueError(f"{key}: the run's tokenizer has no tokens at all; its vocabulary file seems to be missing")
@@ -77,7 +78,7 @@ def find_chat_template(directory: Path) -> str | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     file = directory / "tokenizer_config.json"
-    template = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+    template = read_json_object(file).get("chat_template") if file.is_file() else None
     return json.dumps(template) if isinstance(template, list) else template  # several by name
 
 
@@ -89,7 +90,7 @@ def _tokens(directory: Path) -> dict[str, int] | None:
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json_object(file)
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # a unigram model: [piece, score] by number
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}

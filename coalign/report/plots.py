@@ -5,9 +5,10 @@ A metric that a run does not report costs only its own picture. matplotlib is im
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -115,13 +116,15 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         with open(path, "rb") as lines:
             for line in lines:
-                if line.rstrip().endswith(b"}"):  # a run that is still going may be in the middle of one
-                    yield json.loads(line)
+                with contextlib.suppress(ValueError, RecursionError):  # a run may be in the middle of writing one
+                    row = json.loads(line)
+                    if isinstance(row, dict) and "step" in _select_numbers(row):
+                        yield row
 
 
 def _select_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite metrics of a line (metrics.jsonl writes NaN as null)."""
-    return {k: float(v) for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return {k: float(v) for k, v in row.items() if isinstance(v, int | float) and abs(v) <= sys.float_info.max}
 
 
 def _choose(plot: _Plot, curves: Mapping[str, Curve]) -> dict[str, Curve]:

@@ -22,7 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from coalign.files import list_weight_files, read_model_config, require_empty_output, write_atomically
+from coalign.files import (
+    list_weight_files,
+    read_json_object,
+    read_model_config,
+    require_empty_output,
+    write_atomically,
+)
 from coalign.vocab.tokenizer import (
     TokenizerExtension,
     check_saved_tokenizer,
@@ -130,7 +136,7 @@ def write_weights(source: Path, target: Path, names: set[str], rows: VocabularyR
     if not found:
         raise ValueError(f"{source}: the weights have none of {sorted(names)}")
     if (source / INDEX).is_file():
-        index = json.loads((source / INDEX).read_text())
+        index = read_json_object(source / INDEX)
         index["metadata"]["total_size"] += grown
         write_json(target / INDEX, index)
 
@@ -238,7 +244,7 @@ def _write_configs(source: Path, target: Path, rows: VocabularyRows, roles: dict
     ids: dict[str, int | list[int]] = {f"{role}_token_id": i for role, i in roles.items()}
     write_json(target / "config.json", config | {"vocab_size": rows.after} | ids)
     if (source / "generation_config.json").is_file():
-        generation = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
+        generation = read_json_object(source / "generation_config.json")
         if "eos_token_id" in ids and (old := generation.get("eos_token_id")) is not None:
             ids["eos_token_id"] = list(dict.fromkeys([roles["eos"], *(old if isinstance(old, list) else [old])]))
         write_json(target / "generation_config.json", generation | ids)

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
+from coalign.files import describe_problem, read_json_object
 from coalign.vocab.merges import SENTENCEPIECE, find_alphabet, merge_tokens
 
 KINDS = ("BPE", "Unigram")
@@ -83,15 +85,18 @@ def _read_sentencepiece(path: Path) -> TokenSource:
 
 def _read_tokenizer_json(path: Path) -> TokenSource:
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        model = description["model"]
-        kind, vocabulary = model.get("type"), model["vocab"]
-    except (ValueError, KeyError, TypeError) as problem:
-        raise ValueError(
-            f"--tokens: {path} is not a tokenizer.json of the tokenizers library ({problem!r})"
-        ) from problem
-    if kind not in KINDS:
-        raise ValueError(f"--tokens: {path} is a {kind} vocabulary; one of {', '.join(KINDS)} is needed")
+        description = read_json_object(path)
+        if (kind := description["model"]["type"]) not in KINDS:
+            raise ValueError(f"a {kind!s:.30} vocabulary; one of {', '.join(KINDS)} is needed")
+        return _read_vocabulary(path, description)
+    except (ValueError, LookupError, TypeError, AttributeError) as problem:
+        reason = describe_problem(problem)
+        raise ValueError(f"--tokens: {path} is not a tokenizer.json of the tokenizers library ({reason})") from problem
+
+
+def _read_vocabulary(path: Path, description: dict[str, Any]) -> TokenSource:
+    model = description["model"]
+    kind, vocabulary = model["type"], model["vocab"]
     ranked = sorted(vocabulary, key=vocabulary.get) if kind == "BPE" else [piece for piece, _ in vocabulary]
     control = {added["content"] for added in description["added_tokens"]} | {model.get("unk_token")}
     if kind == "Unigram" and model["unk_id"] is not None:

@@ -23,7 +23,7 @@ from coalign.commands.serve import build_reward_server, read_request, serve
 from coalign.config import ConfigError, load_section
 from coalign.config.schema import ServeConfig
 from coalign.http_server import HttpRefusal
-from tests.fuzzing import CASES, JSON, damage, send_raw, try_cases
+from tests.fuzzing import CASES, JSON, ODD, damage, make_requests, try_cases, try_requests
 from tests.runs import ROOT, metrics, run, settings, weights_hash
 from tests.tiny import tiny_reward_model_dir
 
@@ -308,40 +308,36 @@ REQUESTS = [
 PIECES = [b"\r\n", b"\x00", b": ", b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"0\r\n\r\n", *REQUESTS]
 PIECES += [b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"Expect: 100-continue\r\n", b"\xff" * 20000, b"%ff%00"]
 
+LISTS = {"query": st.lists(st.text(max_size=5) | ODD, min_size=2, max_size=2)}
+TWO = st.lists(JSON, min_size=2, max_size=2) | JSON
+TALKS = st.lists(st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON}), max_size=3), max_size=2)
+OTHERS = dict.fromkeys(("prompts", "labels", "responses", "rows", "tokens"), TWO) | {"messages": TWO | TALKS}
+BODIES = (st.fixed_dictionaries(LISTS, optional=OTHERS) | JSON).map(lambda body: json.dumps(body).encode()) | damage(
+    GOOD
+)
+
 
 @CASES
 def test_any_bytes_are_answered_or_cut(served, caplog, cases):
     base = served(Judge())
     port = int(base.rsplit(":", 1)[1])
 
-    def check(data):
-        answer = send_raw(port, data)
-        assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
-        assert b"HTTP/1.1 500" not in answer
-
-    good = st.sampled_from(REQUESTS).flatmap(lambda request: damage(request, PIECES))
-    try_cases(
-        st.binary(max_size=200) | good | st.lists(st.sampled_from(PIECES), max_size=6).map(b"".join), check, cases
-    )
+    damaged = st.sampled_from(REQUESTS).flatmap(lambda request: damage(request, PIECES))
+    mixed = st.lists(st.sampled_from(PIECES), max_size=6).map(b"".join)
+    try_requests(port, st.binary(max_size=200) | damaged | mixed | make_requests(POST, BODIES), cases)
     assert call(f"{base}/health")[0] == 200
     assert not [record for record in caplog.records if record.exc_info or "Exception" in record.getMessage()]
 
 
 @CASES
 def test_any_body_is_read_or_refused(cases):
-    lists = {"query": st.lists(st.text(max_size=5), min_size=2, max_size=2)}
-    two = st.lists(JSON, min_size=2, max_size=2) | JSON
-    talks = st.lists(st.lists(st.fixed_dictionaries({"role": JSON, "content": JSON}), max_size=3), max_size=2)
-    others = dict.fromkeys(("prompts", "labels", "responses", "rows", "tokens"), two) | {"messages": two | talks}
-    bodies = st.fixed_dictionaries(lists, optional=others).map(lambda body: json.dumps(body).encode())
-
     def check(body):
         try:
             read_request(body, "answer")
         except HttpRefusal as refusal:
             assert refusal.status in (400, 413) and str(refusal)
 
-    try_cases(bodies | JSON.map(lambda body: json.dumps(body).encode()) | damage(GOOD), check, cases)
+    try_cases(BODIES, check, cases)
 
 
 def test_other_refusals_are_json_too(served):

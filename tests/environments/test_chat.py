@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coalign.environments.chat import agent
 from coalign.types import Status
 from tests.environments.helpers import TOKENIZER, episode, play
-from tests.fuzzing import CASES, damage, send_raw, try_cases
+from tests.fuzzing import CASES, JSON, damage, make_requests, send_raw, try_requests
 
 HERE = "tests.environments.test_chat"
 QUESTION = [{"role": "user", "content": "2+3?"}]
@@ -188,13 +188,17 @@ def strangers(address, row):
         answer = send_raw(port, head + b"Content-Length: %d\r\n\r\n" % len(wrong) + wrong, 10)
         assert answer.startswith(b"HTTP/1.1 400") and b"message" in answer
 
-    def check(data):
-        answer = send_raw(port, data)
-        assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
-        assert b"HTTP/1.1 500" not in answer
-
     good = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-    try_cases(st.binary(max_size=200) | damage(good) | damage(head + chunked, [head, chunked]), check, row["cases"])
+    messages = st.lists(
+        st.fixed_dictionaries({"role": JSON, "content": JSON}, optional={"tool_calls": JSON}), max_size=3
+    )
+    said = st.fixed_dictionaries(
+        {"messages": messages | JSON}, optional={"tools": JSON, "stop": JSON, "max_tokens": JSON}
+    )
+    bodies = (said | JSON).map(lambda value: json.dumps(value).encode()) | damage(body)
+    damaged = damage(good) | damage(head + chunked, [head, chunked])
+    try_requests(port, st.binary(max_size=200) | damaged | make_requests(head, bodies), row["cases"])
+    assert send_raw(port, good, 10).startswith((b"HTTP/1.1 200", b"HTTP/1.1 400"))  # 400: the episode goes on elsewhere
     return 1.0
 
 
@@ -202,7 +206,7 @@ def strangers(address, row):
 def test_no_stranger_reaches_the_episode_and_no_request_breaks_its_endpoint(caplog, cases):
     one = episode(*["5"] * (2 * cases))
     one.row["cases"] = cases
-    outcome = play(agent, one, run=f"{HERE}:strangers", serve_http=True).calls[0]
+    outcome = play(agent, one, timeout=3000.0, run=f"{HERE}:strangers", serve_http=True).calls[0]
     assert outcome.error is None and one.log.turn_rewards[-1] == 1.0
     assert not [record for record in caplog.records if record.exc_info]
 

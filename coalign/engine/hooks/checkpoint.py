@@ -30,7 +30,7 @@ from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
 from coalign.engine.environment import drop_failed_rounds
 from coalign.engine.hooks.evaluation import is_improvement
-from coalign.files import flush_path, hash_file, move_aside, write_atomically
+from coalign.files import describe_problem, flush_path, hash_file, move_aside, read_json_object, write_atomically
 from coalign.types import Stats, Total
 
 if TYPE_CHECKING:
@@ -134,16 +134,16 @@ class Checkpoints:
 def verify_checkpoint(path: Path) -> None:
     """Check every file against the manifest. Raises CorruptCheckpoint naming the first file that differs."""
     try:
-        files: dict[str, Any] = json.loads((path / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as problem:
-        raise CorruptCheckpoint(f"{path} has no readable {MANIFEST} ({problem})") from problem
-    for name, expected in files.items():
-        file = path / name
-        if not file.exists():
+        files: dict[str, Any] = read_json_object(path / MANIFEST)["files"]
+        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CorruptCheckpoint(f"{path} has no readable {MANIFEST} ({describe_problem(problem)})") from problem
+    for name, (length, digest) in expected.items():
+        if not os.path.isfile(path / name):
             raise CorruptCheckpoint(f"{path}: {name} is missing")
-        if (size := file.stat().st_size) != expected["size"]:
-            raise CorruptCheckpoint(f"{path}: {name} has {size} bytes, {expected['size']} were written")
-        if hash_file(file) != expected["sha256"]:
+        if (size := (path / name).stat().st_size) != length:
+            raise CorruptCheckpoint(f"{path}: {name} has {size} bytes, {length!r:.30} were written")
+        if hash_file(path / name) != digest:
             raise CorruptCheckpoint(f"{path}: the contents of {name} have changed since they were written")
 
 

@@ -16,7 +16,7 @@ from coalign.data.batch import Batch
 from coalign.engine.engine import Hook
 from coalign.engine.hooks.checkpoint import Checkpoints, rewind_engine, to_plain, write_engine_state
 from coalign.engine.hooks.run_folder import RunFolder, flatten_stats
-from coalign.files import Sink
+from coalign.files import Sink, describe_problem
 from coalign.types import Stat, Stats, Total
 
 if TYPE_CHECKING:
@@ -164,6 +164,14 @@ def write_dump(path: Path, step: int, batch: Batch, stats: Stats, reasons: list[
 
 
 def read_dump(path: str | Path) -> tuple[Batch, dict[str, Any]]:
-    """Return the batch of an unhealthy step, as the environment made it, and ``step``, ``reasons``, ``metrics``."""
-    dump = torch.load(path, weights_only=True)
-    return Batch(**dump.pop("batch")), dump
+    """Return the batch of an unhealthy step, as the environment made it, and ``step``, ``reasons``, ``metrics``.
+
+    Raises ValueError for a file that `write_dump` has not written.
+    """
+    try:
+        dump = torch.load(path, weights_only=True)
+        return Batch(**dump.pop("batch")), dump
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise ValueError(f"{path} is no dump of an unhealthy step: {describe_problem(error)}") from error

@@ -96,7 +96,9 @@ def find_iteration(source: Path) -> Path | None:
     tracker = source / ITERATION
     if not tracker.is_file():
         return None
-    newest = tracker.read_text().strip()
+    newest = tracker.read_bytes()[:100].strip().decode(errors="replace")
+    if newest != "release" and not newest.isdecimal():
+        raise ValueError(f"{tracker} says {newest!r}; expected the number of an iteration, or release")
     folder = source / (newest if newest == "release" else f"iter_{int(newest):07d}")
     if not folder.is_dir():
         raise ValueError(f"{tracker} says {newest!r}, but there is no {folder}")

@@ -26,11 +26,15 @@ __all__ = ["FAMILIES", "Family", "MegatronConfig", "Parameter", "RopeScaling", "
 
 def find_family(hf: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. ValueError for an unknown one lists the known, the nearest first."""
+    architectures = hf.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise ValueError(f"config.json: 'architectures' is {architectures!r:.60}; expected a list of names")
     for family in FAMILIES:
         if family.claims(hf):
             return family
-    architectures = list(hf.get("architectures") or ())
     wanted = (architectures or [str(hf.get("model_type"))])[0]
     known = [each for family in FAMILIES for each in (family.architectures if architectures else family.model_types)]
     near = get_close_matches(wanted, set(known), n=len(known), cutoff=0.0)
-    raise ValueError(f"config.json: no family of Megatron models is known for {wanted!r}; known are {', '.join(near)}")
+    raise ValueError(
+        f"config.json: no family of Megatron models is known for {wanted!r:.60}; known are {', '.join(near)}"
+    )

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from coalign.files import describe_problem
 from coalign.weights.families.settings import Setting
 from coalign.weights.layouts.megatron_model import LAYER, MegatronConfig, MegatronParameter, list_parameters
 from coalign.weights.layouts.shards import Box, Shape, Shard, ShardBox, overlap
+
+_CONFIG = TypeAdapter(MegatronConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +235,17 @@ class Family:
     def config(self, hf: Mapping[str, Any]) -> MegatronConfig:
         """Read a config.json. ValueError names a key that is missing or has a value that Megatron cannot have."""
         found: dict[str, Any] = {}
-        for setting in self.settings:
-            found |= setting(hf)
-        defaults = {
-            "num_query_groups": found["num_attention_heads"],
-            "kv_channels": found["hidden_size"] // found["num_attention_heads"],
-            "ffn_hidden_size": 4 * found["hidden_size"],
-        }
-        return MegatronConfig(**defaults | found)
+        try:
+            for setting in self.settings:
+                found |= setting(hf)
+            defaults = {
+                "num_query_groups": found["num_attention_heads"],
+                "kv_channels": found["hidden_size"] // found["num_attention_heads"],
+                "ffn_hidden_size": 4 * found["hidden_size"],
+            }
+            return _CONFIG.validate_python(defaults | found)
+        except (TypeError, AttributeError, LookupError, ArithmeticError, ValidationError) as error:
+            raise ValueError(f"config.json: a value is not of its kind: {describe_problem(error)}") from error
 
     def parameters(
         self, config: MegatronConfig, *, vocab_divisor: int = 1, in_memory: bool = False

@@ -41,7 +41,7 @@ class RequiredValues:
     def __call__(self, hf: Hf) -> dict[str, Any]:
         for key, value in self.values.items():
             if (found := hf.get(key)) is not None and found != value:
-                raise ValueError(f"config.json: '{key}' is {found!r}; for this family Megatron has {value!r}")
+                raise ValueError(f"config.json: '{key}' is {found!r:.60}; for this family Megatron has {value!r}")
         return {}
 
 
@@ -76,7 +76,7 @@ class Activation:
     def __call__(self, hf: Hf) -> dict[str, Any]:
         found = hf.get(self.key) or self.default
         if found not in ACTIVATIONS:
-            raise ValueError(f"config.json: '{self.key}' is {found!r}; Megatron has {sorted(ACTIVATIONS)}")
+            raise ValueError(f"config.json: '{self.key}' is {found!r:.60}; Megatron has {sorted(ACTIVATIONS)}")
         return {"activation_func": ACTIVATIONS[found]}
 
 
@@ -94,7 +94,7 @@ class Rope:
         base = new.get("rope_theta", hf.get(self.base, self.default_base))
         percent = new.get("partial_rotary_factor", hf.get(self.percent, self.default_percent))
         scaling = read_rope_scaling(new or hf.get("rope_scaling") or {})
-        return {"rotary_base": float(base), "rotary_percent": float(percent), "rope_scaling": scaling}
+        return {"rotary_base": base, "rotary_percent": percent, "rope_scaling": scaling}
 
 
 def read_rope_scaling(found: Hf) -> RopeScaling | None:
@@ -103,7 +103,7 @@ def read_rope_scaling(found: Hf) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        raise ValueError(f"config.json: rope scaling is {kind!r}; known are 'linear', 'dynamic', 'llama3', 'yarn'")
+        raise ValueError(f"config.json: rope scaling is {kind!r:.60}; known are 'linear', 'dynamic', 'llama3', 'yarn'")
     numbers = {name: found[name] for name in RopeScaling.__slots__ if found.get(name) is not None}
     return RopeScaling(**{**numbers, "kind": kind})
 
