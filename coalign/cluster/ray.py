@@ -31,7 +31,7 @@ import ray
 from ray._private import worker as ray_process
 from ray._private.internal_api import node_stats
 from ray._private.state import available_resources_per_node, state
-from ray.core.generated.node_manager_pb2 import GetNodeStatsRequest
+from ray.core.generated.node_manager_pb2 import GetNodeStatsRequest  # pyright: ignore[reportAttributeAccessIssue]: made at import
 from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -113,8 +113,8 @@ class Actor:
 
     def _find_lack(self, payload: int) -> str | None:
         """Describe a store that cannot take ``payload`` bytes: Ray would lose a result, and say nothing."""
-        if self._space.can_spill():
-            return None
+        if self._space.count_spillable() > self._space.size + payload:
+            return None  # it need not be asked
         space = _measure_store(_find_own_node())
         return space.describe() if space.lacks(payload) else None
 
@@ -420,5 +420,5 @@ def _use_store(action: Callable[[], Value]) -> Value:
         if seconds > STORE_SECONDS:
             raise RayStoreError(f"{where} has not answered for {seconds:.0f} s; look at its raylet and at `ray memory`")
         with suppress(grpc.RpcError):  # one that does not answer has its own deadline
-            if seconds > FULL_SECONDS and not (space := _measure_store(node)).can_spill():
+            if seconds > FULL_SECONDS and not (space := _measure_store(node)).count_spillable():
                 raise RayStoreError(space.describe())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 from dataclasses import dataclass
 
 from packaging.version import Version
 
 LEAST_VERSION = "2.60"  # of ray: the first that asks for a token by default
-FULL_SHARE = 0.95  # of a disk in use: then Ray spills no more (its local_fs_capacity_threshold)
+# Ray spills no more onto a disk of which so much is in use; the variable is Ray's.
+FULL_SHARE = float(os.environ.get("RAY_local_fs_capacity_threshold", "0.95"))  # noqa: SIM112
 MIB = 2**20
 
 
@@ -29,17 +32,17 @@ class StoreSpace:
     spilled: int
     directory: str
 
-    def can_spill(self) -> bool:
-        """Whether the disk of ``directory``, if this machine has it, is below Ray's limit."""
+    def count_spillable(self) -> float:
+        """Bytes that Ray may still spill; infinite if this machine does not have the directory."""
         try:
             disk = shutil.disk_usage(self.directory)
         except OSError:
-            return True  # of another machine
-        return disk.free > (1 - FULL_SHARE) * disk.total
+            return math.inf
+        return max(0.0, disk.free - (1 - FULL_SHARE) * disk.total)
 
     def lacks(self, payload: int) -> bool:
         """Whether the store can neither keep nor spill ``payload`` more bytes."""
-        return payload > self.size - self.kept and not self.can_spill()
+        return payload > self.size - self.kept + self.count_spillable()
 
     def describe_spilling(self) -> str:
         """Describe a store that has begun to spill."""
