@@ -309,12 +309,15 @@ class RayCluster(Cluster):
         """Also ends Ray itself if it was started here."""
         self._ended.set()
         with self._starting:
-            while self._actors:
-                ray.kill(self._actors.pop())
-            while self._groups:
-                remove_placement_group(self._groups.pop())
-            if self._owner:
-                _leave()
+            _end_in_time(self._end, self._owner)
+
+    def _end(self) -> None:
+        while self._actors:
+            ray.kill(self._actors.pop())
+        while self._groups:
+            remove_placement_group(self._groups.pop())
+        if self._owner:
+            ray.shutdown()
 
     def _watch_stores(self) -> None:
         """Log once for each node that its store has begun to spill, which makes every batch slower."""
@@ -360,16 +363,16 @@ def _asks_for_token(node: Mapping[str, Any]) -> bool:
     return False
 
 
-def _leave() -> None:
-    """End Ray if it was started here, else leave it. What was started here is killed if it does not end."""
-    leaving = start_thread(ray.shutdown, "coalign-ray-shutdown")
-    leaving.join(LEAVE_SECONDS)
-    if leaving.is_alive():
-        log.warning("Ray did not end within %g s; what was started here is killed", LEAVE_SECONDS)
+def _end_in_time(end: Callable[[], None], owner: bool) -> None:
+    """End what runs on Ray; if a raylet that does not answer keeps it from ending, kill what was started here."""
+    ending = start_thread(end, "coalign-ray-end")
+    ending.join(LEAVE_SECONDS)
+    if ending.is_alive() and owner:
+        log.warning("Ray did not end within %g s; its processes that were started here are killed", LEAVE_SECONDS)
+        atexit.unregister(ray.shutdown)  # it would wait again
         if (node := ray_process._global_node) is not None:
             node.kill_all_processes(check_alive=False)
-        leaving.join(LEAVE_SECONDS)
-        atexit.unregister(ray.shutdown)  # it would wait again
+        ending.join(LEAVE_SECONDS)
 
 
 def _find_own_node() -> dict[str, Any]:

@@ -65,7 +65,8 @@ def test_ray_that_does_not_end_is_killed(monkeypatch):
     release, killed = threading.Event(), []
     node = SimpleNamespace(kill_all_processes=lambda check_alive: (killed.append(check_alive), release.set()))
     monkeypatch.setattr(ray_cluster, "LEAVE_SECONDS", 0.2)
-    monkeypatch.setattr(ray_cluster.ray, "shutdown", release.wait)
     monkeypatch.setattr(ray_cluster.ray_process, "_global_node", node)
-    ray_cluster._leave()
+    ray_cluster._end_in_time(release.wait, owner=True)
+    assert killed == [False]
+    ray_cluster._end_in_time(lambda: None, owner=True)
     assert killed == [False]

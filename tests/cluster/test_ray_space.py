@@ -41,7 +41,7 @@ def test_an_open_cluster_is_named_with_what_closes_it():
 
 @pytest.mark.parametrize(
     ("free", "payload", "lacks"),
-    [(10, 15, False), (10, 20, True), (50, 40, False), (4, 10, False), (4, 11, True), (0, 80, True)],
+    [(10, 14, False), (10, 20, True), (50, 40, False), (4, 10, False), (4, 11, True), (0, 80, True)],
 )
 def test_a_store_lacks_space_if_it_can_neither_keep_nor_spill(monkeypatch, free, payload, lacks):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUse(100 * MIB, (100 - free) * MIB, free * MIB))

@@ -69,7 +69,7 @@ class Run:
 
     def call(self, model, method, parts, *, extra=0, beside=()):
         needs = {model: parts} | {other: ("weights",) for other in beside}
-        self.residency.prepare(Future(f"{model}.{method}"), model, method, needs)
+        self.residency.prepare(Future(Call(model, method)), model, method, needs)
         process = self.processes[model]
         for name, wanted in needs.items():
             assert not {*wanted} & {*self.processes[name].on_host}, "computes with what is on the host"
