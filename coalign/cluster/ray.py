@@ -28,7 +28,6 @@ from typing import Any, TypeVar, cast
 import grpc
 import numpy as np
 import ray
-from ray._private import worker as ray_process
 from ray._private.internal_api import node_stats
 from ray._private.state import available_resources_per_node, state
 from ray.core.generated.node_manager_pb2 import GetNodeStatsRequest  # pyright: ignore[reportAttributeAccessIssue]: made at import
@@ -309,7 +308,7 @@ class RayCluster(Cluster):
         """Also ends Ray itself if it was started here."""
         self._ended.set()
         with self._starting:
-            _end_in_time(self._end, self._owner)
+            _end_in_time(self._end)
 
     def _end(self) -> None:
         while self._actors:
@@ -363,16 +362,16 @@ def _asks_for_token(node: Mapping[str, Any]) -> bool:
     return False
 
 
-def _end_in_time(end: Callable[[], None], owner: bool) -> None:
-    """End what runs on Ray; if a raylet that does not answer keeps it from ending, kill what was started here."""
+def _end_in_time(end: Callable[[], None]) -> None:
+    """End what runs on Ray, unless a raylet that does not answer keeps it from ending.
+
+    Its processes then end with this one, as after `kill -9`. Killed now, the raylet would take this process with it.
+    """
     ending = start_thread(end, "coalign-ray-end")
     ending.join(LEAVE_SECONDS)
-    if ending.is_alive() and owner:
-        log.warning("Ray did not end within %g s; its processes that were started here are killed", LEAVE_SECONDS)
+    if ending.is_alive():
+        log.warning("Ray did not end within %g s: a raylet does not answer; it ends with this process", LEAVE_SECONDS)
         atexit.unregister(ray.shutdown)  # it would wait again
-        if (node := ray_process._global_node) is not None:
-            node.kill_all_processes(check_alive=False)
-        ending.join(LEAVE_SECONDS)
 
 
 def _find_own_node() -> dict[str, Any]:
