@@ -8,6 +8,7 @@ replicas alone, never on which replica was first, so results are reproducible.
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,14 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from coalign.cluster.future import BatchRef, Future, Meta, Outcome, Span, Store, WorkerError, WorkerFailure
+from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, Span, Store, WorkerError, WorkerFailure
 from coalign.types import merge_stats
 
 MAX_BUNDLES = 8  # of rows that are streamed from one call
 MAX_STREAM_CALLS = 256  # each bundle is a call on every replica that takes rows; there are two bundles at least
+LOAD_SECONDS = 3600.0  # a model may take this long to load, whatever runtime.call_timeout says
+LEAST_SECONDS = 3600.0  # without runtime.call_timeout: what every call may take
+LONGEST_TIMES = 10.0  # and how many times the longest call of its kind so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +59,47 @@ class WorkerHandle(Protocol):
         ...
 
 
-def wait(future: Future, tasks: Sequence[WorkerTask], timeout: float) -> list[Meta]:
+class CallDeadlines:
+    """Decides how many seconds workers may take to answer a call, by its model and method.
+
+    ``limit`` is `runtime.call_timeout`. Without one, the deadline grows with the calls: a hang is certain only beyond
+    what calls of this kind have taken.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.limit = limit
+        self._longest: dict[Call, float] = {}
+
+    def find(self, call: Call) -> float:
+        """Return the seconds that a call may take."""
+        if self.limit is None:
+            return max(LEAST_SECONDS, LONGEST_TIMES * self._longest.get(call, 0.0))
+        return max(self.limit, LOAD_SECONDS) if call.method == "setup" else self.limit
+
+    def record(self, call: Call, tasks: Sequence[WorkerTask]) -> None:
+        """Record that these tasks of a call have been answered."""
+        seconds = time.monotonic() - min((task.begun for task in tasks), default=math.inf)
+        self._longest[call] = max(self._longest.get(call, 0.0), seconds)
+
+    def build_error(self, future: Future, tasks: Sequence[WorkerTask]) -> WorkerError:
+        """Build the error of workers that have not answered in time."""
+        late = ", ".join(task.where for task in tasks if not task.meta.done())
+        source = "" if self.limit else f"; not set: {LEAST_SECONDS:g} s, or {LONGEST_TIMES:g} times its longest call"
+        message = f"no answer within {self.find(future.call):g} s (runtime.call_timeout{source})"
+        return WorkerError(future.call, late, WorkerFailure("TimeoutError", message, ""))
+
+
+def wait(future: Future, tasks: Sequence[WorkerTask], deadlines: CallDeadlines) -> list[Meta]:
     """Wait for all tasks and return their Metas, in order.
 
-    WorkerError once a task failed, a worker was lost, or ``timeout`` seconds are over. If an error of the run ends
+    WorkerError once a task failed, a worker was lost, or the call's deadline is over. If an error of the run ends
     ``future``, that error.
     """
     future.running = [*tasks]
     where = {task.meta: task.where for task in tasks}
     try:
         either = [*where, cast(Any, future.ended)] if where else []
-        for count, done in enumerate(concurrent.futures.as_completed(either, timeout), 1):
+        for count, done in enumerate(concurrent.futures.as_completed(either, deadlines.find(future.call)), 1):
             if done is future.ended:
                 done.result()  # raises
             if lost := done.exception():
@@ -75,18 +109,12 @@ def wait(future: Future, tasks: Sequence[WorkerTask], timeout: float) -> list[Me
             if count == len(where):
                 break
     except TimeoutError:
-        raise build_timeout_error(future, tasks, timeout) from None
+        raise deadlines.build_error(future, tasks) from None
+    deadlines.record(future.call, tasks)
     metas = [task.meta.result() for task in tasks]
     pairs = zip(tasks, metas, strict=True)
     future.spans += [Span(task.where, meta.verb, meta.start, meta.seconds) for task, meta in pairs]
     return metas
-
-
-def build_timeout_error(future: Future, tasks: Sequence[WorkerTask], timeout: float) -> WorkerError:
-    """The error of workers that have not answered for ``timeout`` seconds."""
-    late = ", ".join(task.where for task in tasks if not task.meta.done())
-    message = f"no answer within {timeout:g} s (runtime.call_timeout)"
-    return WorkerError(future.call, late, WorkerFailure("TimeoutError", message, ""))
 
 
 def merge_parts(metas: Sequence[Meta], counts: Sequence[int]) -> list[Meta]:

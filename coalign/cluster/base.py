@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from coalign.cluster import stacks
-from coalign.cluster.answers import WorkerHandle, merge_answers, wait
+from coalign.cluster.answers import CallDeadlines, WorkerHandle, merge_answers, wait
 from coalign.cluster.dist import DistActor, DistModel
 from coalign.cluster.functions import name_of
 from coalign.cluster.future import BatchRef, Call, Future, Meta, Outcome, Store
 from coalign.cluster.placement.nodes import Node, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots, pack_slots
+from coalign.cluster.ray_space import check_ray_version
 from coalign.cluster.residency import Residency
 from coalign.cluster.worker import find_module_class
 from coalign.config.errors import ConfigError, ConfigProblem
@@ -48,7 +51,7 @@ class Cluster(ABC):
     def __init__(self, config: RunConfig, models: Mapping[str, ModelConfig] | None = None) -> None:
         """``models`` are those that will run (None: all of the configuration)."""
         models = config.models if models is None else models
-        self.timeout = config.runtime.call_timeout
+        self.deadlines = CallDeadlines(config.runtime.call_timeout)
         self.models: dict[str, DistModel] = {}
         self.on_call: Callable[[Future], None] | None = None
         self.on_end: Callable[[Future, Outcome], None] | None = None
@@ -61,7 +64,7 @@ class Cluster(ABC):
         self.slots = plan_slots(models, config.runtime.colocation)
         memory = config.runtime.device_memory
         capacity = None if memory is None else int(memory * 2**30)
-        self.residency = Residency(self.slots, models, capacity, self.timeout)
+        self.residency = Residency(self.slots, models, capacity, self.deadlines)
         self.nodes: list[Node] = []
         self.placements: dict[str, list[ProcessPlacement]] = {}  # of each model's processes, by rank
 
@@ -140,8 +143,9 @@ class Cluster(ABC):
         self._kill()
         for queue in self._queues:
             queue.close()
+        deadline = time.monotonic() + CLOSE_SECONDS  # of all together: several may hang
         for queue in self._queues:
-            queue.join(CLOSE_SECONDS)
+            queue.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Cluster:
         return self
@@ -267,7 +271,7 @@ class Cluster(ABC):
     def _call_functions(self, future: Future, verb: str, *arguments: Any) -> Outcome:
         """Run a verb of the worker of pure functions."""
         tasks = [self._function_worker().execute(verb, *arguments)]
-        return merge_answers(tasks, wait(future, tasks, self.timeout), self.store)
+        return merge_answers(tasks, wait(future, tasks, self.deadlines), self.store)
 
     def _complete(self, future: Future, work: Callable[[Future], Outcome], fatal: bool) -> None:
         """Do the work of a call, and end its Future."""
@@ -304,6 +308,7 @@ def start_cluster(config: RunConfig, models: Mapping[str, ModelConfig] | None = 
         from coalign.cluster.local import LocalCluster  # imports this module
 
         return LocalCluster(config, models)
+    check_ray_version(version("ray"))
     from coalign.cluster.ray import RayCluster  # the extra [ray] is needed only here
 
     return RayCluster(config, models)

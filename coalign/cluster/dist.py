@@ -19,7 +19,6 @@ from coalign.cluster.answers import (
     TaskFuture,
     WorkerHandle,
     WorkerTask,
-    build_timeout_error,
     is_streamed,
     merge_answers,
     merge_parts,
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from coalign.cluster.base import Cluster
 
 Role = TypeVar("Role", covariant=True)  # of coalign.roles: what a model can be asked for
-
-SETUP_SECONDS = 3600.0  # a model may take this long to load, whatever runtime.call_timeout says
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +254,10 @@ class DistModel(Generic[Role]):
                 busy[task.meta] = number, rank, task
             future.running = [task for _, _, task in busy.values()]
             either = [*busy, future.ended]
-            ended, _ = concurrent.futures.wait(either, self.cluster.timeout, concurrent.futures.FIRST_COMPLETED)
+            seconds = self.cluster.deadlines.find(future.call)
+            ended, _ = concurrent.futures.wait(either, seconds, concurrent.futures.FIRST_COMPLETED)
             if not ended:
-                raise build_timeout_error(future, future.running, self.cluster.timeout)
+                raise self.cluster.deadlines.build_error(future, future.running)
             if future.done():
                 future.result()  # raises
             for answer in ended:
@@ -321,8 +319,7 @@ class DistModel(Generic[Role]):
         return self.cluster.hold_devices(self.name, future, method, needs) if self._exclusive else nullcontext()
 
     def _wait(self, future: Future, method: str, tasks: list[WorkerTask]) -> list[Meta]:
-        timeout = max(self.cluster.timeout, SETUP_SECONDS) if method == "setup" else self.cluster.timeout
-        metas = wait(future, tasks, timeout)
+        metas = wait(future, tasks, self.cluster.deadlines)
         self.cluster.residency.record(tasks, metas, method)
         return metas
 

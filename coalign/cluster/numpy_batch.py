@@ -48,6 +48,12 @@ class NumpyBatch:
             {name: NumpyColumn.of(c) if isinstance(c, Tensor) else c for name, c in batch.sequence.items()},
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays; what lists hold is not counted."""
+        columns = (*self.token.values(), *self.sequence.values())
+        return self.lengths.nbytes + sum(each.array.nbytes for each in columns if isinstance(each, NumpyColumn))
+
     def select(self, rows: np.ndarray) -> Batch:
         """Copy the sequences ``rows`` (i64), in this order."""
         lengths, ends = self.lengths[rows], self.lengths.cumsum()

@@ -9,6 +9,9 @@ threads that compute is set by ``threads`` alone, and processes are placed on no
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import json
 import logging
 import os
 import socket
@@ -16,38 +19,50 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any, TypeVar, cast
 
+import grpc
 import numpy as np
 import ray
-from ray._private.authentication.authentication_utils import is_token_auth_enabled
-from ray._private.state import available_resources_per_node
-from ray.exceptions import RayActorError
+from ray._private.internal_api import node_stats
+from ray._private.state import available_resources_per_node, state
+from ray.core.generated.node_manager_pb2 import GetNodeStatsRequest  # pyright: ignore[reportAttributeAccessIssue]: made at import
+from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
+from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from coalign.cluster.answers import WorkerHandle, WorkerTask
+from coalign.cluster.answers import LOAD_SECONDS, WorkerHandle, WorkerTask
 from coalign.cluster.base import Cluster
 from coalign.cluster.dist import DistActor
-from coalign.cluster.future import Meta
-from coalign.cluster.numpy_batch import to_numpy
+from coalign.cluster.future import Meta, WorkerFailure
+from coalign.cluster.numpy_batch import NumpyBatch, to_numpy
 from coalign.cluster.placement.devices import find_accelerator, group_devices, read_nvidia_buses
 from coalign.cluster.placement.nodes import Domain, Node, Nodes, ProcessPlacement, assign_nodes, place_processes
 from coalign.cluster.placement.slots import Footprint, Slot, list_slots
+from coalign.cluster.ray_space import RayStoreError, StoreSpace, describe_open_cluster
 from coalign.cluster.stacks import StackFile, collect_stacks, listen
 from coalign.cluster.worker import Worker
 from coalign.config.schema import ModelConfig, RunConfig
 from coalign.data.batch import Batch
 from coalign.memory import Arena
+from coalign.threads import start_thread
 
 PLACEMENT_SECONDS = 60.0  # how long Ray may take to reserve devices that are free
 RELEASE_SECONDS = 5.0  # how long the devices of a job that has ended may count as used
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2  # between two queries of the free devices
 STACKS_SECONDS = 30.0  # how long the nodes may take to send the stacks of their processes
+STORE_SECONDS = 1800.0  # how long an object store may take to give or take a payload
+FULL_SECONDS = 120.0  # the same, while it can spill nothing more: Ray waits for ever for a payload that was not stored
+LOOK_SECONDS = 15.0  # between two looks at a store that has not answered
+WATCH_SECONDS = 30.0  # between two looks at what the stores have spilled
+LEAVE_SECONDS = 30.0  # how long Ray may take to end
+Value = TypeVar("Value")
 
 
 class RayStore:
@@ -56,13 +71,13 @@ class RayStore:
     in_process = False
 
     def put(self, value: Any) -> ray.ObjectRef:
-        return ray.put(to_numpy(value))
+        return _use_store(partial(ray.put, to_numpy(value)))
 
     def get(self, ref: ray.ObjectRef) -> Any:
-        return ray.get(ref)
+        return _use_store(partial(ray.get, ref))
 
     def rows(self, ref: ray.ObjectRef, rows: np.ndarray) -> Batch:
-        return ray.get(ref).select(rows)
+        return self.get(ref).select(rows)
 
 
 class Actor:
@@ -86,7 +101,21 @@ class Actor:
     @ray.method(num_returns=2)
     def execute(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Meta, Any]:
         meta, payload = self._worker.execute(verb, *arguments)
-        return meta, to_numpy(payload)
+        payload = to_numpy(payload)
+        if isinstance(payload, NumpyBatch) and (problem := self._find_lack(payload.nbytes)):
+            return Meta(failure=WorkerFailure("RayStoreError", problem, "", RayStoreError(problem))), None
+        return meta, payload
+
+    @cached_property
+    def _space(self) -> StoreSpace:
+        return _measure_store(_find_own_node())
+
+    def _find_lack(self, payload: int) -> str | None:
+        """Describe a store that cannot take ``payload`` bytes: Ray would lose a result, and say nothing."""
+        if self._space.count_spillable() > self._space.size + payload:
+            return None  # it need not be asked
+        space = _measure_store(_find_own_node())
+        return space.describe() if space.lacks(payload) else None
 
 
 class RayWorker:
@@ -129,8 +158,10 @@ class RayCluster(Cluster):
         self._owner = not ray.is_initialized()
         if self._owner:
             _connect(config.runtime.ray_address)
+        self._ended = threading.Event()
         try:
             self._place()
+            start_thread(self._watch_stores, "coalign-ray-stores")
         except BaseException:
             self._kill()
             raise
@@ -149,9 +180,11 @@ class RayCluster(Cluster):
         rendezvous = None
         if len(ranks) > 1:
             try:
-                rendezvous = cast(str, ray.get(ranks[0].actor.address.remote()))
+                rendezvous = cast(str, ray.get(ranks[0].actor.address.remote(), timeout=LOAD_SECONDS))
             except RayActorError as lost:
                 raise self.error or lost from None  # killed, because another model could not start
+            except GetTimeoutError:
+                raise RayStoreError(f"{ranks[0].where}: its process did not start within {LOAD_SECONDS:g} s") from None
         return [DistActor(ranks, device, rendezvous)]
 
     def _actor(
@@ -238,7 +271,11 @@ class RayCluster(Cluster):
             inside = PlacementGroupSchedulingStrategy(group, bundle)
             task = ray.remote(_list_devices).options(num_cpus=0, scheduling_strategy=inside, **request)
             tasks.append(task.remote(self._resource))
-        return ray.get(tasks)
+        try:
+            return ray.get(tasks, timeout=LOAD_SECONDS)
+        except GetTimeoutError:
+            names = ", ".join(self.nodes[node].name for node in used)
+            raise RayStoreError(f"Ray started no process on {names} within {LOAD_SECONDS:g} s") from None
 
     @cached_property
     def _functions(self) -> RayWorker:
@@ -269,13 +306,29 @@ class RayCluster(Cluster):
 
     def _kill(self) -> None:
         """Also ends Ray itself if it was started here."""
+        self._ended.set()
         with self._starting:
-            while self._actors:
-                ray.kill(self._actors.pop())
-            while self._groups:
-                remove_placement_group(self._groups.pop())
-            if self._owner:
-                ray.shutdown()
+            _end_in_time(self._end)
+
+    def _end(self) -> None:
+        while self._actors:
+            ray.kill(self._actors.pop())
+        while self._groups:
+            remove_placement_group(self._groups.pop())
+        if self._owner:
+            ray.shutdown()
+
+    def _watch_stores(self) -> None:
+        """Log once for each node that its store has begun to spill, which makes every batch slower."""
+        known: set[str] = set()
+        while not self._ended.wait(WATCH_SECONDS):
+            try:
+                for node in [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in known]:
+                    if (space := _measure_store(node)).spilled:
+                        known.add(node["NodeID"])
+                        log.warning("%s", space.describe_spilling())
+            except Exception as problem:  # Ray has ended, or a node does not answer: calls will say so
+                log.debug("the stores of Ray were not measured: %s", problem)
 
 
 def _list_devices(resource: str) -> list[Domain]:
@@ -295,5 +348,79 @@ def _connect(address: str | None) -> None:
         raise ValueError(
             f"runtime.ray_address: no Ray cluster answers at {address}: {error.__cause__ or error}"
         ) from error
-    if not is_token_auth_enabled():  # one that Ray starts itself asks for a token, from 2.60 on
-        log.warning("the Ray cluster at %s asks for no token: who reaches its ports runs code (docs/ports.md)", address)
+    if not _asks_for_token(_find_own_node()):
+        log.warning("%s", describe_open_cluster(address))
+
+
+def _asks_for_token(node: Mapping[str, Any]) -> bool:
+    """Whether a node refuses who has no token: it is asked without one, whatever this process has."""
+    with grpc.insecure_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+        try:
+            NodeManagerServiceStub(channel).GetNodeStats(GetNodeStatsRequest(), timeout=STACKS_SECONDS)
+        except grpc.RpcError:
+            return True
+    return False
+
+
+def _end_in_time(end: Callable[[], None]) -> None:
+    """End what runs on Ray, unless a raylet that does not answer keeps it from ending.
+
+    Its processes then end with this one, as after `kill -9`. Killed now, the raylet would take this process with it.
+    """
+    ending = start_thread(end, "coalign-ray-end")
+    ending.join(LEAVE_SECONDS)
+    if ending.is_alive():
+        log.warning("Ray did not end within %g s: a raylet does not answer; it ends with this process", LEAVE_SECONDS)
+        atexit.unregister(ray.shutdown)  # it would wait again
+
+
+def _find_own_node() -> dict[str, Any]:
+    """Ray's record of the node that this process is on."""
+    own = ray.get_runtime_context().get_node_id()
+    return next(node for node in ray.nodes() if node["NodeID"] == own)
+
+
+def _measure_store(node: Mapping[str, Any]) -> StoreSpace:
+    """Ask a node for the state of its store. grpc.RpcError if it does not answer within 30 s."""
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
+    spilling = json.loads(state.get_system_config().get("object_spilling_config") or "{}")
+    return StoreSpace(
+        node["NodeName"],
+        stats.object_store_bytes_avail,  # of all, not of those that are free
+        stats.object_store_bytes_primary_copy,
+        stats.spilled_bytes_total,
+        spilling.get("params", {}).get("directory_path", ""),
+    )
+
+
+def _use_store(action: Callable[[], Value]) -> Value:
+    """Put or get a payload. RayStoreError if the store is full, gone, or does not answer.
+
+    Ray's own deadlines do not hold while a raylet is stopped, so a thread acts and this one waits.
+    """
+    done: concurrent.futures.Future[Value] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:
+            done.set_exception(error)
+
+    start_thread(work, "coalign-ray-store")
+    begun = time.monotonic()
+    while True:
+        if concurrent.futures.wait([done], LOOK_SECONDS).done:
+            try:
+                return done.result()
+            except (OutOfDiskError, ObjectStoreFullError) as full:
+                raise RayStoreError(_measure_store(_find_own_node()).describe()) from full
+        seconds = time.monotonic() - begun
+        node = _find_own_node()
+        where = f"the object store of Ray on node {node['NodeName']}"
+        if not node["Alive"]:
+            raise RayStoreError(f"{where} is lost: its raylet is stopped, has ended, or cannot be reached")
+        if seconds > STORE_SECONDS:
+            raise RayStoreError(f"{where} has not answered for {seconds:.0f} s; look at its raylet and at `ray memory`")
+        with suppress(grpc.RpcError):  # one that does not answer has its own deadline
+            if seconds > FULL_SECONDS and not (space := _measure_store(node)).count_spillable():
+                raise RayStoreError(space.describe())

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from coalign.cluster.answers import WorkerHandle, WorkerTask, wait
+from coalign.cluster.answers import CallDeadlines, WorkerHandle, WorkerTask, wait
 from coalign.cluster.future import DeviceMemoryUse, Future, Meta
 from coalign.cluster.placement.slots import Slot
 from coalign.config.schema import ModelConfig
@@ -69,14 +69,18 @@ class Residency:
     """Manages the device memory of every slot from which parts may leave.
 
     With a ``capacity`` (bytes of one place) it manages all slots with devices; if there are none, CPU slots take their
-    part. ``timeout``: seconds that a move may take.
+    part. A move may take as long as the call that it is for.
     """
 
     def __init__(
-        self, slots: Mapping[str, Slot], models: Mapping[str, ModelConfig], capacity: int | None, timeout: float
+        self,
+        slots: Mapping[str, Slot],
+        models: Mapping[str, ModelConfig],
+        capacity: int | None,
+        deadlines: CallDeadlines,
     ) -> None:
         self.capacity = capacity
-        self.timeout = timeout
+        self.deadlines = deadlines
         self.movable = {
             name: list_movable_parts(models[name], slot.footprints[name].devices, len(slot.places) > 1)
             for name, slot in slots.items()
@@ -132,7 +136,7 @@ class Residency:
             self._move(future, "host", leaving)
         neighbours = {resident for caller in callers for resident in self._neighbours(caller)}
         evictions = [resident.eviction for resident in neighbours if resident.eviction]  # for other calls
-        wait(future, evictions, self.timeout)
+        wait(future, evictions, self.deadlines)
         self._move(future, "device", {resident: resident.missing(parts) for resident, parts in wanted.items()}, callers)
         with self._lock:
             self._waited += time.perf_counter() - start
@@ -261,7 +265,7 @@ class Residency:
             tasks = {resident: self._send(resident, to, parts) for resident, parts in asked.items()}
             for resident in tasks if to == "host" else ():
                 resident.eviction = tasks[resident]
-        metas = wait(future, list(tasks.values()), self.timeout)
+        metas = wait(future, list(tasks.values()), self.deadlines)
         self.record(list(tasks.values()), metas)
         self._count(tasks, metas, "out" if to == "host" else "in")
         for resident in tasks:
@@ -270,7 +274,7 @@ class Residency:
     def _await_fetches(self, future: Future, residents: Iterable[ResidentModel]) -> None:
         """Wait for parts that were fetched ahead. Their memory reports may be outdated, so they are not recorded."""
         tasks = {resident: resident.fetch for resident in residents if resident.fetch}
-        metas = wait(future, list(tasks.values()), self.timeout)
+        metas = wait(future, list(tasks.values()), self.deadlines)
         self._count(tasks, metas, "in", "ahead")
         for resident in tasks:
             resident.fetch = None

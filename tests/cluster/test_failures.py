@@ -61,7 +61,7 @@ def test_a_failed_save_ends_that_call_only(cluster, prompts):
 def test_a_call_that_takes_too_long_is_named(make):
     cluster = make({"judge": {"module": "SumModule"}})
     cluster.models["judge"].threads().result()
-    cluster.timeout = 0.5
+    cluster.deadlines.limit = 0.5
     begun = time.monotonic()
     with pytest.raises(
         WorkerError, match=r"judge.sleep failed in judge.*no answer within 0.5 s \(runtime.call_timeout\)"

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from coalign.cluster.answers import WorkerTask
+from coalign.cluster.answers import CallDeadlines, WorkerTask
 from coalign.cluster.future import Call, DeviceMemoryUse, Future, Meta, WorkerError, WorkerFailure
 from coalign.cluster.placement.slots import Footprint, pack_slots
 from coalign.cluster.residency import PARTS, Residency, list_movable_parts
@@ -60,7 +60,7 @@ class Run:
     def __init__(self, capacity: int | None = None, sizes=SIZES, offload="auto") -> None:
         models = {name: ModelConfig(offload=offload) for name in sizes}
         slots = pack_slots({name: Footprint(1, 1) for name in sizes}, [list(sizes)])
-        self.residency = Residency(slots, models, capacity, timeout=10.0)
+        self.residency = Residency(slots, models, capacity, CallDeadlines(10.0))
         self.processes = {name: Process(name, own) for name, own in sizes.items()}
         for name in sizes:
             self.residency.add(name, slots[name], [self.processes[name]])
@@ -69,7 +69,7 @@ class Run:
 
     def call(self, model, method, parts, *, extra=0, beside=()):
         needs = {model: parts} | {other: ("weights",) for other in beside}
-        self.residency.prepare(Future(f"{model}.{method}"), model, method, needs)
+        self.residency.prepare(Future(Call(model, method)), model, method, needs)
         process = self.processes[model]
         for name, wanted in needs.items():
             assert not {*wanted} & {*self.processes[name].on_host}, "computes with what is on the host"
@@ -275,7 +275,7 @@ def test_what_may_leave_by_configuration(offload, devices, colocated, parts):
 def test_slots_from_which_nothing_leaves_are_left_alone():
     models = {"a": ModelConfig(), "b": ModelConfig()}
     slots = pack_slots({name: Footprint(1, 0) for name in models}, [["a", "b"]])
-    residency = Residency(slots, models, None, 10.0)
+    residency = Residency(slots, models, None, CallDeadlines(10.0))
     residency.add("a", slots["a"], [Process("a", {"weights": MIB})])
     residency.prepare(Future(Call("a", "forward_step")), "a", "forward_step", {"a": ("weights",)})
     assert residency.slots == set() and residency.take_stats() == {}

@@ -141,9 +141,9 @@ class RuntimeConfig(Section):
     tensorboard: ResultNeutral[bool] = True
     wandb: ResultNeutral[str | None] = None
     """Project name; needs the extra [wandb]."""
-    call_timeout: ResultNeutral[PositiveFloat] = 3600.0
-    """Seconds that a call of a model may take before the run stops; the error names the call. Loading may take an
-    hour."""
+    call_timeout: ResultNeutral[PositiveFloat | None] = None
+    """Seconds that a call of a model may take before the run stops; the error names the call. Loading may take an hour.
+    None: an hour, or ten times the longest call of the same method so far."""
     stall: ResultNeutral[PositiveFloat | None] = 900.0
     """Seconds after which a call is reported, with the Python stacks of all processes in `stalls/`; None: never."""
     timeline_every: ResultNeutral[NonNegativeInt] = 0
