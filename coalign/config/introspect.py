@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from coalign.config.errors import Key
 from coalign.config.schema import InputPath, NoEffect, RunConfig, Section
 
 
+@cache
 def find_type(key: Key, root: type[Section] = RunConfig) -> Any:
     """Find the annotation of ``key`` below the section ``root``; Any where the schema leaves it open."""
     kind: Any = root
@@ -47,6 +49,7 @@ def unwrap_type(kind: Any) -> Any:
     return unwrap_type(rest[0]) if len(rest) == 1 else kind
 
 
+@cache
 def find_input(key: Key, root: type[Section] = RunConfig) -> InputPath | None:
     """Find the InputPath mark of ``key``; None if it is no path that must exist."""
     kind = find_type(key, root)
@@ -60,6 +63,7 @@ def list_marked(section: type[Section], mark: type) -> set[str]:
     return {name for name, field in section.model_fields.items() if mark in map(type, field.metadata)}
 
 
+@cache
 def is_result_relevant(key: Key, root: type[Section] = RunConfig) -> bool:
     """Whether results depend on ``key``: neither it nor a section around it is marked NoEffect."""
     kinds = (find_type(key[:depth], root) for depth in range(1, len(key) + 1))

@@ -128,7 +128,11 @@ def test_importing_the_package_and_the_configuration_loads_no_torch():
 def test_nothing_heavy_is_imported_until_it_is_used():
     code = (
         "import sys, coalign.engine.engine, coalign.recipes.grpo, coalign.recipes.ppo, coalign.recipes.sft;"
-        "print([m for m in ('ray', 'vllm', 'datasets', 'matplotlib', 'transformers') if m in sys.modules])"
+        "from coalign.cluster.dry import DryCluster; from coalign.config.schema import *;"
+        "from coalign.roles import Context;"
+        "DryCluster(RunConfig(algorithm='none')).spawn('m', ModelConfig(), Context());"  # stands in for a backend
+        "heavy = ('ray', 'vllm', 'datasets', 'matplotlib', 'transformers', 'coalign.backends.hf.fsdp');"
+        "print([m for m in heavy if m in sys.modules])"
     )
     assert run(code).strip() == "[]"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -97,6 +96,9 @@ def test_how_much_is_trained_is_logged(path, caplog):
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
 def test_the_same_as_pefts_own_model(path, tmp_path, kind):
     """Log-probs of the trained adapters, from the directory that peft loads."""
+
+    import peft
+
     trainer = trained(path, kind | {"alpha": 6.0})
     trainer.save_adapter(tmp_path)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tmp_path)
@@ -192,6 +194,8 @@ def test_a_model_without_adapters_has_no_base(path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
 def test_exported_weights_are_those_of_pefts_merge(path, tmp_path, kind, dtype):
+    import peft
+
     trainer = trained(path, kind, dtype=dtype)
     base = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     exported = weights(trainer)
@@ -325,6 +329,8 @@ def test_layers_come_in_one_order(path, tmp_path):
 
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_the_head_is_trained_whole(path, tmp_path, head):
+    import peft
+
     trainer = module(path, head=head, head_init="zero", lora={"rank": 2}, loss={"fn": f"{__name__}:upwards"})
     for _ in range(2):
         trainer.train_step(rollout())

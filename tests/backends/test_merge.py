@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -71,6 +70,8 @@ def test_the_sum_is_rounded_once(base, tmp_path):
 
 
 def test_an_adapter_of_peft_with_ranks_of_its_own(base, tmp_path):
+    import peft
+
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = peft.LoraConfig(
         r=2, target_modules=["q_proj", "up_proj"], rank_pattern={"q_proj": 5}, init_lora_weights=False

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from coalign.backends import lora
 from coalign.backends.engines.vllm import module as vllm
-from coalign.backends.engines.vllm.worker import WeightOutlet
 from coalign.backends.hf.fsdp import FSDPModule
 from coalign.config.schema import ModelConfig
 from coalign.roles import Context
@@ -98,7 +97,10 @@ def test_options_that_are_unknown_or_taken_are_refused(name, message):
         vllm.check_known({"block_size": 16, name: 1}, ["block_size", "max_num_seqs", "seed"], "policy")
 
 
+@VLLM
 def test_parcels_hold_every_tensor_and_one_that_is_larger_than_a_parcel():
+    from coalign.backends.engines.vllm.worker import WeightOutlet
+
     weights = [(str(n), torch.randn(n, 3).to(dtype)) for n, dtype in ((4, torch.float32), (7, torch.bfloat16))] * 3
     weights += [("large", torch.randn(200)), ("none", torch.zeros(0, 3)), ("last", torch.tensor(3.0))]
     arrived = [

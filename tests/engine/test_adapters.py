@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -49,6 +48,8 @@ def test_on_ray_only_what_changes_travels_after_the_first_time(tmp_path):
 
 
 def test_a_checkpoint_holds_the_adapter_alone_too(tmp_path):
+    import peft
+
     config = adapted(tmp_path, "sft")
     assert runs.run(config) == 0
     directory = Path(config["output"]) / "checkpoints" / "step_4"

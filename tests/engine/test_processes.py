@@ -1,11 +1,14 @@
 """Whole runs in processes of their own: killed, interrupted, on Ray."""
 
+import json
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from coalign import cli
 from tests.runs import MARK, command, metrics, processes_of, run, settings, weights_hash
 
 
@@ -56,12 +59,19 @@ def test_ctrl_c_saves_and_exits_with_130(tmp_path):
     assert (Path(config["output"]) / "checkpoints" / f"step_{last}" / "manifest.json").exists()
 
 
-def test_an_error_is_one_message_and_an_exit_code(tmp_path):
+def test_an_error_is_one_message_and_an_exit_code(tmp_path, monkeypatch, capsys):
     config = settings(tmp_path, "grpo")
     config["models"]["policy"]["sampling"]["max_new_token"] = 8
-    output = finish(command(config), 2)
-    assert "did you mean 'max_new_tokens'?" in output
-    assert "Traceback" not in output
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # to which the command adds
+    monkeypatch.setattr(sys, "argv", ["coalign", "train", str(path)])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = capsys.readouterr()
+    assert left.value.code == 2 and shown.out == ""
+    assert "did you mean 'max_new_tokens'?" in shown.err
+    assert "Traceback" not in shown.err
 
 
 pytest.importorskip("ray")

@@ -138,7 +138,7 @@ def test_rounds_end_with_what_there_is(tmp_path):
     assert metrics(config)[0]["samples/count"] == 8
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_filtered_run_goes_on_bit_for_bit(tmp_path, staleness):
     config = online(tmp_path, steps=4, max_staleness=staleness) | {"filter": {"fn": "varied"}}
     assert_resumes_bit_for_bit(config, tmp_path, 2)

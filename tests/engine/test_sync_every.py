@@ -23,7 +23,7 @@ def test_samples_are_of_the_version_of_the_last_sync(tmp_path):
     assert ["sync/seconds" in line for line in lines] == [False, True, False, True, True]  # at the end, too
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_run_continued_between_two_syncs_ends_with_the_same_weights(tmp_path, step):
     config = configured(tmp_path, 2, max_staleness=1)
     assert run(config) == 0

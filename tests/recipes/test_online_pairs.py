@@ -138,7 +138,7 @@ def test_what_it_refuses(tmp_path, change, message):
         flow(config | change)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("max_staleness", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), 2])
 def test_a_stopped_run_ends_with_the_same_weights(tmp_path, max_staleness):
     whole = configuration(tmp_path, steps=4, save_every=2, max_staleness=max_staleness)
     run(whole)

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from matplotlib.image import imread
 
 from coalign.report.plots import _PLOTS, _choose, plot_run, smooth
 
@@ -17,6 +16,8 @@ def write(folder, rows, tail=""):
 
 
 def test_one_picture_for_each_kind_of_metric_that_there_is(tmp_path):
+    from matplotlib import image
+
     rows = [
         {
             "step": step,
@@ -36,7 +37,7 @@ def test_one_picture_for_each_kind_of_metric_that_there_is(tmp_path):
     drawn = write(tmp_path, rows)
     assert drawn == [f"{n}.png" for n in ("eval", "kl", "length", "loss", "reward", "throughput", "time")]
     for name in drawn:
-        picture = imread(tmp_path / "plots" / name)[..., :3]
+        picture = image.imread(tmp_path / "plots" / name)[..., :3]
         assert picture.shape[0] > 300 and picture.shape[1] > 600
         # A curve is neither black, white nor grey.
         assert (picture.max(-1) - picture.min(-1) > 0.3).sum() > 30, name

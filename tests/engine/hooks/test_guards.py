@@ -208,7 +208,7 @@ def test_drift_within_patience_at_the_end_is_saved(tmp_path):
 # ---- rolling back
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_rolling_back_goes_on_with_later_data(tmp_path, max_staleness):
     poison = {"fn": "poisoned", "first": 5, "last": 5}
     config = configured(tmp_path, poison, guards={"action": "rollback"}, log_samples=16, max_staleness=max_staleness)

@@ -2,8 +2,7 @@ import errno
 import json
 import math
 import os
-import subprocess
-import sys
+from multiprocessing import get_context
 
 import pytest
 
@@ -87,9 +86,8 @@ def test_two_runs_cannot_share_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(FolderInUse, match="still going"):
         RunFolder(tmp_path / "run")
-    code = f"from coalign.engine.hooks.run_folder import RunFolder; RunFolder({str(tmp_path / 'run')!r})"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "FolderInUse" in other.stderr
+    with get_context("fork").Pool(1) as other, pytest.raises(FolderInUse, match="still going"):
+        other.apply(RunFolder, (tmp_path / "run",))
     folder.close()
     RunFolder(tmp_path / "run").close()
 
