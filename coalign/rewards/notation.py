@@ -56,12 +56,12 @@ def is_same(gold: str, predicted: str, equal_expressions: ExpressionComparer) ->
 
 
 def _read_comma(first: str, second: str) -> bool | None:
-    """Compare `1,22` with 1.22: next to a number with a point, the comma of another is a decimal one."""
+    """Compare `1,22` with 1.22: next to a number that is not whole, the comma of another is a decimal one."""
     for one, other in ((first, second), (second, first)):
-        if re.fullmatch(r"-?(?:0|(?![0-9]{1,3},[0-9]{3}$)[0-9]+),[0-9]+", one) and re.fullmatch(
-            r"-?[0-9]*\.[0-9]+", other
-        ):
-            return Fraction(one.replace(",", ".")) == Fraction(other)
+        if re.fullmatch(r"-?(?:0|(?![0-9]{1,3},[0-9]{3}$)[0-9]+),[0-9]+", one):
+            number = _read_number(other)
+            if number and number.value is not None and ("." in other or number.value.denominator > 1):
+                return Fraction(one.replace(",", ".")) == number.value
     return None
 
 
@@ -308,7 +308,9 @@ def _is_words(text: str) -> bool:
 
 def _read_words(text: str) -> str:
     bare = " ".join(re.findall(r"[\w']+", _TEXT_CONTENT.sub(r"\1", text)))
-    return re.sub(r"^(?:the|an?)\s+", "", bare.casefold()) if len(bare) > 1 else bare  # `E` is not `e`
+    return (
+        re.sub(r"^(?:it is\s+)?(?:(?:the|an?)\s+)?", "", bare.casefold()) if len(bare) > 1 else bare
+    )  # `E` is not `e`
 
 
 def _levels(text: str):
@@ -384,8 +386,12 @@ _UNITS = {
 def _read_number(text: str) -> MathNode | None:
     """A number, alone, with a unit behind it, or alone among words."""
     text = re.sub(r"\\text\{\s*\}", "", text).strip()
-    if (numeral := _read_numeral(text)) is not None:
+    bare = _TEXT_CONTENT.sub(r"\1", text)
+    if (numeral := _read_numeral(bare)) is not None:
         return MathNode("number", text, value=numeral)
+    numeral, _, unit = bare.rpartition(" ")
+    if (value := _read_numeral(numeral)) is not None and (unit := _UNITS.get(unit) or _UNITS.get(unit[:-1])):
+        return MathNode("number", text, value=value, unit=unit)
     if (twice := re.fullmatch(r"([^()]+)\(([^()]*)\)", text)) and re.match(r"[^\W\d_]{3}", twice[1]):
         number = _read_number(twice[2])  # `forty-two (42)`
         return number if number and _read_numeral(twice[1]) == number.value else None
@@ -428,7 +434,7 @@ _NUMERAL = re.compile(rf"{_BELOW_1000}(?: (?:thousand|million|billion),?(?: (?:a
 
 def _read_numeral(text: str) -> Fraction | None:
     """The number that English words say, such as `forty-two`."""
-    text = " ".join(_TEXT_CONTENT.sub(r"\1", text).lower().split())
+    text = " ".join(text.lower().split())
     if not _NUMERAL.fullmatch(text):
         return None
     total = hundreds = 0
@@ -511,23 +517,26 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         return _compare(gold, predicted.parts[1], equal)
     if _is_assignment(gold) and predicted.kind != "relation":
         return _compare(gold.parts[1], predicted, equal)
+    if gold.kind == "list" and len(gold.parts) == 1:
+        return _compare(gold.parts[0], predicted, equal)
+    if predicted.kind == "list" and len(predicted.parts) == 1 and gold.kind != "number":
+        return _compare(gold, predicted.parts[0], equal)
     if kinds & {"tuple", "union"} and kinds & {"relation", "list"}:
-        regions = _to_region(gold), _to_region(predicted)
-        if regions[0] and regions[1]:
-            return _compare(*regions, equal)
+        one, other = _to_region(gold), _to_region(predicted)
+        if one and other:
+            return _compare(one, other, equal)
     if kinds == {"matrix", "tuple"}:  # a vector
         return _compare(_to_tuple(gold), _to_tuple(predicted), equal)
     if kinds == {"list", "tuple"}:  # a tuple without its brackets
         brackets = gold.text + predicted.text
         return brackets == "()" and _compare_in_order(gold.parts, predicted.parts, equal)
-    if gold.kind == "list" and len(gold.parts) == 1:
-        return _compare(gold.parts[0], predicted, equal)
-    if predicted.kind == "list" and len(predicted.parts) == 1 and gold.kind != "number":
-        return _compare(gold, predicted.parts[0], equal)
     if gold.kind == "relation" and predicted.kind == "relation":
         return _compare_relations(gold, predicted, equal)
     if gold.kind == "number" and predicted.kind == "number":
         return _is_equal_number(gold, predicted) and _agree(gold.unit, predicted.unit)
+    if kinds == {"number", "expression"} and (gold.unit or predicted.unit):  # `5 m`, where metres are asked for
+        one, other = (_read_letter_unit(node) for node in (gold, predicted))
+        return one.unit == other.unit and _compare(one, other, equal)
     if gold.kind == "number":  # `2+2` does not pay for 4
         return False
     if gold.kind != predicted.kind:
@@ -542,6 +551,11 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         case "base" | "words":
             return gold.text == predicted.text
     return equal([gold.text], [predicted.text], "")
+
+
+def _read_letter_unit(node: MathNode) -> MathNode:
+    found = re.fullmatch(r"(.*[0-9.}])\s*([A-Za-z])((?:\^[23])?)", node.text)
+    return (found and _read_number(rf"{found[1]}\text{{{found[2]}}}{found[3]}")) or node
 
 
 def _compare_lists(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
