@@ -26,9 +26,9 @@ ExpressionComparer = Callable[[Sequence[str], Sequence[str], str], bool]
 class MathNode:
     """An answer of one ``kind``.
 
-    `list` (no order), `tuple` (``text`` has its brackets), `union`, `relation` (``text`` has its signs), `matrix` (a
-    `tuple` for each row), `ratio`, `base`, `number`, `near` (what follows ≈), `choice` (``text`` has its letter),
-    `words` or `expression`. ``text`` is the normalised answer where nothing else is said.
+    `list` (no order; ``text`` is `{}` for a set), `tuple` (``text`` has its brackets), `union`, `relation` (``text``
+    has its signs), `matrix` (a `tuple` for each row), `ratio`, `base`, `number`, `near` (what follows ≈), `choice`
+    (``text`` has its letter), `words` or `expression`. ``text`` is the normalised answer where nothing else is said.
     """
 
     kind: str
@@ -136,7 +136,7 @@ _NAME = re.compile(  # a variable, a length `AB`, `f(x)`, `|z|`, an angle, a rat
     r"[a-zA-Z]\^\{-1\}\([a-z]\)|"
     r"(?:\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|\\[a-z]+)'?(?:_(?:\w|\{[^{}]*\}))?(?:\((?:[a-z]|\d{1,4})\))?\|?"
 )
-_CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)\s*\}?\s*([^\s(].*)")
+_CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)\s*\}?\s*([^\s(}].*)")
 _BUILDER = re.compile(r"([a-z])\s*(?:∈\s*ℝ\s*)?[|:]\s*(.+)")  # `x : x > 2` in braces
 _CURRENCIES = "＄€£¥"
 # What words say that signs say, too.
@@ -181,7 +181,8 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
         if (builder := _BUILDER.fullmatch(inside)) and re.search(rf"\b{builder[1]}\b", builder[2]):
             return read_answer(builder[2], depth + 1)
         node = read_answer(inside, depth + 1)
-        return node if node.kind == "list" and inside != "∅" else MathNode("list", "", (node,) if inside else ())
+        parts = node.parts if node.kind == "list" and not node.text and inside != "∅" else (node,)
+        return MathNode("list", "{}", parts if inside else ())
     if "±" in text or "∓" in text:
         upper = text.replace("±", "+").replace("∓", "-")
         lower = text.replace("±", "-").replace("∓", "+")
@@ -230,7 +231,7 @@ def _read_list(texts: Sequence[str], depth: int = 0) -> MathNode:
     groups = [node for node in nodes if node.kind == "list"]
     if len(groups) == len(nodes) and len(nodes) > 1 and all(_are_assignments(node.parts) for node in groups):
         return MathNode("list", "", tuple(nodes))
-    flat = [part for node in nodes for part in (node.parts if node.kind == "list" else (node,))]
+    flat = [part for node in nodes for part in (node.parts if node.kind == "list" and not node.text else (node,))]
     names = {part.parts[0].text for part in flat if part.kind == "relation"}
     for i, node in enumerate(flat[1:], 1):  # `x = 1, 2` says `x = 1, x = 2`
         before = flat[i - 1]
@@ -376,8 +377,8 @@ _UNITS = {
         "oz": "oz ounce",
         "ml": "ml milliliter", "l": "l liter litre", "°": "° degree deg", "rad": "rad radian",
         "%": "% percent pct percentage", "dollar": "dollar usd ＄", "cent": "cent ¢", "euro": "euro €",
-        "yen": "yen ¥", "am": "am", "pm": "pm", "mph": "mph", "km/h": "km/h kph",
-        "m/s": "m/s", "unit": "unit",
+        "yen": "yen ¥", "am": "am", "pm": "pm", "mi/h": "mph", "km/h": "kph",
+        "unit": "unit",
     }.items()
     for name in names.split()
 }  # fmt: skip
@@ -484,7 +485,8 @@ def _read_unit(rest: str) -> str | None:
     power = {"2": 2, "3": 3}.get(re.sub(r"[^23]", "", lowered[lowered.find("^") :])[:1], 1) if "^" in lowered else 1
     power = 2 if re.match(r"sq(?:uare)?\b", lowered) else 3 if re.match(r"cu(?:bic)?\b", lowered) else power
     name = re.sub(r"^(?:sq(?:uare)?|cu(?:bic)?)\.?\s+|\^.*$", "", lowered).strip(" .")
-    known = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
+    parts = [_UNITS.get(part) or _UNITS.get(part.removesuffix("s")) for part in re.split(r"\s*(?:/|\bper\b)\s*", name)]
+    known = "/".join(part for part in parts if part) if all(parts) else None
     if known is None:
         first = re.match(r"[^\W\d_]*", text)
         letters = len(first[0]) if first else 0
@@ -526,7 +528,8 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         if one and other:
             return _compare(one, other, equal)
     if kinds == {"matrix", "tuple"}:  # a vector
-        return _compare(_to_tuple(gold), _to_tuple(predicted), equal)
+        vectors = [_to_tuple(node) for node in (gold, predicted)]
+        return vectors[0].kind == vectors[1].kind and _compare(*vectors, equal)
     if kinds == {"list", "tuple"}:  # a tuple without its brackets
         brackets = gold.text + predicted.text
         return brackets == "()" and _compare_in_order(gold.parts, predicted.parts, equal)
