@@ -528,8 +528,8 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         if one and other:
             return _compare(one, other, equal)
     if kinds == {"matrix", "tuple"}:  # a vector
-        vectors = [_to_tuple(node) for node in (gold, predicted)]
-        return vectors[0].kind == vectors[1].kind and _compare(*vectors, equal)
+        one, other = _to_tuple(gold), _to_tuple(predicted)
+        return one.kind == other.kind and _compare(one, other, equal)
     if kinds == {"list", "tuple"}:  # a tuple without its brackets
         brackets = gold.text + predicted.text
         return brackets == "()" and _compare_in_order(gold.parts, predicted.parts, equal)
