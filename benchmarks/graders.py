@@ -2,7 +2,8 @@
 
 Truths are the final answers in `tests/rewards/answers.txt`. Wrong answers are a truth with one of its numbers changed
 by one, a sign or a relation turned, a bracket opened, an element left out. Right ones are the truth in other notations.
-`tests/rewards/answer_pairs.jsonl` has the pairs that two graders are tested with by their authors, and our own.
+`tests/rewards/answer_pairs.jsonl` has the pairs that two graders are tested with by their authors, and our own. Where
+an author's name ends in "responses" the answer stands in a whole response, which only the reward itself reads.
 
 Peers are measured if they are installed: Math-Verify (`math-verify`), and the grader of PRM800K with the normalisation
 of Hendrycks et al., which `mathruler` ships (`pip install mathruler pylatexenc tqdm`). Prints Markdown tables; the
@@ -19,6 +20,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -236,7 +238,8 @@ def main() -> None:
     for author in dict.fromkeys(pair[0] for pair in read_pairs()):
         pairs = [pair[1:] for pair in read_pairs() if pair[0] == author]
         sides = [(g, a) for g, a, equal in pairs if not equal], [(g, a) for g, a, equal in pairs if equal]
-        print_rows(f"pairs of {author}", sides, graders, arguments.show)
+        readers = {"Coalign": partial(grade, math)} if author.endswith("responses") else graders
+        print_rows(f"pairs of {author}", sides, readers, arguments.show)
     print("\n| reward | wrong ones paid | right ones refused |\n|---|---|---|")
     cases = list(list_reward_cases())
     for name in dict.fromkeys(case[0] for case in cases):

@@ -39,7 +39,9 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)}])[-−]\s?\$?)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3}\b)?"
     r"(?:/[0-9]+(?:,[0-9]{3})*)?|\.[0-9]+"
 )
-_BEFORE = re.compile(r"(?:[\^_√±]|\\(?:pm|cdot|times|sqrt|frac)|[\w)}]\s?[-+*/·×]|[+*/])\s?[{(]?\s?$")  # an expression,
+_BEFORE = re.compile(
+    r"(?:[\^_√±]|\\(?:pm|cdot|times|sqrt|frac)|[\w)}]\s?[-+*/·×]|[+*/])\s?[{(]?\s?$|\bnot\s+[$(]?$"
+)  # an expression,
 _BEHIND = re.compile(
     r"\s?(?:[\^_·×!]|\*(?!\*)|[+/](?=\s?[\w\\(])|-\s?[0-9\\(]|\\(?:pi|sqrt|cdot|times|frac)|[)}]\s?[\^_])"
 )

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 LONGEST = 400  # characters of an answer; longer ones equal nothing but themselves
 _ITEMS = 64  # of a list, likewise
@@ -25,9 +26,9 @@ ExpressionComparer = Callable[[Sequence[str], Sequence[str], str], bool]
 class MathNode:
     """An answer of one ``kind``.
 
-    `list` (no order), `tuple` (``text`` has its brackets), `union`, `relation` (``text`` has its signs), `matrix` (a
-    `tuple` for each row), `ratio`, `base`, `number`, `words` or `expression`. ``text`` is the normalised answer where
-    nothing else is said.
+    `list` (no order; ``text`` is `{}` for a set), `tuple` (``text`` has its brackets), `union`, `relation` (``text``
+    has its signs), `matrix` (a `tuple` for each row), `ratio`, `base`, `number`, `near` (what follows ≈), `choice`
+    (``text`` has its letter), `words` or `expression`. ``text`` is the normalised answer where nothing else is said.
     """
 
     kind: str
@@ -55,10 +56,12 @@ def is_same(gold: str, predicted: str, equal_expressions: ExpressionComparer) ->
 
 
 def _read_comma(first: str, second: str) -> bool | None:
-    """Compare `1,22` with 1.22: next to a number with a point, the comma of another is a decimal one."""
+    """Compare `1,22` with 1.22: next to a number that is not whole, the comma of another is a decimal one."""
     for one, other in ((first, second), (second, first)):
-        if re.fullmatch(r"-?[0-9]+,[0-9]+", one) and re.fullmatch(r"-?[0-9]*\.[0-9]+", other):
-            return Fraction(one.replace(",", ".")) == Fraction(other)
+        if re.fullmatch(r"-?(?:0|(?![0-9]{1,3},[0-9]{3}$)[0-9]+),[0-9]+", one):
+            number = _read_number(other)
+            if number and number.value is not None and ("." in other or number.value.denominator > 1):
+                return Fraction(one.replace(",", ".")) == number.value
     return None
 
 
@@ -66,7 +69,7 @@ def _read_comma(first: str, second: str) -> bool | None:
 
 _SYMBOLS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "√": r"\sqrt ", "²": "^2", "³": "^3",
-    "∪": "∪", "⟨": "(", "⟩": ")", "“": "", "”": "", "€": "", "£": "", "¥": "", "（": "(", "）": ")", "，": ",",
+    "∪": "∪", "⟨": "(", "⟩": ")", "“": "", "”": "", "（": "(", "）": ")", "，": ",",
 }  # fmt: skip
 _ROW = "¶"  # between the rows of a matrix
 _COMMANDS = {
@@ -76,6 +79,7 @@ _COMMANDS = {
     "degree": "°", "quad": " ", "qquad": " ", "left": "", "right": "", "big": "", "Big": "", "bigl": "", "bigr": "",
     "Bigl": "", "Bigr": "", "displaystyle": "", "boldsymbol": "", "mathbf": "", "limits": "", "land": " and ",
     "lor": " or ", "colon": ":", "lvert": "|", "rvert": "|", "mid": "|", "ast": "*", "arccos": r"\arccos",
+    "boxed": "", "fbox": "", "emptyset": "∅", "varnothing": "∅",
 }  # fmt: skip
 _TEXT = re.compile(r"\\(?:text|mbox|textbf|textit|textrm|textnormal|mathrm|operatorname|rm|bf)\s*\{([^{}]*)\}")
 _TEXT_CONTENT = re.compile(r"\\text\{([^{}]*)\}")
@@ -86,11 +90,13 @@ def simplify_notation(answer: str) -> str:
     r"""An answer without layout: one spelling for each sign, `\frac{a}{b}` for all fractions, words in `\text{}`."""
     text = answer[: 8 * LONGEST].strip()
     text = "".join(_SYMBOLS.get(character, character) for character in text)
-    text = text.replace("\\\\", _ROW)
+    text = re.sub(r"\\\\(?:\s*\[[0-9.]+\s*[a-z]{2}\])?", _ROW, text)
     text = re.sub(r",\s*\\!\s*|\{,\}", ",", text)
-    text = re.sub(r"\\[()\[\]!]", "", text)
-    text = re.sub(r"\\[,;: ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "").replace("$", "")
+    text = re.sub(r"\\[()\[\]!]", "", text).replace(r"\$", "＄")
+    text = re.sub(r"\\mathbb\s*(?:R|\{R\})", "ℝ", text)
+    text = re.sub(r"\\[,;: ]|~", " ", text).replace(r"\%", "%").replace("$", "")
     text = _TEXT.sub(_unwrap, text)
+    text = re.sub(r"\b([ap])\.\s?m\b\.?", r"\1m", text, flags=re.IGNORECASE)
     text = re.sub(r"\\([A-Za-z]+)", lambda found: _COMMANDS.get(found[1], found[0]), text)
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", "°", text)
     text = re.sub(r"(?<=[\w)])\*\*(?=[\w(-])", "^", text).replace("**", "").replace("`", "")
@@ -100,8 +106,11 @@ def simplify_notation(answer: str) -> str:
     text = _FRAC.sub(r"\\frac{\1\2}{\3\4}", text)
     text = re.sub(r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2", text)
     text = re.sub(r"(?<=[)\]}0-9])\s*(or|and)\s*(?=[(\[{0-9\\-])", r" \1 ", text)
-    text = " ".join(text.split())
-    text = text.strip(" *").rstrip(".,;: ")
+    text = re.sub(r"(?<=[0-9])\s*(?:\bto\b|\\text\{to\})\s*(?=[0-9])", ":", text)
+    return _strip_braces(" ".join(text.split()).strip(" *").rstrip(".,;: "))
+
+
+def _strip_braces(text: str) -> str:
     while text.startswith("{") and _closes_at(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     return text
@@ -122,19 +131,37 @@ def _key(text: str) -> str:
 _OPENING, _CLOSING = "([{", ")]}"
 _RELATION = "<>≤≥=≠≈∈"
 _MATRIX = re.compile(r"[(\[]?\s*\\begin\{([pbBvV]?matrix|array)\}(?:\s*\{[^{}]*\})?(.*)\\end\{\1\}\s*[)\]]?", re.DOTALL)
-_BASE = re.compile(r"\(?([0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(\d{1,2})\s*\}?|\\?(?:text\{)?\s*\(?base\s+(\d{1,2})\)?\}?)")
+_BASE = re.compile(r"\(?((?=[A-Fa-f]*[0-9])[0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?base[ -](\w+)\)?)")
 _NAME = re.compile(  # a variable, a length `AB`, `f(x)`, `|z|`, an angle, a ratio of such; not a product like `xy`
+    r"[a-zA-Z]\^\{-1\}\([a-z]\)|"
     r"(?:\\angle\s*)?\|?(?:[A-Za-z]|[A-Z]{2,4}|\\[a-z]+)'?(?:_(?:\w|\{[^{}]*\}))?(?:\((?:[a-z]|\d{1,4})\))?\|?"
 )
+_CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)\s*\}?\s*([^\s(}].*)")
+_BUILDER = re.compile(r"([a-z])\s*(?:∈\s*ℝ\s*)?[|:]\s*(.+)")  # `x : x > 2` in braces
+_CURRENCIES = "＄€£¥"
+# What words say that signs say, too.
+_SYNONYMS = {
+    "infinity": "∞", "positive infinity": "∞", "negative infinity": "-∞", "minus infinity": "-∞", "empty set": "∅",
+    "no solution": "∅", "no solutions": "∅", "all real numbers": "ℝ", "all reals": "ℝ", "dne": "does not exist",
+}  # fmt: skip
 _TITLE = re.compile(r"(?:\\text\{[^{}]*\}|[A-Za-z]{3,}[A-Za-z ]*)")
+
+
+_LOWEST, _HIGHEST = MathNode("expression", "-∞"), MathNode("expression", "∞")
 
 
 def read_answer(text: str, depth: int = 0) -> MathNode:
     """The structure of an answer in simplified notation."""
-    text = text.strip().rstrip(".")
-    plain = MathNode("expression", text)
+    text = _strip_braces(text.strip().rstrip("."))
+    plain = MathNode("expression", re.sub(rf"[{_CURRENCIES}]", "", text))
     if depth > 8:
         return plain
+    if text == "∅":
+        return MathNode("list", "")
+    if text == "ℝ":
+        return MathNode("tuple", "()", (_LOWEST, _HIGHEST))
+    if (based := _read_base(_TEXT_CONTENT.sub(r"\1", text))) is not None:
+        return based
     if (number := _read_number(text)) is not None:
         return number
     if matrix := _MATRIX.fullmatch(text):
@@ -151,8 +178,11 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
             return _read_list(parts, depth) if len(parts) <= _ITEMS else plain
     if text.startswith(r"\{") and text.endswith(r"\}") and _closes_at(text, 1) == len(text) - 1:
         inside = text[2:-2].strip()
+        if (builder := _BUILDER.fullmatch(inside)) and re.search(rf"\b{builder[1]}\b", builder[2]):
+            return read_answer(builder[2], depth + 1)
         node = read_answer(inside, depth + 1)
-        return node if node.kind == "list" else MathNode("list", "", (node,) if inside else ())
+        parts = node.parts if node.kind == "list" and not node.text and inside != "∅" else (node,)
+        return MathNode("list", "{}", parts if inside else ())
     if "±" in text or "∓" in text:
         upper = text.replace("±", "+").replace("∓", "-")
         lower = text.replace("±", "-").replace("∓", "+")
@@ -167,18 +197,32 @@ def read_answer(text: str, depth: int = 0) -> MathNode:
             return MathNode("tuple", text[0] + text[-1], tuple(read_answer(part, depth + 1) for part in parts))
         if text[0] == "(" and (_is_words(text[1:-1]) or _read_number(text[1:-1]) is not None):
             return read_answer(text[1:-1], depth + 1)
-    if based := _BASE.fullmatch(text):
-        digits, base = based[1].lower().lstrip("0") or "0", int(based[2] or based[3])
-        if base == 10 and digits.isdecimal():
-            return MathNode("number", text, value=Fraction(int(digits)))
-        return MathNode("base", f"{digits}_{base}")
+    if (named := re.fullmatch(r"([A-Z])\s*(\(.*\))", text)) and _closes_at(named[2], 0) == len(named[2]) - 1:
+        point = read_answer(named[2], depth + 1)
+        if point.kind == "tuple":  # `P(2, 5)`
+            return MathNode("relation", "=", (MathNode("name", named[1]), point))
+    if choice := _CHOICE.fullmatch(text):
+        return MathNode("choice", choice[1], (read_answer(choice[2], depth + 1),))
     if len(parts := _split(text, ":")) > 1:
         ratio = tuple(read_answer(part, depth + 1) for part in parts)
         return MathNode("ratio", text, ratio)
     if _is_words(text):
-        return MathNode("words", _read_words(text))
+        words = _read_words(text)
+        return read_answer(_SYNONYMS[words], depth + 1) if words in _SYNONYMS else MathNode("words", words)
     unit = re.fullmatch(r"(.*[^\s])\s*\\text\{([^{}]*)\}(?:\^[23])?", text)
     return MathNode("expression", unit[1]) if unit and not _HEDGES.search(unit[2]) else plain
+
+
+def _read_base(text: str) -> MathNode | None:
+    found = _BASE.fullmatch(" ".join(text.split()))
+    name = found and (found[2] or found[3])
+    base = name and (Fraction(name) if name.isdecimal() else _read_numeral(name))
+    if not found or not base or not 2 <= base <= 36:
+        return None
+    digits = found[1].lower().lstrip("0") or "0"
+    if any(int(digit, 36) >= base for digit in digits):
+        return None
+    return MathNode("number", text, value=Fraction(digits)) if base == 10 else MathNode("base", f"{digits}_{base}")
 
 
 def _read_list(texts: Sequence[str], depth: int = 0) -> MathNode:
@@ -187,8 +231,7 @@ def _read_list(texts: Sequence[str], depth: int = 0) -> MathNode:
     groups = [node for node in nodes if node.kind == "list"]
     if len(groups) == len(nodes) and len(nodes) > 1 and all(_are_assignments(node.parts) for node in groups):
         return MathNode("list", "", tuple(nodes))
-    flat = [part for node in nodes for part in (node.parts if node.kind == "list" else (node,))]
-    names = {part.parts[0].text for part in flat if part.kind == "relation"}
+    flat = [part for node in nodes for part in (node.parts if node.kind == "list" and not node.text else (node,))]
     names = {part.parts[0].text for part in flat if part.kind == "relation"}
     for i, node in enumerate(flat[1:], 1):  # `x = 1, 2` says `x = 1, x = 2`
         before = flat[i - 1]
@@ -201,15 +244,12 @@ def _read_relation(text: str, depth: int) -> MathNode | None:
     sides, signs = _split_relation(text)
     if not signs:
         return None
-    if "≈" in signs:  # `x = 1/3 ≈ 0.333` says 1/3, `x ≈ 3.1` says 3.1
-        cut = signs.index("≈")
-        keep = cut if cut or not _is_name(sides[0]) else 1
-        if keep == 1 and not cut:
-            sides, signs = sides[:2], ["="]
-        else:
-            sides, signs = sides[: cut + 1], signs[:cut]
-        if not signs:
-            return read_answer(sides[0], depth + 1)
+    if "≈" in signs:  # `x = 1/3 ≈ 0.333` says 1/3, `x ≈ 3.1` says that it is near 3.1
+        exact, _, rounded = text.partition("≈")
+        if exact.strip() and not _is_name(exact):
+            return read_answer(exact, depth + 1)
+        near = MathNode("near", text, (read_answer(rounded, depth + 1),))
+        return MathNode("relation", "=", (MathNode("name", _key(exact)), near)) if exact.strip() else near
     if "∈" in signs:
         return read_answer(sides[-1], depth + 1) if len(signs) == 1 and _is_name(sides[0]) else None
     if not all(side.strip() for side in sides):
@@ -218,6 +258,8 @@ def _read_relation(text: str, depth: int) -> MathNode | None:
     if set(signs) == {"="}:
         if _is_name(sides[0]):
             return MathNode("relation", "=", (MathNode("name", _key(sides[0])), nodes[-1]))
+        if _is_name(sides[-2]):  # `1 + 1 = x = 2`
+            return MathNode("relation", "=", (MathNode("name", _key(sides[-2])), nodes[-1]))
         left = re.sub(r"\\(?:times|cdot|frac|sqrt|div)", "*", "".join(sides[:-1]))
         if nodes[-1].kind == "number" and nodes[0].kind != "number" and not re.search(r"[A-Za-z]", left):
             return nodes[-1]  # a calculation: `9 * 2 = 18`
@@ -267,7 +309,9 @@ def _is_words(text: str) -> bool:
 
 def _read_words(text: str) -> str:
     bare = " ".join(re.findall(r"[\w']+", _TEXT_CONTENT.sub(r"\1", text)))
-    return re.sub(r"^(?:the|an?)\s+", "", bare.casefold()) if len(bare) > 1 else bare  # `E` is not `e`
+    return (
+        re.sub(r"^(?:it is\s+)?(?:(?:the|an?)\s+)?", "", bare.casefold()) if len(bare) > 1 else bare
+    )  # `E` is not `e`
 
 
 def _levels(text: str):
@@ -308,10 +352,11 @@ _DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?|[0-9]{1,3}(?: [0-9]{3})+(?
 _SIGNED = rf"-?\s*{_DECIMAL}"
 _POWER = r"10\s*\^\s*\{?\s*(?P<power>[+-]?\s*[0-9]{1,4})\s*\}?"
 _VALUE = re.compile(
-    rf"(?P<sign>[+-]?)\s*(?:{_POWER.replace('power', 'power2')}|"
+    rf"(?P<currency>[{_CURRENCIES}]?)\s*(?P<sign>[+-]?)\s*(?P<currency2>[{_CURRENCIES}]?)\s*"
+    rf"(?:{_POWER.replace('power', 'power2')}|"
     rf"(?:(?P<whole>[0-9]+)\s*)?\\frac\{{\s*(?P<top>{_SIGNED})\s*\}}\{{\s*(?P<bottom>{_SIGNED})\s*\}}"
     rf"|(?:(?P<whole2>[0-9]+)\s+)?(?P<top2>{_DECIMAL})\s*/\s*(?P<bottom2>{_DECIMAL})"
-    rf"|(?P<decimal>{_DECIMAL})(?:[eE](?P<e>[+-]?[0-9]{{1,4}}))?"
+    rf"|(?P<decimal>{_DECIMAL})(?:\\(?:overline|bar)\s*\{{?(?P<cycle>[0-9]{{1,40}})\}}?)?(?:[eE](?P<e>[+-]?[0-9]{{1,4}}))?"
     rf"(?:\s*(?:\\times|\\cdot|\*|x)\s*{_POWER})?)"
 )
 _FUNCTION = re.compile(r"(?:sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|mod|choose|arc|theta|alpha|beta)", re.IGNORECASE)
@@ -328,10 +373,12 @@ _UNITS = {
         "mm": "mm millimeter millimetre", "cm": "cm centimeter centimetre", "m": "m meter metre",
         "km": "km kilometer kilometre", "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard", "mi": "mi mile",
         "s": "s sec second", "min": "min minute", "h": "h hr hour", "day": "day", "week": "week wk", "month": "month",
-        "year": "year yr", "mg": "mg milligram", "g": "g gram", "kg": "kg kilogram", "lb": "lb pound", "oz": "oz ounce",
+        "year": "year yr", "mg": "mg milligram", "g": "g gram", "kg": "kg kilogram", "pound": "lb pound £",
+        "oz": "oz ounce",
         "ml": "ml milliliter", "l": "l liter litre", "°": "° degree deg", "rad": "rad radian",
-        "%": "% percent pct percentage", "dollar": "dollar usd", "cent": "cent", "mph": "mph", "km/h": "km/h kph",
-        "m/s": "m/s", "unit": "unit",
+        "%": "% percent pct percentage", "dollar": "dollar usd ＄", "cent": "cent ¢", "euro": "euro €",
+        "yen": "yen ¥", "am": "am", "pm": "pm", "mi/h": "mph", "km/h": "kph",
+        "unit": "unit",
     }.items()
     for name in names.split()
 }  # fmt: skip
@@ -340,6 +387,15 @@ _UNITS = {
 def _read_number(text: str) -> MathNode | None:
     """A number, alone, with a unit behind it, or alone among words."""
     text = re.sub(r"\\text\{\s*\}", "", text).strip()
+    bare = _TEXT_CONTENT.sub(r"\1", text)
+    if (numeral := _read_numeral(bare)) is not None:
+        return MathNode("number", text, value=numeral)
+    numeral, _, unit = bare.rpartition(" ")
+    if (value := _read_numeral(numeral)) is not None and (unit := _UNITS.get(unit) or _UNITS.get(unit[:-1])):
+        return MathNode("number", text, value=value, unit=unit)
+    if (twice := re.fullmatch(r"([^()]+)\(([^()]*)\)", text)) and re.match(r"[^\W\d_]{3}", twice[1]):
+        number = _read_number(twice[2])  # `forty-two (42)`
+        return number if number and _read_numeral(twice[1]) == number.value else None
     found = _VALUE.match(text)
     words = ""
     if not found:  # `She makes 18 a day`
@@ -357,7 +413,40 @@ def _read_number(text: str) -> MathNode | None:
     if scale := re.match(r"\s*(?:\\text\{\s*)?(hundred|thousand|million|billion|trillion)\b(.*)", rest, re.IGNORECASE):
         value, rest = value * 10 ** _SCALES[scale[1].lower()], scale[2].rstrip("}") if "{" not in scale[2] else scale[2]
     unit = _read_unit(rest)
+    if sign := found["currency"] or found["currency2"]:
+        unit = None if unit is None else unit or _UNITS[sign]
     return None if unit is None else MathNode("number", text, value=value, unit=unit)
+
+
+_NUMERALS = {
+    name: value
+    for names, values in {
+        "one two three four five six seven eight nine": range(1, 10),
+        "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen zero": (*range(10, 20), 0),
+        "twenty thirty forty fifty sixty seventy eighty ninety": range(20, 100, 10),
+    }.items()
+    for name, value in zip(names.split(), values, strict=True)
+}
+_NAMES = list(_NUMERALS)
+_BELOW_100 = rf"(?:(?:{'|'.join(_NAMES[20:])})(?:[ -](?:{'|'.join(_NAMES[:9])}))?|{'|'.join(_NAMES[19::-1])})"
+_BELOW_1000 = rf"(?:{_BELOW_100} hundred(?: (?:and )?{_BELOW_100})?|{_BELOW_100})"
+_NUMERAL = re.compile(rf"{_BELOW_1000}(?: (?:thousand|million|billion),?(?: (?:and )?{_BELOW_1000})?)*")
+
+
+def _read_numeral(text: str) -> Fraction | None:
+    """The number that English words say, such as `forty-two`."""
+    text = " ".join(text.lower().split())
+    if not _NUMERAL.fullmatch(text):
+        return None
+    total = hundreds = 0
+    for word in re.findall(r"[a-z]+", text):
+        if word == "hundred":
+            hundreds *= 100
+        elif word in _SCALES:
+            total, hundreds = total + hundreds * 10 ** _SCALES[word], 0
+        else:
+            hundreds += _NUMERALS.get(word, 0)
+    return Fraction(total + hundreds)
 
 
 def _evaluate(found: re.Match[str]) -> Fraction | None:
@@ -372,6 +461,11 @@ def _evaluate(found: re.Match[str]) -> Fraction | None:
         value = Fraction(part["whole"] or part["whole2"] or 0) + Fraction(top) / Fraction(bottom)
     else:
         value = Fraction(part["decimal"] or 1)
+        if cycle := part["cycle"]:  # `0.1\overline{6}`
+            _, point, decimals = (part["decimal"] or "").partition(".")
+            if not point:
+                return None
+            value += Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(decimals))
     value *= Fraction(10) ** exponent
     return -value if part["sign"] == "-" else value
 
@@ -384,14 +478,15 @@ def _read_unit(rest: str) -> str | None:
     if not text:
         return ""
     if not re.fullmatch(
-        r"[%°]?\s*[^\W\d_][^\d\\_=<>+*()\[\]{}|]*(?:\^\{?[23]\}?)?(?:/\s*[a-z]{1,6}(?:\^\{?2\}?)?)?|[%°]", text
+        r"[%°]?\s*[^\W\d_][^\d\\_=<>+*()\[\]{}|]*(?:\^\{?[23]\}?)?(?:/\s*[a-z]{1,6}(?:\^\{?2\}?)?)?|[%°¢＄€£¥]", text
     ):
         return None
     lowered = text.lower()
     power = {"2": 2, "3": 3}.get(re.sub(r"[^23]", "", lowered[lowered.find("^") :])[:1], 1) if "^" in lowered else 1
     power = 2 if re.match(r"sq(?:uare)?\b", lowered) else 3 if re.match(r"cu(?:bic)?\b", lowered) else power
     name = re.sub(r"^(?:sq(?:uare)?|cu(?:bic)?)\.?\s+|\^.*$", "", lowered).strip(" .")
-    known = _UNITS.get(name) or _UNITS.get(name.removesuffix("s"))
+    parts = [_UNITS.get(part) or _UNITS.get(part.removesuffix("s")) for part in re.split(r"\s*(?:/|\bper\b)\s*", name)]
+    known = "/".join(part for part in parts if part) if all(parts) else None
     if known is None:
         first = re.match(r"[^\W\d_]*", text)
         letters = len(first[0]) if first else 0
@@ -400,7 +495,7 @@ def _read_unit(rest: str) -> str | None:
         if not wrapped and letters < 3 and not re.match(r"[^\W\d_]{1,2}\s+[^\W\d_]{2}", text):
             return None
         return ""
-    if not wrapped and len(name) == 1 and name not in "%°":
+    if not wrapped and len(name) == 1 and name.isalpha():
         return None  # `5 m` is a product, `5\text{ m}` a length
     return f"{known}^{power}" if power > 1 else known
 
@@ -411,6 +506,11 @@ def _read_unit(rest: str) -> str | None:
 def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
     if gold == predicted:
         return True
+    kinds = {gold.kind, predicted.kind}
+    if "near" in kinds and "relation" not in kinds:
+        return _compare_near(gold, predicted, equal)
+    if "choice" in kinds:
+        return _compare_choices(gold, predicted, equal)
     if gold.kind == "list" and predicted.kind == "list":
         return _compare_lists(gold, predicted, equal)
     if _is_assignment(gold) and _is_assignment(predicted):
@@ -419,32 +519,33 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         return _compare(gold, predicted.parts[1], equal)
     if _is_assignment(gold) and predicted.kind != "relation":
         return _compare(gold.parts[1], predicted, equal)
-    if gold.kind == "relation" and predicted.kind in ("tuple", "union"):
-        interval = _to_interval(gold)
-        return interval is not None and _compare(interval, predicted, equal)
-    if predicted.kind == "relation" and gold.kind in ("tuple", "union"):
-        interval = _to_interval(predicted)
-        return interval is not None and _compare(gold, interval, equal)
-    if {gold.kind, predicted.kind} == {"list", "tuple"}:  # a tuple without its brackets
-        brackets = gold.text + predicted.text
-        return brackets == "()" and _compare_in_order(gold.parts, predicted.parts, equal)
     if gold.kind == "list" and len(gold.parts) == 1:
         return _compare(gold.parts[0], predicted, equal)
     if predicted.kind == "list" and len(predicted.parts) == 1 and gold.kind != "number":
         return _compare(gold, predicted.parts[0], equal)
+    if kinds & {"tuple", "union"} and kinds & {"relation", "list"}:
+        one, other = _to_region(gold), _to_region(predicted)
+        if one and other:
+            return _compare(one, other, equal)
+    if kinds == {"matrix", "tuple"}:  # a vector
+        one, other = _to_tuple(gold), _to_tuple(predicted)
+        return one.kind == other.kind and _compare(one, other, equal)
+    if kinds == {"list", "tuple"}:  # a tuple without its brackets
+        brackets = gold.text + predicted.text
+        return brackets == "()" and _compare_in_order(gold.parts, predicted.parts, equal)
     if gold.kind == "relation" and predicted.kind == "relation":
         return _compare_relations(gold, predicted, equal)
     if gold.kind == "number" and predicted.kind == "number":
         return _is_equal_number(gold, predicted) and _agree(gold.unit, predicted.unit)
+    if kinds == {"number", "expression"} and (gold.unit or predicted.unit):  # `5 m`, where metres are asked for
+        one, other = (_read_letter_unit(node) for node in (gold, predicted))
+        return one.unit == other.unit and _compare(one, other, equal)
     if gold.kind == "number":  # `2+2` does not pay for 4
         return False
     if gold.kind != predicted.kind:
-        kinds = {gold.kind, predicted.kind}
         return kinds <= {"expression", "number", "words"} and equal([gold.text], [predicted.text], "")
     match gold.kind:
-        case "tuple":
-            return gold.text == predicted.text and _compare_in_order(gold.parts, predicted.parts, equal)
-        case "matrix":
+        case "tuple" | "matrix":
             return gold.text == predicted.text and _compare_in_order(gold.parts, predicted.parts, equal)
         case "union":
             return _match_all(gold.parts, predicted.parts, equal)
@@ -453,6 +554,11 @@ def _compare(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> 
         case "base" | "words":
             return gold.text == predicted.text
     return equal([gold.text], [predicted.text], "")
+
+
+def _read_letter_unit(node: MathNode) -> MathNode:
+    found = re.fullmatch(r"(.*[0-9.}])\s*([A-Za-z])((?:\^[23])?)", node.text)
+    return (found and _read_number(rf"{found[1]}\text{{{found[2]}}}{found[3]}")) or node
 
 
 def _compare_lists(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
@@ -493,14 +599,62 @@ def _compare_relations(gold: MathNode, predicted: MathNode, equal: ExpressionCom
 
 def _compare_ratios(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
     first, second = ([part.value for part in node.parts if part.value] for node in (gold, predicted))
+    if any(part.unit for part in (*gold.parts, *predicted.parts)):  # `3:15 pm`
+        return _compare_in_order(gold.parts, predicted.parts, equal)
     if len(first) == len(second) == len(gold.parts) == len(predicted.parts):
         return all(one * second[0] == other * first[0] for one, other in zip(first, second, strict=True))
     return _compare_in_order(gold.parts, predicted.parts, equal)
 
 
+def _compare_near(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
+    """What is near a value is not an exact one: only a truth that is near, too, or a decimal is paid."""
+    one, other = (node.parts[0] if node.kind == "near" else node for node in (gold, predicted))
+    if gold.kind != "near" and ((gold.value is not None and gold.value.denominator == 1) or "." not in other.text):
+        return False
+    return _compare(one, other, equal)
+
+
+def _compare_choices(gold: MathNode, predicted: MathNode, equal: ExpressionComparer) -> bool:
+    """`(C) 12` is C, and is 12; both count where both are said."""
+    letters = [node.text for node in (gold, predicted) if node.kind == "choice" or re.fullmatch("[A-J]", node.text)]
+    if len(letters) == 2 and letters[0] != letters[1]:
+        return False
+    one, other = (node.parts[0] if node.kind == "choice" else node for node in (gold, predicted))
+    return (len(letters) == 2 and gold.kind != predicted.kind) or _compare(one, other, equal)
+
+
+def _to_tuple(node: MathNode) -> MathNode:
+    """A matrix of one column or one row as a tuple."""
+    rows = [row.parts for row in node.parts]
+    if node.kind != "matrix" or node.text or not (len(rows) == 1 or all(len(row) == 1 for row in rows)):
+        return node
+    return MathNode("tuple", "()", tuple(part for row in rows for part in row))
+
+
+def _to_region(node: MathNode) -> MathNode | None:
+    """The interval or the union that relations of one variable say (`x < 1 or x > 5`, `x ≠ 0`); None for others."""
+    if node.kind in ("tuple", "union"):
+        return node
+    relations = node.parts if node.kind == "list" else (node,)
+    if not relations or any(one.kind != "relation" for one in relations):
+        return None
+    if len(relations) > 1 and len({p.text for one in relations for p in one.parts if _is_name(p.text)}) != 1:
+        return None
+    if all(one.text == "≠" and _is_name(one.parts[0].text) for one in relations):
+        holes = sorted((one.parts[1] for one in relations), key=lambda hole: hole.value or 0)
+        if len(holes) > 1 and any(hole.value is None for hole in holes):
+            return None
+        return MathNode(
+            "union", "", tuple(MathNode("tuple", "()", ends) for ends in pairwise([_LOWEST, *holes, _HIGHEST]))
+        )
+    intervals = tuple(interval for one in relations if (interval := _to_interval(one)))
+    if len(intervals) < len(relations):
+        return None
+    return intervals[0] if len(intervals) == 1 else MathNode("union", "", intervals)
+
+
 def _to_interval(relation: MathNode) -> MathNode | None:
     """`a < x ≤ b` as the interval `(a, b]`; None for a relation that is none."""
-    infinite = [MathNode("expression", text) for text in ("-∞", "∞")]
     low, sign, high = None, relation.text, None
     if not set(sign) <= set("<≤"):
         return None
@@ -509,9 +663,9 @@ def _to_interval(relation: MathNode) -> MathNode | None:
         case 3, [_, True, _]:
             low, high = relation.parts[0], relation.parts[2]
         case 2, [True, False]:
-            low, high, sign = infinite[0], relation.parts[1], "<" + sign
+            low, high, sign = _LOWEST, relation.parts[1], "<" + sign
         case 2, [False, True]:
-            low, high, sign = relation.parts[0], infinite[1], sign + "<"
+            low, high, sign = relation.parts[0], _HIGHEST, sign + "<"
     if low is None or high is None:
         return None
     brackets = ("(" if sign[0] == "<" else "[") + (")" if sign[1] == "<" else "]")
