@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from coalign import function_process
 from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.functions import name_object
 from coalign.config.schema import RewardConfig
-from coalign.rewards import function_process
 from coalign.rewards.calls import RewardCaller, RewardFailure
 from tests.rewards.samples import sample
 
