@@ -115,10 +115,10 @@ class RewardCaller:
         self.service_failures: Counter[str] = Counter()  # of each function, in samples and attempts; see `score`
 
     def start(self, functions: Sequence[RewardFunction]) -> None:
-        """Start a process of each isolated function. Raises what its module or its class raises."""
+        """Start a process of each function that has some, or names one that has. Raises what its module or class raises."""
         for function in functions:
-            if function.pool is not None:
-                self._loop.submit(function.pool.start()).result()
+            if start := getattr(function.pool or function.fn, "start", None):
+                self._loop.submit(start()).result()
 
     def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
         """For each function the outcome of every sample, in order.
