@@ -52,6 +52,7 @@ _EAGER = tuple(field.name for field in fields(Sample) if field.name not in _LAZY
 Call = Sequence[Any]  # the positional arguments of one call
 
 _pools: WeakKeyDictionary[asyncio.AbstractEventLoop, list[FunctionPool]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, FunctionPool | None]] = WeakKeyDictionary()
 
 
 class ProcessDied(RuntimeError):
@@ -90,6 +91,15 @@ def build_pool(
             "function '%s' runs in this process, which it can hang or end: it cannot be pickled (%s)", name, error
         )
         return None
+
+
+def share_pool(path: str, fn: Callable[..., Any], arguments: Mapping[str, Any]) -> FunctionPool | None:
+    """What `build_pool` builds, once for a function and its arguments on the running event loop."""
+    known = _shared.setdefault(asyncio.get_running_loop(), {})
+    key = fn, repr(sorted(arguments.items()))
+    if key not in known:
+        known[key] = build_pool(path, fn, arguments)
+    return known[key]
 
 
 def close_pools(loop: asyncio.AbstractEventLoop) -> None:

@@ -103,6 +103,7 @@ class Function:
             # Not RLIMIT_AS: torch and CUDA reserve far more addresses than they use.
             resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
         fn, arguments = pickle.loads(pickled)
+        self.fn: Any
         self.fn, self._bound = (fn(**arguments), {}) if inspect.isclass(fn) else (fn, arguments)
 
     def answer(self, number: int, payload: bytes) -> None:

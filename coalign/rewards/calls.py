@@ -115,7 +115,7 @@ class RewardCaller:
         self.service_failures: Counter[str] = Counter()  # of each function, in samples and attempts; see `score`
 
     def start(self, functions: Sequence[RewardFunction]) -> None:
-        """Start a process of each function that has some, or names one that has. Raises what its module or class raises."""
+        """Start a process of each function that runs in some. Raises what its module or class raises."""
         for function in functions:
             if start := getattr(function.pool or function.fn, "start", None):
                 self._loop.submit(start()).result()

@@ -49,10 +49,8 @@ def check_pattern(pattern: str, text: str) -> bool:
 
 def find_last(pattern: str, text: str) -> str | None:
     """The first group of a pattern (without groups: all of it) where it matches last, ignoring case."""
-    found = None
-    for found in re.finditer(pattern, text, re.IGNORECASE):
-        pass
-    return found and found[min(1, found.re.groups)]
+    found = [match[min(1, match.re.groups)] for match in re.finditer(pattern, text, re.IGNORECASE)]
+    return found[-1] if found else None
 
 
 CHECKS: dict[str, Callable[..., bool | str | None]] = {

@@ -61,11 +61,11 @@ class NestedFunction:
         self._pool = build_pool(config.fn, fn, arguments)
         self._is_async = is_coroutine_function(fn)
         if self._pool is None:
-            self._fn: Callable[..., Any] = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)
+            self._fn: Any = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)
         self._threads = ThreadPool()
 
     async def start(self) -> None:
-        """Start a process, so that no call's deadline pays for it. Raises what the function's module or class raises."""
+        """Start a process, for which no call's deadline pays. Raises what the module or the class raises."""
         if self._pool is not None:
             await self._pool.start()
 
