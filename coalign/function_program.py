@@ -37,7 +37,7 @@ _SAMPLE = "coalign.types"
 class SampleView:
     """A sample in a process without torch, which it imports when the function reads a tensor or the status."""
 
-    def __init__(self, connection: Connection, fields: dict[str, Any], lazy: dict[str, Any]) -> None:
+    def __init__(self, connection: ParentConnection, fields: dict[str, Any], lazy: dict[str, Any]) -> None:
         self.__dict__.update(fields, _lazy=lazy, _connection=connection)
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +63,7 @@ def _unpack(packed: Any) -> Any:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
-class Connection:
+class ParentConnection:
     """The program's end of the socket."""
 
     def __init__(self, descriptor: int) -> None:
@@ -94,10 +94,10 @@ class Connection:
             self.send(0, FAST)
 
 
-class Function:
+class IsolatedFunction:
     """The function, the arguments that its configuration binds, and the limit of its memory."""
 
-    def __init__(self, connection: Connection, pickled: bytes, memory_mb: int | None) -> None:
+    def __init__(self, connection: ParentConnection, pickled: bytes, memory_mb: int | None) -> None:
         self._connection, self._memory_mb = connection, memory_mb
         if memory_mb is not None:
             # Not RLIMIT_AS: torch and CUDA reserve far more addresses than they use.
@@ -147,7 +147,7 @@ def pack_error(error: BaseException, memory_mb: int | None) -> bytes:
         return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), trace))
 
 
-def _unpack_argument(connection: Connection, packed: tuple[str, Any]) -> Any:
+def _unpack_argument(connection: ParentConnection, packed: tuple[str, Any]) -> Any:
     kind, value = packed
     if kind == "samples":
         return [_unpack_argument(connection, ("sample", one)) for one in value]
@@ -169,11 +169,11 @@ def _bind_to_parent() -> None:
 
 def main() -> None:
     _bind_to_parent()
-    connection = Connection(int(sys.argv[1]))
+    connection = ParentConnection(int(sys.argv[1]))
     _, _, payload = connection.receive()
     sys.path[:], pickled, is_async, memory_mb = pickle.loads(payload)
     try:
-        function = Function(connection, pickled, memory_mb)
+        function = IsolatedFunction(connection, pickled, memory_mb)
     except BaseException as error:
         connection.send(0, ERROR, pack_error(error, memory_mb))
         return
@@ -185,7 +185,7 @@ def main() -> None:
         function.answer(number, payload)
 
 
-async def _serve_async(connection: Connection, function: Function) -> None:
+async def _serve_async(connection: ParentConnection, function: IsolatedFunction) -> None:
     loop, tasks = asyncio.get_running_loop(), {}
 
     def handle(number: int, kind: bytes, payload: bytes) -> None:
