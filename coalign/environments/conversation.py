@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -11,7 +11,10 @@ from coalign.config.functions import bind, resolve
 from coalign.config.schema import RolloutConfig
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentFunction
-from coalign.threads import call_in_thread
+from coalign.function_process import is_coroutine_function, share_pool
+from coalign.threads import CallTimeout, call_in_thread
+
+_DAY = 86400.0  # seconds: the episode's clock cancels what takes too long
 
 
 def scripted(messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], random: Random) -> str | None:
@@ -43,7 +46,7 @@ async def simulated_user(
         if not turns_left or not turn.tokens:
             return
         message = await episode.call_service(
-            lambda: call_function(reply, list(episode.messages), episode.row, episode.random)
+            lambda: call_isolated(user, reply, [list(episode.messages), dict(episode.row), episode.random])
         )
         if message is None:
             return
@@ -59,9 +62,35 @@ simulated_user.check = _check_user
 
 async def call_function(function: Any, *arguments: Any, **keywords: Any) -> Any:
     """Call a plain or async function; a plain one runs in a thread, so it may block."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+    if is_coroutine_function(function):
         return await function(*arguments, **keywords)
     return await call_in_thread(function, *arguments, **keywords)
+
+
+async def call_isolated(
+    path: str, function: Any, arguments: Sequence[Any], settings: Mapping[str, Any] | None = None, seconds: float = _DAY
+) -> Any:
+    """Call the function that a configuration names ``path`` with data, no live objects; ``settings`` are keywords.
+
+    A plain function of a person's runs in processes, which may hang or die. Raises what the function raises,
+    CallTimeout after ``seconds``, and ProcessDied.
+    """
+    settings = settings or {}
+    if not is_coroutine_function(function) and (pool := share_pool(path, function, settings)):
+        return await pool.call(arguments, seconds)
+    return await limit_time(call_function(function, *arguments, **settings), seconds)
+
+
+async def limit_time(call: Coroutine[Any, Any, Any], seconds: float) -> Any:
+    """Await a call; CallTimeout, which is no TimeoutError of the function's own, after ``seconds``."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if limit.expired():
+            raise CallTimeout(seconds) from None
+        raise
 
 
 def find_environment(config: RolloutConfig) -> EnvironmentFunction | None:

@@ -12,10 +12,13 @@ from itertools import groupby
 from typing import Any
 
 from coalign.environments.episode import EnvironmentClock, Episode, OutOfTokens
+from coalign.function_process import close_pools, is_coroutine_function
+from coalign.interpreter_watch import InterpreterWatch
 from coalign.threads import EventLoopThread
 from coalign.types import Status
 
 _GRACE = 10.0  # seconds after an environment's timeout at which its event loop counts as blocked
+_LEAST_HOLD, _IDLE_HOLD = 30.0, 600.0  # seconds for which the interpreter may be held at least, and between batches
 
 
 class EnvironmentBlocked(RuntimeError):
@@ -31,8 +34,8 @@ class EnvironmentFunction:
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        name = getattr(self.fn, "__name__", type(self.fn).__name__)
-        if not any(map(inspect.iscoroutinefunction, (self.fn, type(self.fn).__call__))):
+        name = self.name
+        if not is_coroutine_function(self.fn):
             raise TypeError(f"environment '{name}' is no coroutine: write it as `async def {name}(episode, *, …)`")
         first = next(iter(inspect.signature(self.fn).parameters.values()), None)
         if first is None or first.kind is first.KEYWORD_ONLY:
@@ -40,6 +43,10 @@ class EnvironmentFunction:
         object.__setattr__(self, "grouped", first.name == "group")
 
     grouped: bool = field(init=False)
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def check(self, samples: Mapping[str, int]) -> None:
         """Let the function refuse (ValueError) its arguments, or the number of samples of a prompt.
@@ -73,11 +80,33 @@ class EnvironmentCall:
 
 
 class EnvironmentLoop(EventLoopThread):
-    """An event loop that lives as long as its owner, so environments may keep clients open between batches."""
+    """An event loop that lives as long as its owner, so environments may keep clients open between batches.
+
+    Whoever holds the interpreter for longer than the environment's timeout ends the process: see InterpreterWatch.
+    """
 
     def __init__(self) -> None:
         super().__init__("environments")
         self.news = threading.Event()  # an environment has ended, or asks for a turn
+        self._watch: InterpreterWatch | None = None
+        self._batch: EnvironmentBatch | None = None
+
+    def watch(self, batch: EnvironmentBatch) -> None:
+        """Watch the interpreter from now on; ``batch`` is the one that begins."""
+        self._batch = batch
+        if self._watch is None:
+            self._watch = InterpreterWatch(f"environment '{batch.environment.name}'", self._find_limit)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self.call_soon(close_pools, self.events)
+        super().close()
+
+    def _find_limit(self) -> float:
+        """Seconds for which the interpreter may be held: much, while no environment runs and models load or save."""
+        assert self._batch is not None
+        return max(self._batch.environment.timeout + _GRACE, _IDLE_HOLD if self._batch.done else _LEAST_HOLD)
 
 
 class EnvironmentBatch:
@@ -100,6 +129,7 @@ class EnvironmentBatch:
         self._left = Counter(call.group for call in self.calls)  # calls of each group that are not done
         self._tasks: dict[EnvironmentCall, asyncio.Task[None]] = {}  # those under way
         self.done = not self.calls
+        loop.watch(self)
         loop.events.call_soon_threadsafe(self._begin)
 
     # ---- for the policy's thread -------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A tool is a plain or async function. Its annotated positional parameters are the arguments that the policy gives, its
 docstring describes it to the policy, and keyword-only parameters are configuration. A first parameter called
-``episode`` gets the Episode, for state or random numbers that belong to it.
+``episode`` gets the Episode, for state or random numbers that belong to it. Without it, a plain function of a person's
+runs in processes, which may hang or die.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError, c
 
 from coalign.config.functions import bind, resolve
 from coalign.environments.calculator import calculator
-from coalign.environments.conversation import call_function
+from coalign.environments.conversation import call_function, call_isolated, limit_time
 from coalign.environments.episode import Episode
 from coalign.environments.parsers import ToolError, ToolRequest
 from coalign.environments.rendering import format_call_id
+from coalign.function_process import ProcessDied
 from coalign.services import PATIENCE, ServiceError
+from coalign.threads import CallTimeout
 from coalign.types import Status
 
 __all__ = ["calculator"]
@@ -31,24 +34,28 @@ __all__ = ["calculator"]
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call."""
+    """A function that the policy may call; the configuration names it ``path``."""
 
     name: str
+    path: str
     fn: Callable[..., Any]
     arguments: type[BaseModel]
     description: Mapping[str, Any]  # as chat templates expect it: {"type": "function", "function": {…}}
     takes_episode: bool = False
     configuration: Mapping[str, Any] = field(default_factory=dict)
 
-    async def __call__(self, episode: Episode, arguments: Mapping[str, Any]) -> str:
-        """The result as text. Raises ToolError for arguments that do not fit, and whatever the function raises."""
+    async def __call__(self, episode: Episode, arguments: Mapping[str, Any], seconds: float) -> str:
+        """The result as text. Raises ToolError for arguments that do not fit, and what `call_isolated` raises."""
         try:
             checked = self.arguments.model_validate(arguments)
         except ValidationError as error:
             raise ToolError("bad_arguments", _first_error(error)) from error
-        values = {name: getattr(checked, name) for name in self.arguments.model_fields}
-        first = [episode] if self.takes_episode else []
-        result = await call_function(self.fn, *first, **values, **self.configuration)
+        values = [getattr(checked, name) for name in self.arguments.model_fields]
+        if self.takes_episode:
+            call = call_function(self.fn, episode, *values, **self.configuration)
+            result = await limit_time(call, seconds)
+        else:
+            result = await call_isolated(self.path, self.fn, values, self.configuration, seconds)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
@@ -67,7 +74,7 @@ def build_tool(config: str | Mapping[str, Any], where: str = "rollout.tools[0]")
         raise ValueError(f"{where}: {error}") from error
     model, description, takes_episode = _describe(fn)
     arguments = {key: value for key, value in settings.items() if key != "fn"}
-    return Tool(fn.__name__, fn, model, description, takes_episode, bind(fn, arguments, where))
+    return Tool(fn.__name__, settings["fn"], fn, model, description, takes_episode, bind(fn, arguments, where))
 
 
 @functools.cache
@@ -151,13 +158,14 @@ class Toolbox:
 
     async def _call_once(self, episode: Episode, request: ToolRequest) -> str:
         try:
-            async with asyncio.timeout(self.timeout) as limit:
-                return await self.tools[request.name](episode, request.arguments)
+            return await self.tools[request.name](episode, request.arguments, self.timeout)
         except (ToolError, ServiceError):
             raise
+        except CallTimeout as error:
+            raise ToolError("timeout", f"no result within {self.timeout:g} s") from error
+        except ProcessDied as error:
+            raise ToolError("died", str(error)) from error
         except Exception as error:
-            if isinstance(error, TimeoutError) and limit.expired():
-                raise ToolError("timeout", f"no result within {self.timeout:g} s") from error
             raise ToolError("raised", f"{type(error).__name__}: {error}") from error
 
 

@@ -18,7 +18,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from coalign.rewards.function_process import FunctionPool, ProcessDied
+from coalign.function_process import FunctionPool, ProcessDied, close_pools, is_coroutine_function
 from coalign.services import PATIENCE, ServiceError, draw_pause
 from coalign.threads import CallResult, CallTimeout, EventLoopThread, ThreadPool, TooManyHung
 from coalign.types import Sample
@@ -60,7 +60,7 @@ class RewardFunction:
     ``takes`` is ``sample``, ``group`` or ``samples``: see coalign.rewards. ``timeout`` is in seconds, for one call.
     ``patience``: seconds for which calls are repeated while a service fails. An async function's attribute ``at_once``,
     if it has one, is how many of its calls may run concurrently; the attribute ``is_service`` says that a timeout is
-    the failure of a service. ``is_isolated``: it runs in processes of its own.
+    the failure of a service. ``pool``: the processes that it runs in, if it does not run here.
     """
 
     name: str
@@ -70,16 +70,15 @@ class RewardFunction:
     timeout: float = 30.0
     retries: int = 2
     patience: float = PATIENCE
-    is_isolated: bool = False
+    pool: FunctionPool | None = None
     takes: str = field(init=False)
     is_async: bool = field(init=False)
     at_once: int | None = field(init=False)
     is_service: bool = field(init=False)
-    pool: FunctionPool | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         is_class = inspect.isclass(self.fn)
-        if is_class and not self.is_isolated:
+        if is_class and self.pool is None:
             object.__setattr__(self, "fn", self.fn(**self.arguments))
             object.__setattr__(self, "arguments", {})
             is_class = False
@@ -92,10 +91,7 @@ class RewardFunction:
         object.__setattr__(self, "takes", first.name if first.name in ("group", "samples") else "sample")
         object.__setattr__(self, "at_once", getattr(self.fn, "at_once", None))
         object.__setattr__(self, "is_service", getattr(self.fn, "is_service", False))
-        is_async = any(map(inspect.iscoroutinefunction, (call, type(call).__call__)))
-        object.__setattr__(self, "is_async", is_async)
-        if self.is_isolated:
-            object.__setattr__(self, "pool", FunctionPool(self.name, self.fn, self.arguments, is_async))
+        object.__setattr__(self, "is_async", is_coroutine_function(self.fn))
 
     def call(self, argument: Any) -> Any:
         """Call the function once; an async one returns an awaitable."""
@@ -119,15 +115,13 @@ class RewardCaller:
     def __init__(self) -> None:
         self._loop = EventLoopThread("rewards")
         self._threads, self._tasks = ThreadPool(), asyncio.Semaphore(_TASKS)
-        self._pools: set[FunctionPool] = set()
         self.service_failures: Counter[str] = Counter()  # of each function, in samples and attempts; see `score`
 
     def start(self, functions: Sequence[RewardFunction]) -> None:
-        """Start a process of each isolated function. Raises what its module or its class raises."""
+        """Start a process of each function that runs in some. Raises what its module or class raises."""
         for function in functions:
-            if function.pool is not None:
-                self._pools.add(function.pool)
-                self._loop.submit(function.pool.start()).result()
+            if start := getattr(function.pool or function.fn, "start", None):
+                self._loop.submit(start()).result()
 
     def score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
         """For each function the outcome of every sample, in order.
@@ -135,7 +129,6 @@ class RewardCaller:
         While a service fails (ServiceError) its calls are repeated, for the function's ``patience``, and counted in
         ``service_failures``. Raises RewardError if too many threads hang, or if an async function blocks the loop.
         """
-        self._pools.update(function.pool for function in functions if function.pool is not None)
         future = self._loop.submit(self._score(functions, samples))
         on_loop = [function for function in functions if function.is_async and function.pool is None]
         patience = max((function.timeout for function in on_loop), default=None)
@@ -151,8 +144,7 @@ class RewardCaller:
 
     def close(self) -> None:
         """Kill the processes and stop the loop. Calls that still run in threads are abandoned."""
-        for pool in self._pools:
-            self._loop.call_soon(pool.close)
+        self._loop.call_soon(close_pools, self._loop.events)
         self._loop.close()
 
     async def _score(self, functions: Sequence[RewardFunction], samples: Sequence[Sample]) -> list[list[RewardOutcome]]:
@@ -202,7 +194,7 @@ class RewardCaller:
     async def _attempt(self, function: RewardFunction, units: list[list[Sample]]) -> list[list[RewardOutcome]]:
         arguments = [unit[0] for unit in units] if function.takes == "sample" else units
         if function.pool is not None:
-            results = await function.pool.run(arguments, function.timeout)
+            results = await function.pool.run([(argument,) for argument in arguments], function.timeout)
         elif function.is_async:
             free = asyncio.Semaphore(function.at_once) if function.at_once else self._tasks
             results = await asyncio.gather(*(self._await(function, argument, free) for argument in arguments))

@@ -43,6 +43,18 @@ def check(name: str, *arguments: Any, seconds: float | None = None) -> bool:
 
     Waits for a free process. Thread-safe; an event loop calls it in a thread. Raises CheckerMissing.
     """
+    return bool(_ask(name, *arguments, seconds=seconds))
+
+
+def find_last(pattern: str, text: str) -> str | None:
+    """The first group of ``pattern`` (Python's re, ignoring case; without groups: all of it) where it matches last.
+
+    None if it does not match, or takes more than a second.
+    """
+    return _ask("last", pattern, text, seconds=1.0)
+
+
+def _ask(name: str, *arguments: Any, seconds: float | None) -> Any:
     checkers = _start_pool("math" if name == "math" else "text")
     checker = checkers.get()
     try:
@@ -68,8 +80,8 @@ class Checker:
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def ask(self, name: str, *arguments: Any, seconds: float | None = None) -> bool:
-        """The result of a check; False if it takes more than ``seconds`` (SECONDS) or ends the process."""
+    def ask(self, name: str, *arguments: Any, seconds: float | None = None) -> Any:
+        """The result of a check; None if it raises, takes more than ``seconds`` (SECONDS) or ends the process."""
         seconds = SECONDS if seconds is None else seconds
         process = self._process or self._start()
         assert process.stdin is not None
@@ -87,7 +99,7 @@ class Checker:
             raise CheckerMissing(
                 "this ground truth is an expression, and comparing those needs math-verify: pip install 'coalign[math]'"
             )
-        return answer == "1\n"
+        return json.loads(answer or "null")
 
     def _start(self) -> subprocess.Popen[str]:
         # -P: without it this folder leads the import path, and its modules could hide others.

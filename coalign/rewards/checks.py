@@ -47,10 +47,17 @@ def check_pattern(pattern: str, text: str) -> bool:
     return re.fullmatch(pattern, text, re.DOTALL) is not None
 
 
-CHECKS: dict[str, Callable[..., bool]] = {
+def find_last(pattern: str, text: str) -> str | None:
+    """The first group of a pattern (without groups: all of it) where it matches last, ignoring case."""
+    found = [match[min(1, match.re.groups)] for match in re.finditer(pattern, text, re.IGNORECASE)]
+    return found[-1] if found else None
+
+
+CHECKS: dict[str, Callable[..., bool | str | None]] = {
     "math": check_math,
     "literal": check_literal,
     "pattern": check_pattern,
+    "last": find_last,
 }
 
 
@@ -157,7 +164,7 @@ def _sample(expression: Any, sign: int = 1) -> list[Any]:
 
 
 def serve() -> None:
-    """Answer each check with 1 or 0, or `missing` if it needs what is not installed."""
+    """Answer each check as JSON, null if it raises an error, or with `missing` if it needs what is not installed."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     answers, sys.stdout = sys.stdout, sys.stderr
     if sys.argv[1:] == ["algebra"]:
@@ -168,11 +175,11 @@ def serve() -> None:
         seconds, name, *arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, even within a C call
         try:
-            answer = str(int(CHECKS[name](*arguments)))
+            answer = json.dumps(CHECKS[name](*arguments))
         except AlgebraMissing:
             answer = "missing"
         except Exception:  # what cannot be read equals nothing
-            answer = "0"
+            answer = "null"
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(f"{answer}\n")
         answers.flush()

@@ -126,6 +126,7 @@ class PairwiseComparisons:
         prior: PositiveFloat = 1.0,
     ) -> None:
         self._by, self._both = NestedFunction(by), both_orders
+        self.start = self._by.start
         self._score = _score_function(score, prior)
 
     async def __call__(self, group: Sequence[Sample]) -> list[float]:
@@ -151,6 +152,7 @@ class Tournament:
         prior: PositiveFloat = 1.0,
     ) -> None:
         self._by, self._both = NestedFunction(by), both_orders
+        self.start = self._by.start
         self._score, self._rounds = _score_function(score, prior), rounds
 
     async def __call__(self, group: Sequence[Sample]) -> list[float]:

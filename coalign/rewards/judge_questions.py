@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from string import Formatter
 from typing import Any, Protocol
 
+from coalign.rewards.checker import find_last
 from coalign.types import Sample
 
 Messages = list[dict[str, Any]]
@@ -69,7 +70,7 @@ class Pointwise:
     """Grades each response by itself, scaled to 0 .. 1.
 
     ``template`` has the fields prompt, response, low and high. The first group of ``pattern``, where it matches last,
-    is the grade; a number outside of ``low`` .. ``high`` is no grade.
+    is the grade; a number outside of ``low`` .. ``high`` is no grade, and what takes over a second to find is none.
     """
 
     def __init__(
@@ -84,17 +85,17 @@ class Pointwise:
         if not low < high:
             raise ValueError(f"judge.low is {low} and judge.high is {high}: grades go from the lower to the higher")
         self.template, self.low, self.high = template, low, high
-        self.pattern = re.compile(pattern, re.IGNORECASE)
+        self.pattern = check_pattern(pattern)
 
     def ask(self, group: Sequence[Sample]) -> list[Messages]:
         fields = {"low": f"{self.low:g}", "high": f"{self.high:g}"}
         return [user_message(self.template.format(prompt=prompt_text(s), response=s.response, **fields)) for s in group]
 
     def verdict(self, answer: str) -> float | None:
-        found = self.pattern.findall(answer)
-        if not found or not NUMBER.fullmatch(found[-1]):
+        found = find_last(self.pattern, answer)
+        if not found or not NUMBER.fullmatch(found):
             return None
-        share = (float(found[-1]) - self.low) / (self.high - self.low)
+        share = (float(found) - self.low) / (self.high - self.low)
         return share if 0.0 <= share <= 1.0 else None
 
     def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
@@ -129,7 +130,7 @@ class Pairwise:
         if opponents is not None and against is not None:
             raise ValueError("judge.opponents and judge.against: a response is compared with others, or with the row's")
         self.template, self.labels, self.tie, self.opponents, self.against = template, labels, tie, opponents, against
-        self.pattern = re.compile(pattern, re.IGNORECASE)
+        self.pattern = check_pattern(pattern)
         self.worth = {labels[0].lower(): 1.0, tie.lower(): 0.5, labels[1].lower(): 0.0}
 
     def ask(self, group: Sequence[Sample]) -> list[Messages]:
@@ -142,8 +143,8 @@ class Pairwise:
 
     def verdict(self, answer: str) -> float | None:
         """1.0 if the response shown first is the better one, 0.0 if the second is, 0.5 for a tie."""
-        found = self.pattern.findall(answer)
-        return self.worth.get(found[-1].lower()) if found else None
+        found = find_last(self.pattern, answer)
+        return self.worth.get(found.lower()) if found else None
 
     def rewards(self, responses: int, verdicts: Sequence[float | None]) -> list[float | None]:
         won, met = [0.0] * responses, [0] * responses
@@ -196,3 +197,12 @@ def check_template(template: str, fields: set[str]) -> None:
             f"judge.template has the field {{{sorted(unknown)[0]}}}; there are {', '.join(sorted(fields))} (braces "
             "that are none are doubled: {{ }})"
         )
+
+
+def check_pattern(pattern: str) -> str:
+    """The pattern. Raises ValueError for one that Python's re cannot read; a process of its own matches it."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"judge.pattern is {pattern!r}: {error}") from None
+    return pattern

@@ -13,6 +13,7 @@ from pydantic import AfterValidator
 
 from coalign.config.functions import bind, list_columns, resolve
 from coalign.config.schema import Function
+from coalign.function_process import build_pool, is_coroutine_function
 from coalign.rewards.calls import quote
 from coalign.threads import ThreadPool
 from coalign.types import Sample
@@ -45,7 +46,8 @@ ComparisonFunction = Annotated[
 class NestedFunction:
     """A plain or async function of ``arity`` 1 (one sample: a reward function) or 2 (two samples).
 
-    A short name is one of coalign.rewards. A class is instantiated once, with the configuration's arguments. Raises
+    A short name is one of coalign.rewards. A class is instantiated once, with the configuration's arguments. What is
+    not of this package runs in processes, which end with a call that the outer reward's deadline cancels. Raises
     ConfigError for wrong arguments, ValueError for a function that does not exist.
     """
 
@@ -54,28 +56,34 @@ class NestedFunction:
         fn: Callable[..., Any] = resolve(config.fn, "coalign.rewards")
         arguments = bind(fn, config.arguments, "")
         self.name = config.fn
-        self._fn: Callable[..., Any] = partial(fn, **arguments)
-        if inspect.isclass(fn):
-            self._fn = self._fn()
         self.at_once: int | None = getattr(fn, "at_once", None)
-        self.arity = _arity(*list_columns(self._fn))
-        self._is_async = any(map(inspect.iscoroutinefunction, (fn, type(self._fn).__call__)))
+        self.arity = _arity(*list_columns(partial(fn.__call__, None) if inspect.isclass(fn) else fn))
+        self._pool = build_pool(config.fn, fn, arguments)
+        self._is_async = is_coroutine_function(fn)
+        if self._pool is None:
+            self._fn: Any = fn(**arguments) if inspect.isclass(fn) else partial(fn, **arguments)
         self._threads = ThreadPool()
+
+    async def start(self) -> None:
+        """Start a process, for which no call's deadline pays. Raises what the module or the class raises."""
+        if self._pool is not None:
+            await self._pool.start()
 
     async def __call__(self, calls: Sequence[tuple[Sample, ...]]) -> list[float]:
         """Make the calls concurrently and return their values.
 
         Raises the error of the first call that failed, and ValueError for a value that is no finite number.
         """
-        if self._is_async:
-            returned = await _gather([self._fn(*call) for call in calls])
+        if self._is_async and self._pool is None:
+            return [self._to_number(value) for value in await _gather([self._fn(*call) for call in calls])]
+        if self._pool is not None:
+            results = await self._pool.run(calls, _SECONDS)
         else:
             results = await self._threads.run(lambda call: self._fn(*call), calls, _SECONDS)
-            for _, error in results:
-                if error is not None:
-                    raise error
-            returned = [value for value, _ in results]
-        return [self._to_number(value) for value in returned]
+        for _, error in results:
+            if error is not None:
+                raise error
+        return [self._to_number(value) for value, _ in results]
 
     def _to_number(self, value: Any) -> float:
         value = value["reward"] if isinstance(value, dict) and "reward" in value else value

@@ -174,7 +174,7 @@ class CosineLength:
         threshold: float = 0.5,
     ) -> None:
         self._by = NestedFunction(by)
-        self.at_once = self._by.at_once
+        self.start, self.at_once = self._by.start, self._by.at_once
         self._limit, self._right, self._wrong = max_tokens, right, wrong
         self._exceeded, self._threshold = exceeded, threshold
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -140,6 +143,27 @@ def test_who_blocks_the_loop_is_named(monkeypatch):
 
     with pytest.raises(EnvironmentBlocked, match=r"(?s)must await.*instead of asyncio\.sleep"):
         play(blocks, *several(1), timeout=0.2)
+
+
+HOLDS = """
+import re
+from coalign.environments import loop
+from tests.environments.helpers import episode, play
+
+async def holds_everything(one):
+    re.fullmatch(r"(a+)+b", "a" * 60)
+
+loop._LEAST_HOLD = loop._GRACE = 1.0
+play(holds_everything, episode(), timeout=1.0)
+"""
+
+
+@pytest.mark.slow
+def test_who_holds_the_interpreter_is_named_and_the_process_ends():
+    done = subprocess.run([sys.executable, "-c", HOLDS], stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    assert "environment 'holds_everything', or a function that it calls, has held the interpreter" in done.stderr
+    assert "in fullmatch" in done.stderr and "in holds_everything" in done.stderr
 
 
 def test_a_failing_service_is_waited_for_and_costs_no_time_of_the_environment(monkeypatch):

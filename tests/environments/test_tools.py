@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from fractions import Fraction
-from typing import Literal
 
 import pytest
 
@@ -15,16 +14,11 @@ from coalign.environments.calculator import calculator, evaluate
 from coalign.environments.episode import Turn
 from coalign.environments.parsers import hermes, llama
 from coalign.environments.tools import build_tool, tool_use
-from coalign.services import ServiceError
 from coalign.types import Status
 from tests.environments.helpers import TOKENIZER, episode, play
 
 HERE = "tests.environments.test_tools"
-
-
-def lookup(word: str, times: int = 1, kind: Literal["a", "b"] = "a", *, prefix: str = "") -> str:
-    """Looks a word up."""
-    return prefix + word * times
+THERE = "tests.environments.simple_tools"
 
 
 async def meets(episode, other: str) -> dict:
@@ -34,24 +28,15 @@ async def meets(episode, other: str) -> dict:
     return {"other": other}
 
 
-def breaks(x: int) -> str:
-    raise RuntimeError(f"no {x}")
-
-
-def sleeps(seconds: float) -> str:
-    time.sleep(seconds)
-    return "awake"
-
-
-def babbles() -> str:
-    return "x" * 10_000
-
-
-TOOLS = ["calculator", *(f"{HERE}:{name}" for name in ("lookup", "meets", "breaks", "sleeps", "babbles"))]
+TOOLS = [
+    "calculator",
+    f"{HERE}:meets",
+    *(f"{THERE}:{name}" for name in ("lookup", "breaks", "sleeps", "babbles", "backtracks", "exits")),
+]
 
 
 def test_a_signature_is_the_description():
-    described = build_tool(f"{HERE}:lookup").description
+    described = build_tool(f"{THERE}:lookup").description
     assert described == {
         "type": "function",
         "function": {
@@ -76,9 +61,9 @@ def test_a_signature_is_the_description():
 
 
 def test_keyword_only_parameters_are_configuration():
-    assert build_tool({"fn": f"{HERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
+    assert build_tool({"fn": f"{THERE}:lookup", "prefix": ">"}).configuration == {"prefix": ">"}
     with pytest.raises(ConfigError, match=r"rollout\.tools\[0\]\.word"):
-        build_tool({"fn": f"{HERE}:lookup", "word": "x"})
+        build_tool({"fn": f"{THERE}:lookup", "word": "x"})
     with pytest.raises(ValueError, match=r"'calculater' is not in coalign\.environments\.tools.*calculator"):
         build_tool("calculater")
 
@@ -154,13 +139,15 @@ NESTED = '<tool_call>{{"name": "lookup", "arguments": {{"word": {}{}}}}}</tool_c
         ("<tool_call>{oops</tool_call>", "bad_json", "no valid JSON"),
         (NESTED.format("[" * 200, "]" * 200), "bad_json", "more than 64 levels"),
         (NESTED.format('"\\ud800', '"'), "bad_json", "surrogates not allowed"),
-        (said(ask("search", q="x")), "unknown_tool", "there is no tool 'search'; there are: calculator, lookup"),
+        (said(ask("search", q="x")), "unknown_tool", "there is no tool 'search'; there are: calculator, meets, lookup"),
         (said(ask("lookup")), "bad_arguments", "argument 'word': Field required"),
         (said(ask("lookup", word="a", kind="c")), "bad_arguments", "argument 'kind'"),
         (said(ask("lookup", word="a", other=1)), "bad_arguments", "argument 'other'"),
         (said(ask("breaks", x=3)), "raised", "RuntimeError: no 3"),
         (said(ask("calculator", expression="1/0")), "raised", "division by zero"),
         (said(ask("sleeps", seconds=60)), "timeout", "no result within 1.5 s"),
+        (said(ask("backtracks", text="a" * 60)), "timeout", "no result within 1.5 s"),
+        (said(ask("exits")), "died", "exited with code 1"),
     ],
 )
 def test_what_goes_wrong_is_told_and_counted(call, reason, told):
@@ -171,19 +158,10 @@ def test_what_goes_wrong_is_told_and_counted(call, reason, told):
 
 
 @pytest.mark.parametrize(("patience", "result"), [(20.0, "here"), (0.0, None)])
-def test_a_tool_whose_service_fails_is_called_again(monkeypatch, patience, result):
-    calls = []
-
-    def remote() -> str:
-        """Asks a service."""
-        calls.append(1)
-        if len(calls) < 4:
-            raise ServiceError("starting")
-        return "here"
-
-    monkeypatch.setitem(globals(), "remote", remote)
+def test_a_tool_whose_service_fails_is_called_again(tmp_path, patience, result):
     one = episode(said(ask("remote")), "done")
-    running = play(tool_use, one, tools=[f"{HERE}:remote"], patience=patience)
+    tool = {"fn": f"{THERE}:remote", "log": str(tmp_path / "calls")}
+    running = play(tool_use, one, tools=[tool], patience=patience)
     assert [m["content"] for m in one.messages if m["role"] == "tool"] == ([result] if result else [])
     assert running.calls[0].reason == ("" if result else "ServiceError")
 

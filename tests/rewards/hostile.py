@@ -47,6 +47,11 @@ def crashes(sample):
     return 1.0
 
 
+def hoards(sample):
+    """Fills 400 MB where the response is bad."""
+    return float(len(bytearray(400 << 20)) > 0) if "bad" in sample.response else 1.0
+
+
 def raises(sample):
     if "bad" in sample.response:
         raise LookupError("no such key")

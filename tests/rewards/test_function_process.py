@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from coalign import function_process
 from coalign.backends.scorers.reward import build_reward_function
 from coalign.config.functions import name_object
 from coalign.config.schema import RewardConfig
-from coalign.rewards import function_process
 from coalign.rewards.calls import RewardCaller, RewardFailure
 from tests.rewards.samples import sample
 
@@ -62,6 +62,27 @@ def test_a_death_is_described_with_its_cause(caller):
     for fn, expected in (("exits", "exited with code 1"), ("crashes", "was ended by SIGSEGV")):
         ((outcome,),) = caller.score([build(fn, retries=1)], SAMPLES[3:4])
         assert str(outcome).startswith("died: ProcessDied: ") and expected in str(outcome)
+
+
+def test_what_needs_more_memory_than_it_may_fails_alone_and_says_so(caller):
+    assert score(caller, build("hoards", process_memory_mb=300)) == [1.0] * 3 + ["raised"] + [1.0] * 4
+    ((outcome,),) = caller.score([build("hoards", process_memory_mb=300)], SAMPLES[3:4])
+    assert str(outcome) == ("raised: MemoryError: the function needs more memory than process_memory_mb allows: 300 MB")
+    assert score(caller, build("hoards"), SAMPLES[3:4]) == [1.0]
+    ((died,),) = caller.score([build("crashes", process_memory_mb=300)], SAMPLES[3:4])
+    assert str(died).endswith("SIGSEGV during a call (its process_memory_mb is 300)")
+
+
+def test_calls_that_were_sent_ahead_go_to_another_process(caller):
+    """A fast function has many calls under way when one ends its process: that one alone has failed."""
+    samples = [sample("bad" if i % 100 == 99 else "good", index=i) for i in range(400)]
+    expected = ["died" if i % 100 == 99 else 1.0 for i in range(400)]
+    assert score(caller, build("exits"), samples) == expected
+
+
+def test_arguments_that_cannot_be_sent_fail_alone(caller):
+    good, bad = sample("good"), sample("good", lock=threading.Lock())
+    assert score(caller, build("exits"), [good, bad, good]) == [1.0, "raised", 1.0]
 
 
 def test_errors_keep_their_class_and_their_traceback(caller):

@@ -1,6 +1,5 @@
 """Comparisons within a group: all pairs, tournaments, strengths; failures."""
 
-import asyncio
 import math
 from itertools import combinations
 
@@ -15,7 +14,7 @@ from coalign.rewards.groups import Comparison, bradley_terry, swiss_round, win_r
 from coalign.rewards.nested import NestedFunction
 from tests.rewards.samples import sample
 
-HERE = "tests.rewards.test_groups:"
+HERE = "tests.rewards.comparisons:"
 CALLS = []
 
 
@@ -23,42 +22,15 @@ def group(*responses, number=0):
     return [sample(response, group=number, index=i) for i, response in enumerate(responses)]
 
 
-def longer(first, second):
-    CALLS.append((first.response, second.response))
-    return 0.5 * (1 + (len(first.response) > len(second.response)) - (len(first.response) < len(second.response)))
-
-
-async def longer_async(first, second, *, sharp=True):
-    await asyncio.sleep(0)
-    return longer(first, second) if sharp else 0.5
-
-
-class Longer:
-    def __init__(self, *, by=1.0):
-        self.by = by
-
-    async def __call__(self, first, second):
-        return longer(first, second)
-
-
-def first_one(first, second):
-    return 0.8
-
-
-def length(s):
-    return float(len(s.response))
-
-
-def strange(first, second, *, returned):
-    return {"none": None, "text": "1", "two": 2.0, "below": -0.1, "nan": float("nan")}[returned]
-
-
-def fails(first, second):
-    raise KeyError(f"{first.response}{second.response}")
-
-
 @pytest.fixture
-def caller():
+def caller(monkeypatch):
+    compare = NestedFunction.__call__
+
+    async def count(self, calls):
+        CALLS.extend(tuple(one.response for one in call) for call in calls)
+        return await compare(self, calls)
+
+    monkeypatch.setattr(NestedFunction, "__call__", count)
     CALLS.clear()
     caller = RewardCaller()
     yield caller
@@ -140,13 +112,27 @@ def test_a_failed_comparison_fails_its_group_alone(caller):
     assert score(caller, pairwise, group("a", "b"), by=HERE + "fails") == ["'ab'"] * 2
 
 
+@pytest.mark.parametrize("by", ["backtracks", "backtracks_async", "backtracks_alone"])
+def test_what_holds_the_interpreter_fails_its_group(caller, by):
+    bad, good = group("a", "bad"), group("bb", "c", number=1)
+    first, second, *others = score(caller, pairwise, bad + good * (by != "backtracks_async"), by=HERE + by, timeout=2.0)
+    assert first == second == "no answer within 2 s" and sum(others) == len(others) / 2
+    assert sum(score(caller, pairwise, good, by=HERE + by)) == 1.0
+
+
+def test_a_comparison_that_ends_its_process_fails_its_group_alone(caller):
+    samples = [*group("bad", "bad"), *group("bb", "c", number=1)]
+    first, _, *others = score(caller, Tournament, samples, by=HERE + "exits")
+    assert first == f"the process of '{HERE}exits' exited with code 1 during a call" and others == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"by": "nothing"}, r"\.by: 'nothing' is not in coalign.rewards"),
         ({"by": {"fn": HERE + "longer_async", "sharpe": 1}}, r"by\.sharpe: unknown argument.*'sharp'"),
         ({"by": {"fn": HERE + "strange"}}, r"by\.returned: missing"),
-        ({"by": HERE + "group"}, "expected a function of one sample or two samples"),
+        ({"by": HERE + "grouped"}, "expected a function of one sample or two samples"),
         ({"by": {"fn": "pairwise", "by": "math"}}, r"takes \(group\)"),
     ],
 )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from pickle import PicklingError
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from coalign.backends.base import Module
-from coalign.config.functions import bind, is_bound_to_process, resolve
+from coalign.config.functions import bind, resolve
 from coalign.config.schema import ModelConfig, RewardConfig
 from coalign.data.batch import Batch
 from coalign.data.templates import is_finished, read_samples
+from coalign.function_process import build_pool
 from coalign.hub import find_directory
 from coalign.rewards.calls import RewardCaller, RewardFailure, RewardFunction, RewardOutcome
 from coalign.roles import Context
@@ -106,27 +105,19 @@ def build_reward_functions(configs: Sequence[RewardConfig]) -> list[RewardFuncti
 def build_reward_function(config: RewardConfig, where: str) -> RewardFunction:
     """The function that a configuration names, with its arguments. Raises what `resolve_reward` raises.
 
-    What is not of this package runs in processes of its own, unless it is an object that no process can be sent.
+    What is not of this package runs in processes of its own: see `build_pool`.
     """
     fn, arguments = resolve_reward(config, where)
-    limits = {
-        "weight": config.weight,
-        "timeout": config.timeout,
-        "retries": config.retries,
-        "patience": config.patience,
-    }
-    build = partial(RewardFunction, config.called, fn, arguments, **limits)
-    name = cast(str, config.fn)
-    if ":" not in name or name.startswith(("coalign.", "coalign:")):
-        return build()
-    try:
-        return build(is_isolated=True)
-    except (PicklingError, TypeError, AttributeError) as error:
-        if not is_bound_to_process(name):
-            raise
-        message = "reward function '%s' runs in this process, which it can hang or end: it cannot be pickled (%s)"
-        log.warning(message, config.called, error)
-        return build()
+    return RewardFunction(
+        config.called,
+        fn,
+        arguments,
+        weight=config.weight,
+        timeout=config.timeout,
+        retries=config.retries,
+        patience=config.patience,
+        pool=build_pool(cast(str, config.fn), fn, arguments, config.process_memory_mb),
+    )
 
 
 def resolve_reward(config: RewardConfig, where: str) -> tuple[Callable[..., Any], dict[str, Any]]:

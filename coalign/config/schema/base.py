@@ -131,6 +131,9 @@ class RewardConfig(Function):
     patience: Annotated[NonNegativeFloat, FunctionSetting()] = 600.0
     """Functions only: seconds for which calls are repeated while a service does not answer, with the batch kept. Then
     their samples have failed. A part of weight 0 does not wait."""
+    process_memory_mb: Annotated[PositiveInt | None, FunctionSetting()] = None
+    """Functions of your own only: limit of the memory of each of their processes; a call that needs more has failed.
+    None: no limit but the machine's, on which Linux ends these processes first."""
 
     @property
     def called(self) -> str:
