@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coalign.hub import fetch, find_directory
+from tests.tiny import CHATML, SPECIAL, _byte_level
 
 gguf = pytest.importorskip("gguf")
 
@@ -27,8 +28,6 @@ def write_gguf(path, *, architecture="llama", quantised=True):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(vocabulary)
     writer.add_tokenizer_model("gpt2")
-    from tests.tiny import CHATML, SPECIAL, _byte_level
-
     alphabet = sorted(json.loads(_byte_level())["model"]["vocab"].items(), key=lambda pair: pair[1])
     tokens = [token for token, _ in alphabet] + ["ab", *SPECIAL]
     writer.add_token_list(tokens)
