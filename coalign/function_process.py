@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from pickle import PicklingError
 from random import Random
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import cloudpickle
@@ -463,8 +463,7 @@ class ProcessConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray uses, is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._received += data

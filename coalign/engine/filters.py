@@ -100,7 +100,7 @@ def add_budgets(prompts: Batch, config: RolloutConfig, samples: int, max_new_tok
             numbers = [row.get(key, otherwise) for row in prompts["rows"]]
             for row, number in zip(prompts["rows"], numbers, strict=True):
                 if not isinstance(number, int) or number < 1:
-                    source, place = (row.get(mark, "?") for mark in MARKS)
+                    source, place = (row.get(mark, "?") for mark in MARKS[:2])
                     raise ValueError(
                         f"rollout.{name}_key: row {place} of {source} has {number!r} under '{key}'; expected a whole "
                         "number > 0"
