@@ -86,6 +86,7 @@ class Plan:
     turn_weight: float = 0.0
     loss: Objective | None = None
     advantage: Callable[..., Any] | None = None
+    covariance: Callable[..., Any] | None = None
     truncated: Callable[..., Any] | None = None
     pairs: Callable[..., Any] | None = None
     kl: Callable[[], FixedKL | AdaptiveKL] | None = None
@@ -161,6 +162,7 @@ def prepare(config: RunConfig) -> Plan:
         check_limits(config)
         functions = {
             "advantage": _bind(config.advantage, "coalign.algorithms.advantages", "advantage"),
+            "covariance": _bind(config.covariance, "coalign.algorithms.covariance", "covariance"),
             "truncated": _bind(config.truncated, "coalign.algorithms.shaping", "truncated"),
             "pairs": _bind(config.pairs, "coalign.algorithms.comparisons", "pairs"),
             "kl": _bind(config.kl, "coalign.algorithms.kl", "kl"),

@@ -99,7 +99,7 @@ class OnPolicyDistillation(Online):
     def train_flow(self, batch):
         batch = self.shape_rewards(batch)
         if not self.wants_distribution:
-            batch = self.apply(self.advantage, batch)
+            batch = self.add_advantages(batch)
         return self.trainer.train_step(batch, **self.ptx())
 
     def eval_flow(self, prompts):

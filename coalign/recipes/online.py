@@ -52,7 +52,12 @@ class Online(Engine):
         return self.join(out, *[scorer.forward_step(out) for scorer in scorers])  # they run side by side
 
     def train_flow(self, batch: BatchRef) -> Any:
-        return self.trainer.train_step(self.apply(self.advantage, self.shape_rewards(batch)), **self.ptx())
+        return self.trainer.train_step(self.add_advantages(self.shape_rewards(batch)), **self.ptx())
+
+    def add_advantages(self, batch: BatchRef | Future) -> Future:
+        """The batch with advantages, and with what the section `covariance` makes of them."""
+        batch = self.apply(self.advantage, batch)
+        return self.apply(self.plan.covariance, batch) if self.plan.covariance else batch
 
     def shape_rewards(self, batch: BatchRef | Future) -> Any:
         """The batch as advantages are taken of it."""

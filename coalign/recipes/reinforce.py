@@ -1,10 +1,11 @@
-"""REINFORCE with a baseline: REINFORCE++, RLOO and ReMax."""
+"""REINFORCE with a baseline: REINFORCE++, RLOO, ReMax and TOPR."""
 
 import torch
 
 from coalign.data.batch import Batch
+from coalign.engine.reference import drop_unread_reference
 from coalign.recipes.grpo import GRPO
-from coalign.recipes.online import KLInReward, KLOfResponse, require_several_samples
+from coalign.recipes.online import KLInReward, KLOfResponse, Online, require_several_samples
 from coalign.types import Status
 
 
@@ -79,6 +80,25 @@ class ReMax(KLOfResponse):
         greedy = self.policy.generate(self.transform(prompts_of, out), samples=1, temperature=0.0)
         greedy = self.join(greedy, self.reward.forward_step(greedy, into="baseline"))
         return self.transform(with_baseline, scored, greedy)
+
+
+class TOPR(Online):
+    """Tapered Off-Policy REINFORCE (2503.14286): for batches of many updates, replay and old samples.
+
+    Right answers are learned as in supervised training, wrong ones unlearned as far as the policy still gives them. The
+    baseline is a constant (½: for rewards 0 and 1); `advantage: group` takes the mean of the group.
+    """
+
+    defaults = {
+        **Online.defaults,
+        "runtime": {"samples_per_prompt": 8},
+        "advantage": {"fn": "fixed_baseline", "baseline": 0.5},
+        "loss": {"fn": "topr", "aggregation": "sequence_mean_token_sum"},
+    }
+
+    @classmethod
+    def roles(cls, config, loss):
+        return drop_unread_reference(cls.models, loss)
 
 
 def prompts_of(samples: Batch) -> Batch:
