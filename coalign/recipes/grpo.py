@@ -2,7 +2,7 @@
 
 from coalign.algorithms.shaping import shape_reward
 from coalign.engine.reference import drop_unread_reference
-from coalign.recipes.online import Online, require_several_samples
+from coalign.recipes.online import Online, refuse_kl_in_reward, require_several_samples
 
 
 class GRPO(Online):
@@ -26,11 +26,7 @@ class GRPO(Online):
     @classmethod
     def check(cls, config, loss):
         require_several_samples(config)
-        if config.kl:
-            raise ValueError(
-                f"kl: in `{config.algorithm}` the divergence from the reference is part of the loss; set loss.kl_coef "
-                "and leave kl out"
-            )
+        refuse_kl_in_reward(config)
 
 
 class DrGRPO(GRPO):

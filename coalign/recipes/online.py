@@ -122,3 +122,12 @@ def require_several_samples(config: RunConfig) -> None:
             f"runtime.samples_per_prompt is 1: `{config.algorithm}` compares the samples of one prompt, and with one "
             "sample every advantage is 0; use 2 or more (8 is usual), or `ppo`, `reinforce_pp` or `remax`"
         )
+
+
+def refuse_kl_in_reward(config: RunConfig) -> None:
+    """Raise ValueError for the section `kl`, where the divergence from the reference is part of the loss."""
+    if config.kl:
+        raise ValueError(
+            f"kl: in `{config.algorithm}` the divergence from the reference is part of the loss; set loss.kl_coef and "
+            "leave kl out"
+        )

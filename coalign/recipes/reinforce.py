@@ -3,9 +3,8 @@
 import torch
 
 from coalign.data.batch import Batch
-from coalign.engine.reference import drop_unread_reference
 from coalign.recipes.grpo import GRPO
-from coalign.recipes.online import KLInReward, KLOfResponse, Online, require_several_samples
+from coalign.recipes.online import KLInReward, KLOfResponse, refuse_kl_in_reward, require_several_samples
 from coalign.types import Status
 
 
@@ -82,7 +81,7 @@ class ReMax(KLOfResponse):
         return self.transform(with_baseline, scored, greedy)
 
 
-class TOPR(Online):
+class TOPR(GRPO):
     """Tapered Off-Policy REINFORCE (2503.14286): for batches of many updates, replay and old samples.
 
     Right answers are learned as in supervised training, wrong ones unlearned as far as the policy still gives them. The
@@ -90,15 +89,14 @@ class TOPR(Online):
     """
 
     defaults = {
-        **Online.defaults,
-        "runtime": {"samples_per_prompt": 8},
+        **GRPO.defaults,
         "advantage": {"fn": "fixed_baseline", "baseline": 0.5},
         "loss": {"fn": "topr", "aggregation": "sequence_mean_token_sum"},
     }
 
     @classmethod
-    def roles(cls, config, loss):
-        return drop_unread_reference(cls.models, loss)
+    def check(cls, config, loss):
+        refuse_kl_in_reward(config)  # one sample of a prompt is enough
 
 
 def prompts_of(samples: Batch) -> Batch:

@@ -24,6 +24,10 @@ LOSSES = {
     "gspo-weighed": GSPO | WEIGHED | {"clip_high": 0.5},
     "luspo": GSPO | {"aggregation": "sequence_mean_token_sum"},
     "cispo": {"fn": "cispo", "is_level": "token"},
+    "sapo": {"fn": "sapo", "aggregation": "sequence_mean_token_mean"},
+    "gmpo": {"fn": "gmpo", "aggregation": "sequence_mean_token_mean", "clip_low": 0.1, "clip_high": 0.1},
+    "topr": {"fn": "topr", "aggregation": "sequence_mean_token_sum"},
+    "reinforce": {"fn": "reinforce"},
     "decoupled": {"fn": "policy_gradient", "is_level": "product", "is_high": 4.0, "aggregation": "constant"},
 }
 
