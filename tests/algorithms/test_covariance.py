@@ -40,17 +40,16 @@ def chosen(fn, batch, **settings):
     """The (group, index, position) of the tokens that a function chose."""
     columns = {name: batch[name] for name in GIVEN if name != "segment"}
     out = fn(segment=batch.segment, **columns, **settings)
-    if fn is clip_cov:
-        marks = (out["advantages"] == 0) & batch["loss_mask"]
-    else:
-        marks = out["high_covariance"]
+    marks = out["high_covariance"] if fn is kl_cov else (out["advantages"] == 0) & batch["loss_mask"]
     position = torch.arange(batch.tokens_total) - batch.offsets[batch.segment]
     rows = batch.segment[marks]
     return {*zip(batch["group"][rows].tolist(), batch["index"][rows].tolist(), position[marks].tolist(), strict=True)}
 
 
 def test_the_covariance_worked_by_hand():
-    order, covariance = measure_covariance(**{"logprobs" if n == "rollout_logprobs" else n: c for n, c in GIVEN.items()})
+    order, covariance = measure_covariance(
+        **{"logprobs" if n == "rollout_logprobs" else n: c for n, c in GIVEN.items()}
+    )
     assert order.tolist() == [1, 2, 4, 5]
     assert covariance.tolist() == [2.0, -2.0, -2.0, 2.0] and covariance.dtype == torch.float64
 
@@ -99,7 +98,9 @@ def test_another_roll_out_draws_others():
 def test_nothing_to_choose_from_and_bad_settings(fn):
     none = {**GIVEN, "loss_mask": torch.zeros(6, dtype=torch.bool)}
     assert {len(c) for c in fn(**none).values() if isinstance(c, torch.Tensor)} == {6}
-    with pytest.raises(ValueError, match=r"covariance\.share is 2: expected a share of the trained tokens, from 0 to 1"):
+    with pytest.raises(
+        ValueError, match=r"covariance\.share is 2: expected a share of the trained tokens, from 0 to 1"
+    ):
         fn(**GIVEN, share=2)
     with pytest.raises(ValueError, match=r"covariance\.low is 5.* and covariance\.high 1"):
         clip_cov(**GIVEN, low=5.0, high=1.0)

@@ -136,7 +136,9 @@ class TestGigpo:
         # (½, -½) has √½: ±1/√2. (½, 0) has √⅛: ±¼/√⅛ = ±1/√2, too.
         a = 1 / math.sqrt(2)
         out = self.run(scale="std", turn_coef=1.0)
-        assert out["advantages"].tolist() == pytest.approx([0, 2 * a, 2 * a, 0, a, a, 0, *[-2 * a] * 2, 0, 0, -a, -a], abs=1e-5)
+        assert out["advantages"].tolist() == pytest.approx(
+            [0, 2 * a, 2 * a, 0, a, a, 0, *[-2 * a] * 2, 0, 0, -a, -a], abs=1e-5
+        )
 
     def test_without_the_turns_it_is_grpo(self):
         known = group(rewards(1, 0), T([4, 4]), self.MASK, self.SEGMENT, scale="none")["advantages"]
@@ -157,7 +159,7 @@ class TestGigpo:
         assert out["turns/alone"].value == 1.0 and out["advantages"][1] == 0.5
 
     def test_bad_arguments_are_named(self):
-        with pytest.raises(ValueError, match="`turn_states` has no state of 1 of 4 turns: see Episode.anchor"):
+        with pytest.raises(ValueError, match="`turn_states` has no state of 1 of 4 turns: see Episode"):
             states = torch.where(torch.arange(13) == 7, 0, self.STATES)
             gigpo(rewards(1, 0), self.EARNED, states, T([4, 4]), self.MASK, self.SEGMENT)
         with pytest.raises(ValueError, match=r"advantage\.scale is 'batch': expected 'std' or 'none'"):

@@ -201,7 +201,9 @@ class TestSapo:
         assert out.stats["gate"].value == pytest.approx(0.7864477, abs=1e-6)
 
     def test_temperatures_are_above_0(self):
-        with pytest.raises(ValueError, match=r"loss\.tau_pos is 1\.0 and loss\.tau_neg is 0\.0: both temperatures must"):
+        with pytest.raises(
+            ValueError, match=r"loss\.tau_pos is 1\.0 and loss\.tau_neg is 0\.0: both temperatures must"
+        ):
             sapo(drawn([1]), tau_neg=0.0)
 
 
@@ -255,7 +257,7 @@ class TestKLCov:
 
 class TestTopr:
     def test_worked_by_hand(self):
-        # Of whole responses: 0 was right: weight 1, whatever the ratio. 1: e^(-0.5 + 0.2) = e^-0.3. 2: e^0.4, held at 1.
+        # Of whole responses. 0 was right: weight 1 at any ratio. 1: e^(-0.5 + 0.2) = e^-0.3. 2: e^0.4, held at 1.
         x = given(
             [0, 0, 1, 1, 2],
             logprobs=[-1.0, -2.0, -1.5, -0.8, -0.6],
@@ -421,15 +423,15 @@ def test_they_ask_for_what_they_read(loss):
     assert required_inputs(loss, {"entropy_coef": 0.1}) == ("entropy",)
 
 
-@pytest.mark.parametrize("loss", [policy_gradient, gspo, sapo, gmpo, kl_cov, reinforce])  # the others stop a part of the gradient: see closed forms
+@pytest.mark.parametrize(
+    "loss", [policy_gradient, gspo, sapo, gmpo, kl_cov, reinforce]
+)  # the others stop a part of the gradient: see closed forms
 def test_gradient_against_finite_differences(loss):
     x = drawn([3, 0, 2], seed=5, noise=0.02)
     fixed = {field: getattr(x, field) for field in ("old", "rollout", "ref", "advantages")}
 
     def run(logprobs, entropy):
-        part = LossInput(
-            segment=x.segment, sequences=3, logprobs=logprobs, entropy=entropy, columns=x.columns, **fixed
-        )
+        part = LossInput(segment=x.segment, sequences=3, logprobs=logprobs, entropy=entropy, columns=x.columns, **fixed)
         clip = {"clip_high": 0.01} if "clip_high" in signature(loss).parameters else {}
         return loss(part, kl_coef=0.1, entropy_coef=0.01, is_level="sequence", **clip).value
 
