@@ -38,6 +38,11 @@ class Distill(Offline):
     @classmethod
     def check(cls, config, loss):
         if {"trainer", "teacher"} <= set(config.models):
+            if config.models["teacher"].chat_template:
+                raise ValueError(
+                    f"models.teacher.chat_template: `{config.algorithm}` compares distributions over one vocabulary; a "
+                    "teacher with another tokenizer is for `on_policy_distillation`"
+                )
             check_same_vocabulary(config.models["trainer"], config.models["teacher"], ("trainer", "teacher"))
 
     def env_flow(self, batch):
@@ -47,7 +52,9 @@ class Distill(Offline):
 class OnPolicyDistillation(Online):
     """On-policy distillation: the student learns from the teacher's log-probs of its own responses (2306.13649).
 
-    Policy, teacher and trainer; student and teacher share a tokenizer. A reward, if there is one, is for evaluation.
+    Policy, teacher and trainer. A reward, if there is one, is for evaluation. Student and teacher share a tokenizer,
+    unless `models.teacher.chat_template` is set (`auto`): the teacher then reads the student's text, and spans of text
+    are compared (coalign.backends.scorers.cross_tokenizer).
 
     The loss decides what the teacher computes. `policy_gradient`: the log-prob of each token that the student sampled,
     which becomes its advantage (`reverse_kl`). `distillation` (GKD with on-policy data only): the log-probs of the
@@ -83,7 +90,13 @@ class OnPolicyDistillation(Online):
         if not {"policy", "teacher"} <= set(config.models):
             return
         student, teacher = config.models["policy"], config.models["teacher"]
-        check_same_vocabulary(student, teacher, ("policy", "teacher"))
+        if not teacher.chat_template:
+            check_same_vocabulary(student, teacher, ("policy", "teacher"))
+        elif loss is not None and "candidate_logprobs" in loss.needs:
+            raise ValueError(
+                f"loss.fn: `{loss.name}` compares distributions over one vocabulary, and models.teacher.chat_template "
+                "has the teacher read text with its own; use `policy_gradient`"
+            )
         if student.sampling.temperature != teacher.sampling.temperature:
             raise ValueError(
                 f"models.teacher.sampling.temperature is {teacher.sampling.temperature}, that of models.policy "
