@@ -150,9 +150,10 @@ def prepare(config: RunConfig) -> Plan:
             f"{recipe.__name__}.source: '{recipe.source}' is no kind of data{suggest(recipe.source, KINDS)}"
         )
     with locate_problems(config):
-        check_names(config, [*recipe.models, *(reward.model for reward in config.reward if reward.model)])
-        check_functions_are_imported(config)
         loss = Objective.of(config.loss, "loss") if config.loss else None
+        judges = (reward.model for reward in config.reward if reward.model)
+        check_names(config, [*recipe.models, *recipe.roles(config, loss), *judges])
+        check_functions_are_imported(config)
         recipe.check(config, loss)
         check_sections(config, recipe)
         check_recording(config)
