@@ -99,14 +99,15 @@ class OnPolicyDistillation(Online):
     def check(cls, config, loss):
         if not {"policy", "teacher"} <= set(config.models):
             return
-        student, distributions = config.models["policy"], loss is not None and "candidate_logprobs" in loss.needs
+        student = config.models["policy"]
+        distributions = loss is not None and "candidate_logprobs" in loss.needs
         for name in list_teachers(config):
             teacher = config.models[name]
             if not teacher.chat_template:
                 check_same_vocabulary(student, teacher, ("policy", name))
             elif distributions:
                 raise ValueError(
-                    f"loss.fn: `{loss.name}` compares distributions over one vocabulary, and "
+                    f"loss.fn: `{config.loss.fn}` compares distributions over one vocabulary, and "
                     f"models.{name}.chat_template has the teacher read text with its own; use `policy_gradient`"
                 )
             if student.sampling.temperature != teacher.sampling.temperature:
@@ -120,7 +121,7 @@ class OnPolicyDistillation(Online):
             if distributions and teacher.candidates != config.models["teacher"].candidates:
                 raise ValueError(
                     f"models.{name}.candidates is {teacher.candidates}, that of models.teacher "
-                    f"{config.models['teacher'].candidates}: the teachers of one batch tell equally many; set them alike"
+                    f"{config.models['teacher'].candidates}: all teachers tell equally many; set them alike"
                 )
 
     def ask_teachers(self, out, method):
@@ -178,7 +179,7 @@ def assign_teachers(batch: Batch, names: Sequence[str]) -> Tensor:
 
 
 def select_for_teacher(batch: Batch, *, name: str, names: Sequence[str]) -> Batch:
-    """The sequences that a teacher is asked about; the first one if there are none, since models take no empty batch."""
+    """The sequences of a teacher; the first one if there are none, since not every model takes an empty batch."""
     rows = (assign_teachers(batch, names) == names.index(name)).nonzero().flatten()
     return batch.select(rows if len(rows) else [0] * min(1, len(batch)))
 
