@@ -105,9 +105,9 @@ class OnPolicyDistillation(Online):
             teacher = config.models[name]
             if not teacher.chat_template:
                 check_same_vocabulary(student, teacher, ("policy", name))
-            elif distributions:
+            elif loss is not None and distributions:
                 raise ValueError(
-                    f"loss.fn: `{config.loss.fn}` compares distributions over one vocabulary, and "
+                    f"loss.fn: `{loss.name}` compares distributions over one vocabulary, and "
                     f"models.{name}.chat_template has the teacher read text with its own; use `policy_gradient`"
                 )
             if student.sampling.temperature != teacher.sampling.temperature:

@@ -112,7 +112,7 @@ def with_teachers(directory, taught, rows):
     """`teacher` has other weights than `teacher_sums`; ``rows``: the teacher of each row of data, in turn."""
     config = configuration(directory, steps=2, prompts_per_step=4)
     path = Path(config["data"]["train"])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     named = [line | ({"teacher": rows[i % len(rows)]} if rows[i % len(rows)] else {}) for i, line in enumerate(lines)]
     path.write_text("".join(json.dumps(line) + "\n" for line in named))
     config["models"]["teacher_sums"] = {"like": "teacher", "load": str(taught)}
