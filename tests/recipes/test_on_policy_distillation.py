@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coalign import load_config
+from coalign.commands.evaluate import evaluate
 from coalign.data.batch import Batch
 from coalign.launch.check import trace
 from coalign.launch.plan import prepare
@@ -180,3 +181,9 @@ def test_bad_teachers_are_named(tmp_path):
         prepare(load_config(config | other))
     with pytest.raises(ValueError, match=r"`on_policy_distillation` has no such model; did you mean 'teacher'"):
         prepare(load_config(config | {"models": config["models"] | {"teachr": teacher}}))
+
+
+def test_they_are_there_in_evaluation(tmp_path, taught):
+    config = with_teachers(tmp_path, taught, ["sums", None])
+    found = evaluate(load_config(config), None)
+    assert found["eval/teacher_kl"] > 0 and {"eval/teacher_kl/sums", "eval/teacher_kl/teacher"} <= found.keys()
