@@ -30,6 +30,8 @@ TOKEN_COLUMNS: Mapping[str, torch.dtype] = {
     "advantages": torch.float32,
     "returns": torch.float32,
     "turn_rewards": torch.float32,  # an environment's reward of a turn, at the turn's last trained token
+    "turn_states": torch.int64,  # the state in which a turn begins, at its first token, as a number other than 0
+    "high_covariance": torch.bool,  # True where the loss `kl_cov` holds the policy back
     "label": torch.float32,  # correctness of a step (0 to 1), at the token where a process reward model scores it
     "candidates": torch.int32,  # [T, K]: token ids whose log-probs a loss compares (a teacher's top K; "+" and "-")
     "teacher_logprobs": torch.float32,  # [T, K]: the teacher's log-probs of the candidates

@@ -86,6 +86,7 @@ class Plan:
     turn_weight: float = 0.0
     loss: Objective | None = None
     advantage: Callable[..., Any] | None = None
+    covariance: Callable[..., Any] | None = None
     truncated: Callable[..., Any] | None = None
     pairs: Callable[..., Any] | None = None
     kl: Callable[[], FixedKL | AdaptiveKL] | None = None
@@ -149,9 +150,10 @@ def prepare(config: RunConfig) -> Plan:
             f"{recipe.__name__}.source: '{recipe.source}' is no kind of data{suggest(recipe.source, KINDS)}"
         )
     with locate_problems(config):
-        check_names(config, [*recipe.models, *(reward.model for reward in config.reward if reward.model)])
-        check_functions_are_imported(config)
         loss = Objective.of(config.loss, "loss") if config.loss else None
+        judges = (reward.model for reward in config.reward if reward.model)
+        check_names(config, [*recipe.models, *recipe.roles(config, loss), *judges])
+        check_functions_are_imported(config)
         recipe.check(config, loss)
         check_sections(config, recipe)
         check_recording(config)
@@ -161,6 +163,7 @@ def prepare(config: RunConfig) -> Plan:
         check_limits(config)
         functions = {
             "advantage": _bind(config.advantage, "coalign.algorithms.advantages", "advantage"),
+            "covariance": _bind(config.covariance, "coalign.algorithms.covariance", "covariance"),
             "truncated": _bind(config.truncated, "coalign.algorithms.shaping", "truncated"),
             "pairs": _bind(config.pairs, "coalign.algorithms.comparisons", "pairs"),
             "kl": _bind(config.kl, "coalign.algorithms.kl", "kl"),
