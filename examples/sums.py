@@ -7,11 +7,8 @@ import random
 from importlib.util import find_spec
 from pathlib import Path
 
-ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 QUESTIONS = ("What is {a} plus {b}?", "What is the sum of {a} and {b}?", "Add {a} and {b}.", "What is {a} + {b}?")
 TASK = "Answer with the number alone, in digits."
 
