@@ -350,7 +350,7 @@ class FunctionProcess:
                 if self._calls and loop.time() >= self._find_deadline(work.seconds):
                     return True
             if done := done + under_way - len(self._calls):
-                pace = (loop.time() - since) / done
+                pace = max((loop.time() - since) / done, 1e-6)  # uvloop's clock stands still within a millisecond
                 ahead = max(1, min(2 * ahead, _MOST_AHEAD, int(_AHEAD_SECONDS / pace)))
                 since, done = loop.time(), 0
         return False
