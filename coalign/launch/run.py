@@ -13,6 +13,7 @@ from typing import Any
 
 from coalign.cluster.base import choose_cluster, start_cluster
 from coalign.config import dump, locate_problems
+from coalign.config.export import hide_secrets
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine, Hook
 from coalign.engine.hooks.checkpoint import Checkpoints, Save, restore_engine, verify_checkpoint
@@ -32,6 +33,7 @@ from coalign.launch.layout import describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
 from coalign.report.plots import plot_run
+from coalign.report.trackers import start_trackers
 from coalign.types import Stats
 
 log = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ def _learn(
         checkpoints.move_later_aside(engine.step)
         log.info("continuing from %s", found)
     folder.begin(dump(config), engine.step)
+    record.trackers += start_trackers(runtime.trackers, folder.path, hide_secrets(config), engine.step)
     log.info("%s", engine.environment.loader.report())
     precompute(engine, display)
     display.start(engine.step, engine.last)
@@ -112,7 +115,9 @@ def _learn(
         if engine.whole is not None and record.newest < engine.step:
             record.write(engine.step, engine.late)
         save.save_after_error(engine, error)
+        record.close(failed=True)
         raise
+    record.close(failed=False)
     if config.data.stream:  # only now is it known what became of the rows
         log.info("%s", engine.environment.loader.report())
     if runtime.plots:

@@ -91,12 +91,14 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _texts(item, f"{key}[{index}]")
 
 
-def check_recording(config: RunConfig) -> None:
-    """Raise ImportError if `runtime.wandb` is set and wandb is not installed."""
-    if (project := config.runtime.wandb) and find_spec("wandb") is None:
-        raise ImportError(
-            f"runtime.wandb is '{project}', and wandb is not installed: pip install 'coalign[wandb]', or leave it out"
-        )
+def check_trackers(config: RunConfig) -> None:
+    """Raise ImportError for a tracker whose client is not installed."""
+    for tracker in config.runtime.trackers:
+        if find_spec(tracker.name) is None:
+            raise ImportError(
+                f"runtime.trackers has '{tracker.name}', which is not installed: "
+                f"pip install 'coalign[{tracker.name}]', or leave it out"
+            )
 
 
 def check_environment(environment: EnvironmentFunction | None, config: RunConfig) -> None:
