@@ -189,7 +189,13 @@ class SwanlabTracker(Tracker):
 
         host = self.settings.url
         server = {"api_host": host, "web_host": host} if host else {}
-        settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"), **server)
+        parts = swanlab.Settings
+        settings = parts(
+            interactive=False,
+            terminal=parts.Terminal(proxy_type="none"),
+            probe=parts.Probe(requirements=False),  # a list of all packages takes pip seconds
+            **server,
+        )
         if self.settings.offline:
             (self.folder / "swanlab").mkdir(exist_ok=True)
         self._client = swanlab
