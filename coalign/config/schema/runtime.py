@@ -151,7 +151,7 @@ class RuntimeConfig(Section):
     eval_every: NonNegativeInt = 0
     eval_at_start: bool = True
     eval_prompts: PositiveInt | None = None
-    """None: the whole evaluation set."""
+    """Of each evaluation source; None: all."""
     eval_samples: PositiveInt = 1
     """n for mean@n and pass@k."""
     eval_sampling: EvalSamplingConfig = EvalSamplingConfig()
