@@ -184,6 +184,8 @@ class MlflowTracker(Tracker):
 
 
 class SwanlabTracker(Tracker):
+    """Its client leaves out a step that it has sent, until the run is opened again: so ``rewind`` does that."""
+
     def start(self, run_id: str | None, step: int) -> str:
         import swanlab  # pyright: ignore[reportMissingImports]  # an optional package
 
@@ -199,7 +201,7 @@ class SwanlabTracker(Tracker):
         if self.settings.offline:
             (self.folder / "swanlab").mkdir(exist_ok=True)
         self._client = swanlab
-        run = swanlab.init(
+        self._id = swanlab.init(
             project=self.settings.project,
             name=self.name,
             id=run_id or secrets.token_hex(8),
@@ -208,8 +210,8 @@ class SwanlabTracker(Tracker):
             mode="offline" if self.settings.offline else None,
             log_dir=str(self.folder / "swanlab") if self.settings.offline else None,
             settings=settings,
-        )
-        return run.id
+        ).id
+        return self._id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._client.log(dict(metrics), step=step)
@@ -217,6 +219,10 @@ class SwanlabTracker(Tracker):
     def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         table = self._client.echarts.Table().add(list(rows[0]), [list(row.values()) for row in rows])
         self._client.log({name: table}, step=step)
+
+    def rewind(self, step: int) -> None:
+        self.finish(failed=False)
+        self.start(self._id, step)
 
     def finish(self, failed: bool) -> None:
         self._client.finish("crashed" if failed else "success")

@@ -41,7 +41,7 @@ ALLOWED = {
     "rewards": {"types", "config", "services", "threads"},
     "environments": {"types", "config", "data", "services", "threads", "http_server"},
     "weights": {"types", "config", "cluster", "files"},
-    "report": {"types", "files"},
+    "report": {"types", "config", "files", "threads"},
     "backends": {*BELOW_BACKENDS, "memory"},
     "cluster": {"types", "roles", "config", "data", "memory", "threads"},
     "engine": {*BELOW_BACKENDS, "backends", "cluster"},
@@ -67,6 +67,11 @@ HEAVY = {
     "torchao": "backends/hf/layers.py",
     "peft": "backends/lora.py",
     "sentencepiece": "vocab/tokenizer.py",
+    "tensorboard": "report/trackers.py",
+    "wandb": "report/trackers.py",
+    "mlflow": "report/trackers.py",
+    "swanlab": "report/trackers.py",
+    "trackio": "report/trackers.py",
 }
 
 

@@ -131,8 +131,8 @@ def log_steps(name: str, folder: Path, points: list[tuple[int, float]]) -> str:
 @pytest.mark.parametrize("name", READERS)
 def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, monkeypatch, caplog, name):
     """Step 3 is undone by a resume, step 4 by a rollback. TensorBoard forgets them, the others keep both points."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read when the client is imported
     pytest.importorskip(name)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     with caplog.at_level(logging.WARNING, "coalign"):
         first = log_steps(name, tmp_path, [(1, 1.0), (2, 2.0), (3, 3.0)])
         assert log_steps(name, tmp_path, [(3, 30.0), (4, 4.0), (4, 40.0)]) == first

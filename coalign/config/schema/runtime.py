@@ -159,7 +159,9 @@ class RuntimeConfig(Section):
     """Samples per step to write to samples.jsonl."""
     plots: ResultNeutral[bool] = True
     """Draw the metrics as plots/*.png when the run ends."""
-    trackers: ResultNeutral[OneOrMore[TrackerConfig]] = [TrackerConfig(name="tensorboard")]
+    trackers: ResultNeutral[Annotated[OneOrMore[TrackerConfig], Field(examples=[["tensorboard"]])]] = [
+        TrackerConfig(name="tensorboard")
+    ]
     """Where metrics and samples go besides the run folder: names, or {name, project, …}; `[]`: nowhere."""
     call_timeout: ResultNeutral[PositiveFloat] = 3600.0
     """Seconds that a call of a model may take before the run stops; the error names the call. Loading may take an
