@@ -73,7 +73,7 @@ class TensorBoardTracker(Tracker):
         folder = self.folder / "tensorboard"
         folder.mkdir(exist_ok=True)
         now = time.time()
-        self._file = RecordFile(folder / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}")
+        self._file = RecordFile(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}")
         self._append(file_version="brain.Event:2")
         if run_id:
             self.rewind(step)
@@ -274,7 +274,7 @@ class TrackerFeed:
         """``ids`` is the file of run ids: the tracker's own is read from it, or added once the run has begun."""
         self.name, self._tracker, self._ids, self._step = name, tracker, ids, step
         self._begun = False
-        self._lost = self._failures = 0
+        self._submitted = self._sent = self._failures = 0
         self._waiting: deque[Callable[[], None]] = deque()
         self._sink = Sink(f"the metrics in {name}")
         self._queue = CallQueue(f"tracker-{name}")
@@ -282,6 +282,7 @@ class TrackerFeed:
 
     def send(self, call: Callable[[Tracker], None]) -> None:
         """Have ``call`` send something, after all that was sent before."""
+        self._submitted += 1
         self._queue.submit(partial(self._send, partial(call, self._tracker)))
 
     def close(self, failed: bool) -> None:
@@ -289,8 +290,9 @@ class TrackerFeed:
         self.send(lambda tracker: tracker.finish(failed))
         self._queue.close()
         self._queue.join(END_SECONDS)
-        if left := self._lost + len(self._waiting):
-            log.warning("%s: %d records were not sent; metrics.jsonl and samples.jsonl have them", self.name, left)
+        if left := self._submitted - self._sent:
+            message = "%s: %d records were not sent; metrics.jsonl and samples.jsonl have them"
+            log.warning(message, self.name, left)
 
     def _send(self, record: Callable[[], None]) -> None:
         self._waiting.append(record)
@@ -303,11 +305,11 @@ class TrackerFeed:
             while self._waiting:
                 try:
                     self._waiting[0]()
+                    self._sent += 1
                 except Exception:
                     self._failures += 1
                     if self._failures < ATTEMPTS:
                         raise
-                    self._lost += 1
                 self._failures = 0
                 self._waiting.popleft()
 

@@ -201,6 +201,7 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "END_SECONDS", 0.1)
     monkeypatch.setattr(Unreliable, "start", lambda self, run_id, step: held.wait(30) and "it")
     assert feed_steps(tmp_path, Unreliable(fails=0), range(3)) == []
+    assert "4 records were not sent" in caplog.text
     held.set()
 
 
