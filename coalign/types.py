@@ -53,6 +53,9 @@ SEQUENCE_COLUMNS: Mapping[str, torch.dtype] = {
 }
 
 
+SOURCE_KEY = "data_source"  # in every row of data: the source that it belongs to, by the row itself or by its file
+
+
 class Status(IntEnum):
     """How a sequence ended.
 

@@ -36,7 +36,14 @@ from coalign.config.schema.rollout import (
     SamplingConfig,
 )
 from coalign.config.schema.run import PtxConfig, RunConfig
-from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, ProfileConfig, RuntimeConfig, SyncConfig
+from coalign.config.schema.runtime import (
+    EarlyStopConfig,
+    EvalSamplingConfig,
+    ProfileConfig,
+    RuntimeConfig,
+    SyncConfig,
+    TrackerConfig,
+)
 
 __all__ = [
     "FUNCTIONS",
@@ -76,4 +83,5 @@ __all__ = [
     "SourceConfig",
     "StageConfig",
     "SyncConfig",
+    "TrackerConfig",
 ]
