@@ -111,7 +111,7 @@ class WandbTracker(Tracker):
     def start(self, run_id: str | None, step: int) -> str:
         import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
-        server = {"base_url": self.settings.url} if self.settings.url else {}
+        server: dict[str, Any] = {"base_url": self.settings.url} if self.settings.url else {}
         self._run = wandb.init(
             project=self.settings.project,
             name=self.name,
@@ -133,7 +133,7 @@ class WandbTracker(Tracker):
         self._run.log({**metrics, "step": step})
 
     def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        data = [list(row.values()) for row in rows]
+        data: Any = [list(row.values()) for row in rows]
         table = self._table(columns=list(rows[0]), data=data, allow_mixed_types=True)
         self._run.log({name: table, "step": step})
 
@@ -190,7 +190,7 @@ class SwanlabTracker(Tracker):
         import swanlab  # pyright: ignore[reportMissingImports]  # an optional package
 
         host = self.settings.url
-        server = {"api_host": host, "web_host": host} if host else {}
+        server: dict[str, Any] = {"api_host": host, "web_host": host} if host else {}
         parts = swanlab.Settings
         settings = parts(
             interactive=False,
@@ -235,7 +235,7 @@ class TrackioTracker(Tracker):
         import trackio  # pyright: ignore[reportMissingImports]  # an optional package
 
         url = None if self.settings.offline else self.settings.url
-        where = {"server_url" if url.startswith("http") else "space_id": url} if url else {}
+        where: dict[str, Any] = {"server_url" if url.startswith("http") else "space_id": url} if url else {}
         self._table = trackio.Table
         self._run = trackio.init(
             self.settings.project,
@@ -252,7 +252,8 @@ class TrackioTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        self._run.log({name: self._table(data=[dict(row) for row in rows])}, step=step)
+        data: Any = [dict(row) for row in rows]  # the annotation knows lists only
+        self._run.log({name: self._table(data=data)}, step=step)
 
     def finish(self, failed: bool) -> None:
         self._run.finish()
