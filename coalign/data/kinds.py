@@ -117,18 +117,32 @@ class ConversationEncoder(RowEncoder):
     """Encodes rows as conversations; the loss mask covers the assistant's words and the end of its turns.
 
     ``data.train_on`` narrows the mask to the assistant's last message, or widens it to all tokens. A conversation that
-    is cut on the left keeps its last answer whole, and something before it.
+    is cut on the left keeps its last answer whole, and something before it. With ``data.reasoning: last``, whose
+    answers no single sequence holds as they are generated, a conversation is one for each user message.
     """
 
     longest = "max_tokens"
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
         messages, tools = self.reader.conversation(row), self.reader.tools(row)
-        since = len(messages) - 1 if self.config.train_on == "last" else 0
-        tokens, mask = self.template.conversation(messages, tools, since=since)
-        if self.config.train_on == "all":
-            mask = [True] * len(tokens)
-        return [Example(tokens, dict(row), mask)]
+        examples = []
+        for since, stop in self._find_learned(messages):
+            tokens, mask = self.template.conversation(messages[:stop], tools, since=since)
+            if self.config.train_on == "all":
+                mask = [True] * len(tokens)
+            examples.append(Example(tokens, dict(row), mask))
+        return examples
+
+    def _find_learned(self, messages: list[Message]) -> list[tuple[int, int]]:
+        """For each sequence the first message that is learned, and how many messages there are."""
+        if self.config.train_on == "last":
+            return [(len(messages) - 1, len(messages))]
+        if self.config.reasoning != "last":
+            return [(0, len(messages))]
+        asked = [i for i, m in enumerate(messages) if m["role"] == "user"] or [0]
+        answered = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        lasts = {q: i for i in answered if (q := max((q for q in asked if q < i), default=None)) is not None}
+        return [(question, last + 1) for question, last in lasts.items()]
 
     def truncate(self, example: Example) -> Example:
         cut = super().truncate(example)

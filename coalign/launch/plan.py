@@ -40,8 +40,8 @@ from coalign.launch.validate import (
     check_repetition_penalty,
     check_reward_lengths,
     check_sections,
+    check_template,
     check_token_limits,
-    check_tools,
     check_transport,
     find_token_limit,
 )
@@ -157,7 +157,7 @@ def prepare(config: RunConfig) -> Plan:
         check_recording(config)
         environment = find_environment(config.rollout)
         check_environment(environment, config)
-        check_tools(environment, config)
+        check_template(environment, config)
         check_limits(config)
         functions = {
             "advantage": _bind(config.advantage, "coalign.algorithms.advantages", "advantage"),
@@ -295,6 +295,8 @@ def _plan_models(
             tokenizer=tokenizer,
             trust_tokenizer=trust_tokenizer,
             chat_template=config.data.chat_template,
+            chat_template_kwargs=config.data.chat_template_kwargs,
+            reasoning=config.data.reasoning,
             output=os.path.abspath(config.output),
         )
         models[name] = PlannedModel(

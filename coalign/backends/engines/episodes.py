@@ -85,7 +85,9 @@ class EpisodeRunner:
         self.tokenizer = tokenizer
         self.seed = context.seed
         self.longest = context.sample_tokens
-        self.rendering = Rendering(load_template(tokenizer, context.chat_template))
+        self.rendering = Rendering(
+            load_template(tokenizer, context.chat_template, context.chat_template_kwargs, context.reasoning)
+        )
         self.loop = EnvironmentLoop()
         self._shown: set[str] = set()  # reasons of failures whose traceback has been logged
 
