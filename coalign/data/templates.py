@@ -173,9 +173,11 @@ class ChatTemplate:
         except BadRow as error:
             for words, other in self.list_alternatives():
                 first = find_last_question(messages) + 1 if other.reasoning == "last" else since
-                with suppress(BadRow):
+                try:
                     other._encode(messages, tools, max(since, first))
-                    raise BadRow(f"{error}; {words} would do", error.reason) from error
+                except BadRow:
+                    continue
+                raise BadRow(f"{error}; {words} would do", error.reason) from error
             raise
 
     def list_alternatives(self) -> Iterator[tuple[str, ChatTemplate]]:
@@ -209,6 +211,12 @@ class ChatTemplate:
         )
 
     def _encode(self, messages: Messages, tools: Tools | None, since: int) -> tuple[list[int], list[bool]]:
+        between = range(since, find_last_question(messages) if self.reasoning == "last" else 0)
+        if learned := [i for i in between if messages[i]["role"] == "assistant"]:
+            raise BadRow(
+                f"data.reasoning: last drops the reasoning of message {learned[0]}, which is learned: the model is "
+                "asked again after it; learn from the last question on"
+            )
         messages, tools = self.protect(messages, tools)
         find = self._generation_blocks if self._marks_generation else self._assistant_turns
         text, spans = find(messages, tools, since)
@@ -230,11 +238,6 @@ class ChatTemplate:
         for i, message in enumerate(messages[since:], since):
             if message["role"] != "assistant":
                 continue
-            if self.reasoning == "last" and i < find_last_question(messages):
-                raise BadRow(
-                    f"data.reasoning: last drops the reasoning of message {i}, which is learned: the model is asked "
-                    "again after it; learn from the last question on"
-                )
             if split_reasoning(message)[0] not in text:
                 raise BadRow(
                     f"the chat template leaves out the reasoning of message {i}, which is learned; drop it "
@@ -357,7 +360,8 @@ def _jinja(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"tokenizer {tokenizer.name_or_path!r} has no chat template: set data.chat_template to a Jinja "
-                f"template, a file that holds one or one of {', '.join(TRAINING_TEMPLATES)}, or to `none` for plain text"
+                f"template, a file that holds one, one of ours ({', '.join(TRAINING_TEMPLATES)}), or to `none` for "
+                "plain text"
             )
         return tokenizer.get_chat_template()
     return read_template(chat_template)
@@ -409,8 +413,8 @@ def read_template(chat_template: str) -> str:
     path = TRAINING_TEMPLATES.get(chat_template) or Path(chat_template)
     if not path.is_file():
         raise FileNotFoundError(
-            f"data.chat_template: {chat_template!r} is neither `auto`, `none`, a Jinja template, a file that exists, nor "
-            f"one of ours{suggest(chat_template, TRAINING_TEMPLATES)}"
+            f"data.chat_template: {chat_template!r} is neither `auto`, `none`, a Jinja template, a file that exists, "
+            f"nor one of ours{suggest(chat_template, TRAINING_TEMPLATES)}"
         )
     return path.read_text(encoding="utf-8")
 

@@ -73,9 +73,20 @@ class EpisodePolicy(Protocol):
     capacity: int | None  # tokens of the longest sequence that fits; None: unlimited
 
     async def respond(
-        self, tokens: list[int], *, group: int, index: int, prompt_length: int, limit: int, stop: tuple[str, ...] | None
+        self,
+        tokens: list[int],
+        *,
+        group: int,
+        index: int,
+        prompt_length: int,
+        limit: int,
+        stop: tuple[str, ...] | None,
+        restarts: int,
     ) -> Response:
-        """Generate the continuation of ``tokens``, of which the first ``prompt_length`` precede the first turn."""
+        """Generate the continuation of ``tokens``, of which the first ``prompt_length`` precede the first turn.
+
+        ``restarts`` counts how often these tokens replaced those of earlier turns.
+        """
         ...
 
     def forget(self, group: int, index: int) -> None:
@@ -166,6 +177,7 @@ class Episode:
         self._new_tokens: list[int] = []  # likewise
         self._answer: list[int] | None = None  # tokens of the last turn
         self._left = max_new_tokens
+        self._restarts = 0  # how often `data.reasoning` had the log begin anew
         self._policy, self._rendering = policy, rendering
         self._generating = self._over = False
 
@@ -253,7 +265,8 @@ class Episode:
         if left > 0:
             if anew:
                 self.log, self.prompt_length = EpisodeLog(), 0
-                self.count("rewritten")
+                self._restarts += 1
+                self.counts["rewritten"] += 1
             self.log.add(fresh)
             self.prompt_length = self.prompt_length or len(fresh)
             limit = left if max_new_tokens is None else min(left, max_new_tokens)
@@ -341,6 +354,7 @@ class Episode:
                     prompt_length=self.prompt_length,
                     limit=limit,
                     stop=None if stop is None else tuple(stop),
+                    restarts=self._restarts,
                 )
         finally:
             self._generating = False

@@ -80,7 +80,7 @@ class Rendering:
     def _find_added(
         self, template: ChatTemplate, messages: list[Message], tools: Tools | None
     ) -> tuple[list[int], list[int]] | None:
-        """Find how the template ends an assistant's turn that ``messages`` follow, and what these add. None: it varies."""
+        """Find how an assistant's turn ends that ``messages`` follow, and what these add. None if that varies."""
         for answered in _ANSWERS:
             before = self.guard.tokenize(template.render(_placeholder_conversation(answered, messages), tools))
             after = self.guard.tokenize(

@@ -277,6 +277,11 @@ def _plan_models(
     for name, role in roles.items():
         model = configs[name]
         own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
+        if model.chat_template_kwargs and not (model.chat_template or model.judge):
+            raise ValueError(
+                f"models.{name}.chat_template_kwargs: this model reads tokens, no text; the arguments of the policy's "
+                "template are data.chat_template_kwargs"
+            )
         module = find_module_class(model)
         learns_by_loss = role is Trainable and _is_trained_by_loss(model, module)
         if learns_by_loss and own is None:

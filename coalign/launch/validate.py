@@ -128,10 +128,11 @@ def check_template(environment: EnvironmentFunction | None, config: RunConfig) -
     )
     if jinja is None:
         return
-    try:
-        read_arguments(jinja, arguments)
-    except ValueError as error:
-        raise ValueError(f"data.{error}") from error
+    if not jinja.startswith("[{"):  # of several templates by name, the tokenizer chooses
+        try:
+            read_arguments(jinja, arguments)
+        except ValueError as error:
+            raise ValueError(f"data.{error}") from error
     if shows_tools and not reads_tools(jinja):
         which = f"that of the tokenizer in {name}" if given == "auto" else f"`{given:.40}`"
         raise ValueError(
