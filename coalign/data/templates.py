@@ -138,7 +138,8 @@ class ChatTemplate:
         keep_special_tokens: bool = False,
     ) -> None:
         self.tokenizer, self.guard = tokenizer, ContentGuard(tokenizer, keep=keep_special_tokens)
-        self.jinja, self.given, self.reasoning = jinja, {**(arguments or {})}, reasoning
+        self.jinja, self.given = jinja, {**(arguments or {})}
+        self.reasoning: ReasoningPolicy | None = reasoning
         self._arguments, self._tools = read_arguments(jinja, self.given)
         self._special = list_special_tokens(tokenizer)
         self._knows_tools = reads_tools(jinja)
@@ -186,7 +187,7 @@ class ChatTemplate:
         kept = [{name: value} for name, value in _KEEPING.items() if name in names and name not in self.given]
         ways = [("auto", self.jinja, more) for more in ({}, *kept)]
         ways += [(name, read_template(name), more) for name in TRAINING_TEMPLATES for more in ({}, _NO_THINKING)]
-        policies = (self.reasoning,) if self.reasoning else (None, "keep", "last")
+        policies: list[ReasoningPolicy | None] = [self.reasoning] if self.reasoning else [None, "keep", "last"]
         for policy in policies:
             for name, jinja, more in ways:
                 settings = {} if name == "auto" else {"chat_template": name}

@@ -48,7 +48,7 @@ class Rendering:
         policy = self.template.reasoning
         if policy in (None, "keep") or not any(policy == "drop" or m["role"] == "user" for m in messages):
             return False
-        if "</think>" not in self.template.jinja:
+        if "</think>" not in (self.template.jinja or ""):
             raise RenderingError(
                 f"data.reasoning: {policy} removes what ends with </think> from earlier turns, and the chat template "
                 "writes no such block; set data.reasoning: keep"

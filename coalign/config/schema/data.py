@@ -90,7 +90,7 @@ class DataConfig(Section):
     """Arguments of the chat template, in prompts, conversations and environments alike. `tools` are for rows that have
     none; `date` is what a template that asks for it calls today (2026-01-31)."""
     reasoning: Literal["keep", "drop", "last"] | None = None
-    """Reasoning of assistant messages (`reasoning_content`, `thinking`, or `<think>` blocks): `keep` that of all turns,
+    """Reasoning of assistant messages (`reasoning_content`, `thinking`, or blocks of think tags): `keep` that of all turns,
     `drop` it, or `last`: only since the last user message, as most models read at inference. SFT then learns a sequence
     for each user message. None: what the rows hold and the template shows of it."""
     prompt_format: str = "{prompt}"

@@ -62,7 +62,7 @@ def test_stream_keys_differ_in_every_argument():
             (0, 0, 0, 2),
         ]
     }
-    assert len(keys) == 7
+    assert len(keys) == 9
     assert all(-(2**63) <= key < 2**63 for key in keys)
 
 
