@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coalign.backends.objective import Objective
     from coalign.config.schema import RewardConfig
     from coalign.data.batch import Batch
-    from coalign.data.reasoning import ReasoningPolicy
+    from coalign.data.messages import ReasoningPolicy
     from coalign.environments.loop import EnvironmentFunction
 
 

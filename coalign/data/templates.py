@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,11 +20,15 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
 from coalign.config.errors import suggest
 from coalign.data.batch import Batch
-from coalign.data.messages import ContentGuard, Message, check_length, get_text, parse_tools
-from coalign.data.reasoning import (
+from coalign.data.messages import (
+    ContentGuard,
+    Message,
     ReasoningPolicy,
-    apply_policy,
+    apply_reasoning,
+    check_length,
     find_last_question,
+    get_text,
+    parse_tools,
     place_reasoning,
     split_reasoning,
 )
@@ -48,7 +53,6 @@ _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"
 _TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # Hugging Face's own, which Jinja does not know
 # Arguments with which families keep the reasoning of earlier turns.
 _KEEPING = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
-_NO_THINKING = {"enable_thinking": False}
 
 
 def load_template(
@@ -160,7 +164,7 @@ class ChatTemplate:
 
     def protect(self, messages: Messages, tools: Tools | None = None) -> tuple[list[Message], Tools | None]:
         """Prepare messages for `render`: their reasoning by the policy, special tokens in contents as codes."""
-        messages, tools = self.guard.protect((apply_policy(messages, self.reasoning), tools))
+        messages, tools = self.guard.protect((apply_reasoning(messages, self.reasoning), tools))
         return place_reasoning(messages, self.jinja) if self.reasoning else list(messages), tools
 
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
@@ -182,23 +186,29 @@ class ChatTemplate:
             raise
 
     def list_alternatives(self) -> Iterator[tuple[str, ChatTemplate]]:
-        """Yield other settings, in words, that write the same prompts and may do where this template does not."""
-        names = list_arguments(self.jinja)
-        kept = [{name: value} for name, value in _KEEPING.items() if name in names and name not in self.given]
-        ways = [("auto", self.jinja, more) for more in ({}, *kept)]
-        ways += [(name, read_template(name), more) for name in TRAINING_TEMPLATES for more in ({}, _NO_THINKING)]
-        policies: list[ReasoningPolicy | None] = [self.reasoning] if self.reasoning else [None, "keep", "last"]
-        for policy in policies:
-            for name, jinja, more in ways:
-                settings = {} if name == "auto" else {"chat_template": name}
-                settings |= {"chat_template_kwargs": json.dumps(more)} if more else {}
-                settings |= {"reasoning": policy} if policy != self.reasoning else {}
-                with suppress(ValueError, BadRow):
-                    other = ChatTemplate(
-                        self.tokenizer, jinja, self.given | more, policy, keep_special_tokens=self.guard.keep
-                    )
-                    if settings and self._begins_like(other):
-                        yield " with ".join(f"data.{key}: {value}" for key, value in settings.items()), other
+        """Yield other settings, in words, that may do where these do not: first those that write the same prompts."""
+        names = list_arguments(self.jinja) - {*self.given}
+        own = [("", more) for more in ({}, *({name: value} for name, value in _KEEPING.items() if name in names))]
+        ours = [(name, {}) for name in TRAINING_TEMPLATES]
+        policies: list[ReasoningPolicy | None] = [self.reasoning] if self.reasoning else [None, "keep"]
+        tries = [(*way, policy) for ways in (own, ours) for policy in policies for way in ways]
+        for name, more, policy in [*tries, ("", {}, self.reasoning or "last")]:
+            settings = {"chat_template": name} if name else {}
+            settings |= {"chat_template_kwargs": json.dumps(more)} if more else {}
+            settings |= {"reasoning": policy} if policy != self.reasoning else {}
+            with suppress(ValueError, BadRow):
+                other = self._vary(more, policy, name)
+                if settings and self._begins_like(other):
+                    yield " with ".join(f"data.{key}: {value}" for key, value in settings.items()), other
+        for value in (False, True) if "enable_thinking" in names else ():  # other prompts, but they may be meant
+            more = {"enable_thinking": value}
+            yield (words := f"data.chat_template_kwargs: {json.dumps(more)}"), self._vary(more, self.reasoning)
+            for further, other in self._vary(more, self.reasoning).list_alternatives():
+                yield f"{further} with {words}", other
+
+    def _vary(self, more: Mapping[str, Any], policy: ReasoningPolicy | None, name: str = "") -> ChatTemplate:
+        jinja = read_template(name) if name else self.jinja
+        return ChatTemplate(self.tokenizer, jinja, {**self.given, **more}, policy, keep_special_tokens=self.guard.keep)
 
     def _begins_like(self, other: ChatTemplate) -> bool:
         """Whether both write the same prompts."""
@@ -368,7 +378,8 @@ def _jinja(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
     return read_template(chat_template)
 
 
-def list_arguments(jinja: str) -> set[str]:
+@lru_cache
+def list_arguments(jinja: str) -> frozenset[str]:
     """Return the names that a template reads, without its own variables. ValueError if it is no Jinja."""
     try:
         parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAGS.sub("", jinja))
@@ -377,7 +388,7 @@ def list_arguments(jinja: str) -> set[str]:
     own = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
     tests = [test.node for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     optional = {name.name for name in tests if isinstance(name, nodes.Name)}  # set where it is not given
-    return meta.find_undeclared_variables(parsed) - (own - optional)
+    return frozenset(meta.find_undeclared_variables(parsed) - (own - optional))
 
 
 def read_arguments(jinja: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Tools | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,32 @@ FAMILIES = {
 }
 
 
+# Of families whose licences are others, TRL's own files are read where it is installed.
+OTHERS = {
+    "Nemotron-3-Nano": "nemotron_3_nano",
+    "Nemotron-3-Super": "nemotron_3_super",
+    "Llama-3.1": "llama3_1",
+    "Llama-3.2": "llama3_2",
+    "Gemma-3": "gemma3",
+    "Gemma-4": "gemma4",
+    "LFM2.5": "lfm2_2_5",
+    "Command-A": "cohere2",
+}
+
+
+def read_others() -> dict[str, str]:
+    """The templates of OTHERS by family; empty without TRL."""
+    found = find_spec("trl")
+    folder = Path(found.origin or "").parent / "chat_templates" if found else Path("nowhere")
+    return {family: (folder / f"{name}.jinja").read_text("utf-8") for family, name in OTHERS.items() if folder.is_dir()}
+
+
 @cache
 def family_tokenizer(family: str):
     """A byte-level tokenizer with the family's template, and every token that the template writes."""
-    jinja = FAMILIES[family]
+    jinja = FAMILIES.get(family) or read_others()[family]
     tokenizer = tiny_tokenizer(chat_template=jinja, bos_token="<|bos|>", eos_token="<|endoftext|>")
-    special = sorted({*re.findall(r"<[|｜][\w▁]+[|｜]>|\[gMASK\]|<sop>", jinja)})
+    special = sorted({*re.findall(r"<[|｜][\w▁]+[|｜]?>|<\w+\|>|<\w+_of_turn>|\[gMASK\]|<sop>", jinja)})
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     return tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coalign.data.reasoning import ReasoningPolicy
+from coalign.data.messages import ReasoningPolicy
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentBatch, EnvironmentFunction, EnvironmentLoop

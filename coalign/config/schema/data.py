@@ -90,9 +90,9 @@ class DataConfig(Section):
     """Arguments of the chat template, in prompts, conversations and environments alike. `tools` are for rows that have
     none; `date` is what a template that asks for it calls today (2026-01-31)."""
     reasoning: Literal["keep", "drop", "last"] | None = None
-    """Reasoning of assistant messages (`reasoning_content`, `thinking`, or blocks of think tags): `keep` that of all turns,
-    `drop` it, or `last`: only since the last user message, as most models read at inference. SFT then learns a sequence
-    for each user message. None: what the rows hold and the template shows of it."""
+    """Reasoning of assistant messages (`reasoning_content`, `thinking`, or blocks of think tags): `keep` that of all
+    turns, `drop` it, or `last`: only since the last user message, as most models read at inference. SFT then learns a
+    sequence for each user message. None: what the rows hold and the template shows of it."""
     prompt_format: str = "{prompt}"
     """Python format string applied to the prompt (the last user message, if it is a list), with the row's keys."""
     max_prompt_tokens: PositiveInt = 1024
