@@ -22,7 +22,7 @@ TopP = Annotated[float, typer.Option(min=0.0, max=1.0)]
 MinP = Annotated[float, typer.Option(min=0.0, max=1.0)]
 RepetitionPenalty = Annotated[float, typer.Option(min=0.01)]
 Stop = Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")]
-Template = Annotated[str, typer.Option(help="`auto`, `none`, or a Jinja file.")]
+Template = Annotated[str, typer.Option(help="`auto`, `none`, a training template, or a Jinja file.")]
 TemplateArguments = Annotated[
     str | None, typer.Option(help="Arguments of the chat template, as in YAML: `{enable_thinking: false}`.")
 ]

@@ -49,7 +49,7 @@ TRAINING_TEMPLATES = {
 }
 # What every template is given. Of `chat_template_kwargs`, `tools` are those of rows that have none, and `date` is what
 # templates call today.
-_GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "documents"}
+_GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "documents", "reasoning_policy"}
 _TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # Hugging Face's own, which Jinja does not know
 # Arguments with which families keep the reasoning of earlier turns.
 _KEEPING = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
@@ -145,6 +145,8 @@ class ChatTemplate:
         self.jinja, self.given = jinja, {**(arguments or {})}
         self.reasoning: ReasoningPolicy | None = reasoning
         self._arguments, self._tools = read_arguments(jinja, self.given)
+        if "reasoning_policy" in list_arguments(jinja):  # of our own templates
+            self._arguments["reasoning_policy"] = reasoning
         self._special = list_special_tokens(tokenizer)
         self._knows_tools = reads_tools(jinja)
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None

@@ -141,6 +141,18 @@ def test_last_learns_every_answer_after_exactly_the_prompt_that_it_is_generated_
             assert not any(thoughts in tokenizer.decode(example.tokens) for thoughts in dropped)
 
 
+@families
+def test_with_last_all_is_written_as_the_family_writes_it(family, name, arguments):
+    """Earlier answers as well: what is learned follows the prompt that the family's own template writes."""
+    own, ours = both(family, name, arguments, "last")
+    for messages in (DIALOGUE[:4], PLAIN[:4], [*CALLED, user("and?")] if "tool_calls" in own.jinja else PLAIN[:4]):
+        if not (messages[0] is CALLED[0] and name == "deepseek-r1-training"):
+            tools = [TOOL] if messages[0] is CALLED[0] else None
+            assert shown(own, messages, tools, asked=True) == shown(ours, messages, tools, asked=True)
+    if name not in ("deepseek-r1-training", "phi-3-training"):  # whose own leave out thoughts, or add an end of text
+        assert shown(own, DIALOGUE) == shown(ours, DIALOGUE)
+
+
 def test_blocks_in_contents_are_reasoning_as_well():
     tokenizer = family_tokenizer("Qwen3")
     blocks = [
