@@ -14,7 +14,7 @@ from typing import Any
 from coalign.data.examples import Example, RowEncoder, exclude_first_token
 from coalign.data.messages import ContentGuard, Message, format_prompt, tokenize
 from coalign.data.sources import BadRow, is_number
-from coalign.data.templates import get_bos, get_eos
+from coalign.data.templates import encode_learned, get_bos, get_eos
 
 
 class ResponseEncoder(RowEncoder):
@@ -39,7 +39,7 @@ class ResponseEncoder(RowEncoder):
         """Encode each response with its ``columns``, ``index`` and ``prompt_length``."""
         tools = self.reader.tools(row)
         encoded = [
-            trim_after_last_trained(*self.template.conversation([*prompt, *response], tools, since=len(prompt)))
+            trim_after_last_trained(*encode_learned(self.template, [*prompt, *response], tools, since=len(prompt)))
             for response in responses
         ]
         shared = count_shared_tokens(encoded)
@@ -127,7 +127,7 @@ class ConversationEncoder(RowEncoder):
         messages, tools = self.reader.conversation(row), self.reader.tools(row)
         examples = []
         for since, stop in self._find_learned(messages):
-            tokens, mask = self.template.conversation(messages[:stop], tools, since=since)
+            tokens, mask = encode_learned(self.template, messages[:stop], tools, since=since)
             if self.config.train_on == "all":
                 mask = [True] * len(tokens)
             examples.append(Example(tokens, dict(row), mask))

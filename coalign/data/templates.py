@@ -21,6 +21,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from coalign.config.errors import suggest
 from coalign.data.batch import Batch
 from coalign.data.messages import (
+    REASONING_KEYS,
     ContentGuard,
     Message,
     ReasoningPolicy,
@@ -110,17 +111,23 @@ class PlainText:
         return tokens[:-1] if tokens[-1:] == [get_eos(self.tokenizer)] else tokens
 
     def conversation(
-        self, messages: Messages, tools: Tools | None = None, *, since: int = 0
+        self, messages: Messages, tools: Tools | None = None, *, since: int = 0, complete: bool = False
     ) -> tuple[list[int], list[bool]]:
         """Return tokens and a loss mask: the assistant's words and the ends of its turns, from message ``since`` on.
 
-        BadRow if the template cannot represent the messages.
+        BadRow if the template cannot represent the messages; if ``complete``, also if it leaves out their reasoning.
         """
+        if complete and any(key in messages[-1] for key in REASONING_KEYS):
+            raise BadRow("data.chat_template: none has no place for the answer's reasoning; set a template")
         prompt = self.prompt(messages[:-1], tools)
         answer, eos = self.guard.read(get_text(messages[-1])), get_eos(self.tokenizer)
         if answer[-1:] != [eos]:  # the text may contain its own EOS
             answer = [*answer, eos]
         return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+    def list_alternatives(self) -> Iterator[tuple[str, Template]]:
+        """Yield other settings, in words, that may do where these do not: none."""
+        return iter(())
 
 
 class ChatTemplate:
@@ -128,8 +135,7 @@ class ChatTemplate:
 
     The loss mask comes from the template's ``{% generation %}`` blocks if it has them. Otherwise each assistant turn is
     found by rendering what precedes it (with the generation prompt) and everything up to its end. BadRow if one of
-    these texts does not begin the whole conversation's text, because the template rewrites earlier turns, and if it
-    does not show the reasoning of a turn that is learned; each says what would do.
+    these texts does not begin the whole conversation's text, because the template rewrites earlier turns.
     """
 
     def __init__(
@@ -172,21 +178,6 @@ class ChatTemplate:
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
         return self.guard.tokenize(self.render(*self.protect(messages, tools), generation_prompt=True))
 
-    def conversation(
-        self, messages: Messages, tools: Tools | None = None, *, since: int = 0
-    ) -> tuple[list[int], list[bool]]:
-        try:
-            return self._encode(messages, tools, since)
-        except BadRow as error:
-            for words, other in self.list_alternatives():
-                first = find_last_question(messages) + 1 if other.reasoning == "last" else since
-                try:
-                    other._encode(messages, tools, max(since, first))
-                except BadRow:
-                    continue
-                raise BadRow(f"{error}; {words} would do", error.reason) from error
-            raise
-
     def list_alternatives(self) -> Iterator[tuple[str, ChatTemplate]]:
         """Yield other settings, in words, that may do where these do not: first those that write the same prompts."""
         names = list_arguments(self.jinja) - {*self.given}
@@ -223,7 +214,9 @@ class ChatTemplate:
             for some in tools
         )
 
-    def _encode(self, messages: Messages, tools: Tools | None, since: int) -> tuple[list[int], list[bool]]:
+    def conversation(
+        self, messages: Messages, tools: Tools | None = None, *, since: int = 0, complete: bool = False
+    ) -> tuple[list[int], list[bool]]:
         between = range(since, find_last_question(messages) if self.reasoning == "last" else 0)
         if learned := [i for i in between if messages[i]["role"] == "assistant"]:
             raise BadRow(
@@ -233,7 +226,8 @@ class ChatTemplate:
         messages, tools = self.protect(messages, tools)
         find = self._generation_blocks if self._marks_generation else self._assistant_turns
         text, spans = find(messages, tools, since)
-        self._check_reasoning(text, messages, since)
+        if complete:
+            self._check_reasoning(text, messages, since)
         tokens = self.guard.tokenize(text)
         mask = [False] * len(tokens)
         for start, stop in spans:
@@ -344,6 +338,28 @@ class ChatTemplate:
 
 
 Template = PlainText | ChatTemplate
+
+
+def encode_learned(
+    template: Template, messages: Messages, tools: Tools | None = None, *, since: int = 0
+) -> tuple[list[int], list[bool]]:
+    """Encode a conversation whose turns from message ``since`` on are learned, with all of their reasoning.
+
+    BadRow if the template cannot; it says which settings of ``data`` would do.
+    """
+    try:
+        return template.conversation(messages, tools, since=since, complete=True)
+    except BadRow as error:
+        if error.reason != "invalid":
+            raise
+        for words, other in template.list_alternatives():
+            first = find_last_question(messages) + 1 if other.reasoning == "last" else since
+            try:
+                other.conversation(messages, tools, since=max(since, first), complete=True)
+            except BadRow:
+                continue
+            raise BadRow(f"{error}; {words} would do") from error
+        raise
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coalign.data.sources import BadRow
-from coalign.data.templates import TRAINING_TEMPLATES, Template, load_template
+from coalign.data.templates import TRAINING_TEMPLATES, Template, encode_learned, load_template
 from coalign.environments.rendering import Rendering, RenderingError
 from tests.data.families import CALLED, DIALOGUE, FAMILIES, PLAIN, RESULT, TOOL, family_tokenizer, read_others, user
 
@@ -18,7 +18,7 @@ FAILED = (BadRow, RenderingError)
 
 
 def learn(messages: list[dict[str, Any]], since: int = 0, tools: Any = None) -> Callable[[Template], Any]:
-    return lambda template: template.conversation(messages, tools, since=since)
+    return lambda template: encode_learned(template, messages, tools, since=since)
 
 
 def go_on(message: dict[str, Any], tools: Any = None) -> Callable[[Template], Any]:

@@ -3,7 +3,7 @@
 import pytest
 
 from coalign.data.sources import BadRow
-from coalign.data.templates import TRAINING_TEMPLATES, ChatTemplate, load_template, read_template
+from coalign.data.templates import TRAINING_TEMPLATES, ChatTemplate, encode_learned, load_template, read_template
 from tests.data.families import (
     CALLED,
     DIALOGUE,
@@ -203,14 +203,17 @@ def test_keep_writes_reasoning_into_the_content_where_a_template_reads_no_key():
 )
 def test_the_error_proposes_what_would_do(family, policy, proposed):
     with pytest.raises(BadRow) as caught:
-        load_template(family_tokenizer(family), reasoning=policy).conversation(DIALOGUE)
+        encode_learned(load_template(family_tokenizer(family), reasoning=policy), DIALOGUE)
     assert proposed in str(caught.value)
 
 
 def test_reasoning_that_a_template_leaves_out_is_not_lost_in_silence():
     with pytest.raises(BadRow, match=r"leaves out the reasoning of message 2, .* data\.reasoning: keep would do"):
-        load_template(family_tokenizer("Phi-4")).conversation(DIALOGUE)
-    assert load_template(family_tokenizer("Phi-4")).conversation(PLAIN)
+        encode_learned(load_template(family_tokenizer("Phi-4")), DIALOGUE)
+    assert encode_learned(load_template(family_tokenizer("Phi-4")), PLAIN)
+    assert load_template(family_tokenizer("Phi-4")).conversation(DIALOGUE)  # a reward model reads what it is shown
+    with pytest.raises(BadRow, match="none has no place for the answer's reasoning"):
+        encode_learned(load_template(family_tokenizer("Phi-4"), "none"), [user("one?"), answer("1", "why one")])
     with pytest.raises(BadRow, match="last drops the reasoning of message 2, which is learned"):
         load_template(family_tokenizer("Qwen3"), reasoning="last").conversation(DIALOGUE)
 
