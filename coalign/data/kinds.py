@@ -118,7 +118,7 @@ class ConversationEncoder(RowEncoder):
 
     ``data.train_on`` narrows the mask to the assistant's last message, or widens it to all tokens. A conversation that
     is cut on the left keeps its last answer whole, and something before it. With ``data.reasoning: last``, whose
-    answers no single sequence holds as they are generated, a conversation is one for each user message.
+    answers no single sequence holds as they are generated, a conversation is one for each user message (``index``).
     """
 
     longest = "max_tokens"
@@ -126,11 +126,12 @@ class ConversationEncoder(RowEncoder):
     def encode(self, row: dict[str, Any]) -> list[Example]:
         messages, tools = self.reader.conversation(row), self.reader.tools(row)
         examples = []
-        for since, stop in self._find_learned(messages):
+        for index, (since, stop) in enumerate(self._find_learned(messages)):
             tokens, mask = encode_learned(self.template, messages[:stop], tools, since=since)
             if self.config.train_on == "all":
                 mask = [True] * len(tokens)
-            examples.append(Example(tokens, dict(row), mask))
+            columns = {"index": index} if self.config.reasoning == "last" else {}
+            examples.append(Example(tokens, dict(row), mask, columns))
         return examples
 
     def _find_learned(self, messages: list[Message]) -> list[tuple[int, int]]:
