@@ -145,6 +145,7 @@ def generate(
     reward_template: str = "auto",
     prompt_key: str = "prompt",
     chat_template: str = "auto",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
     device: str = "cpu",
@@ -180,6 +181,7 @@ def generate(
                     "train": {"path": _write_prompts(prompts, prompt_key, Path(folder))},
                     "prompt_key": prompt_key,
                     "chat_template": chat_template,
+                    "chat_template_kwargs": chat_template_kwargs or {},
                     "max_prompt_tokens": 2**31,  # the model's own limit is the one that counts
                     "shuffle": False,
                 },

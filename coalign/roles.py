@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coalign.types import Stats
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from coalign.backends.objective import Objective
     from coalign.config.schema import RewardConfig
     from coalign.data.batch import Batch
+    from coalign.data.messages import ReasoningPolicy
     from coalign.environments.loop import EnvironmentFunction
 
 
@@ -66,7 +67,9 @@ class Context:
     environment: EnvironmentFunction | None = None  # of a policy; None: one response to a prompt
     tokenizer: str | None = None  # directory or hub's name of the policy's tokenizer, for modules that read text
     trust_tokenizer: bool = False  # whether code that comes with it may run
-    chat_template: str = "auto"  # `data.chat_template`, for the messages of an environment
+    chat_template: str = "auto"  # `data.chat_template`, for the messages of an environment; so the next two
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: ReasoningPolicy | None = None
     rendezvous: str | None = None  # "host:port" where the ranks of one model meet
     output: str | None = None  # the run folder, for traces and memory reports of a process
 

@@ -144,6 +144,8 @@ def test_generate(model, tmp_path):
     file = tmp_path / "out.jsonl"
     kept = coalign.generate(model, "1+4=", output=file, **options)
     assert [r["response"] for r in kept] == [r["response"] for r in records[:2]] and file.is_file()
+    with pytest.raises(ValueError, match="never reads 'x'; it has no arguments"):
+        coalign.generate(model, "1+4=", chat_template_kwargs={"x": 1})
     with pytest.raises(ConfigError, match=r"sampling\.max_new_token: unknown key; did you mean 'max_new_tokens'"):
         coalign.generate(model, "1+4=", max_new_token=6)
 

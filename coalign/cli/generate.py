@@ -22,7 +22,10 @@ TopP = Annotated[float, typer.Option(min=0.0, max=1.0)]
 MinP = Annotated[float, typer.Option(min=0.0, max=1.0)]
 RepetitionPenalty = Annotated[float, typer.Option(min=0.01)]
 Stop = Annotated[list[str] | None, typer.Option(help="A string that ends a response; may be given again.")]
-Template = Annotated[str, typer.Option(help="`auto`, `none`, or a Jinja file.")]
+Template = Annotated[str, typer.Option(help="`auto`, `none`, a training template, or a Jinja file.")]
+TemplateArguments = Annotated[
+    str | None, typer.Option(help="Arguments of the chat template, as in YAML: `{enable_thinking: false}`.")
+]
 Seed = Annotated[int, typer.Option(min=0)]
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option()]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1.")]
@@ -59,6 +62,7 @@ def generate(
     repetition_penalty: RepetitionPenalty = 1.0,
     stop: Stop = None,
     chat_template: Template = "auto",
+    chat_template_kwargs: TemplateArguments = None,
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -81,6 +85,7 @@ def generate(
         reward_template=reward_template,
         prompt_key=key,
         chat_template=chat_template,
+        chat_template_kwargs=_read_template_arguments(chat_template_kwargs),
         seed=seed,
         dtype=dtype,
         device=device,
@@ -139,6 +144,7 @@ def chat(
     repetition_penalty: RepetitionPenalty = 1.0,
     stop: Stop = None,
     chat_template: Template = "auto",
+    chat_template_kwargs: TemplateArguments = None,
     seed: Seed = 0,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -158,7 +164,8 @@ def chat(
         repetition_penalty=repetition_penalty,
         stop=stop or [],
     )
-    settings = ChatSettings(model, sampling, system, chat_template, seed, dtype, device)
+    arguments = _read_template_arguments(chat_template_kwargs)
+    settings = ChatSettings(model, sampling, system, chat_template, arguments, seed, dtype, device)
     talk(settings, read_typed_lines("> ") if sys.stdin.isatty() else sys.stdin, Display())
 
 
@@ -210,6 +217,16 @@ def serve_reward(
     }
     options = [f"{key}={json.dumps(value)}" for key, value in settings.items() if value is not None]
     serve(load_section(ServeConfig, config or {}, options), Display())
+
+
+def _read_template_arguments(text: str | None):
+    """Parse the arguments of a chat template. ValueError for what is no mapping."""
+    from coalign.config.yaml_reader import parse
+
+    arguments = parse(text, "--chat-template-kwargs")[0] if text else {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"--chat-template-kwargs: {text!r} is no mapping like {{enable_thinking: false}}")
+    return arguments
 
 
 def _reward_sections(texts: list[str] | None):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ class ChatSettings:
     sampling: SamplingConfig
     system: str | None = None
     chat_template: str = "auto"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
@@ -85,7 +86,7 @@ class Conversation:
         fetch_model(config)
         self._module = NativeModule(config, Context(seed=settings.seed, device=settings.device))
         self._module.setup()
-        self._template = load_template(self._module.tokenizer, settings.chat_template)
+        self._template = load_template(self._module.tokenizer, settings.chat_template, settings.chat_template_kwargs)
         self._turns = 0
         self.reset()
 

@@ -14,7 +14,7 @@ from typing import Any
 from coalign.data.examples import Example, RowEncoder, exclude_first_token
 from coalign.data.messages import ContentGuard, Message, format_prompt, tokenize
 from coalign.data.sources import BadRow, is_number
-from coalign.data.templates import get_bos, get_eos
+from coalign.data.templates import encode_learned, get_bos, get_eos
 
 
 class ResponseEncoder(RowEncoder):
@@ -39,7 +39,7 @@ class ResponseEncoder(RowEncoder):
         """Encode each response with its ``columns``, ``index`` and ``prompt_length``."""
         tools = self.reader.tools(row)
         encoded = [
-            trim_after_last_trained(*self.template.conversation([*prompt, *response], tools, since=len(prompt)))
+            trim_after_last_trained(*encode_learned(self.template, [*prompt, *response], tools, since=len(prompt)))
             for response in responses
         ]
         shared = count_shared_tokens(encoded)
@@ -117,18 +117,33 @@ class ConversationEncoder(RowEncoder):
     """Encodes rows as conversations; the loss mask covers the assistant's words and the end of its turns.
 
     ``data.train_on`` narrows the mask to the assistant's last message, or widens it to all tokens. A conversation that
-    is cut on the left keeps its last answer whole, and something before it.
+    is cut on the left keeps its last answer whole, and something before it. With ``data.reasoning: last``, whose
+    answers no single sequence holds as they are generated, a conversation is one for each user message (``index``).
     """
 
     longest = "max_tokens"
 
     def encode(self, row: dict[str, Any]) -> list[Example]:
         messages, tools = self.reader.conversation(row), self.reader.tools(row)
-        since = len(messages) - 1 if self.config.train_on == "last" else 0
-        tokens, mask = self.template.conversation(messages, tools, since=since)
-        if self.config.train_on == "all":
-            mask = [True] * len(tokens)
-        return [Example(tokens, dict(row), mask)]
+        examples = []
+        for index, (since, stop) in enumerate(self._find_learned(messages)):
+            tokens, mask = encode_learned(self.template, messages[:stop], tools, since=since)
+            if self.config.train_on == "all":
+                mask = [True] * len(tokens)
+            columns = {"index": index} if self.config.reasoning == "last" else {}
+            examples.append(Example(tokens, dict(row), mask, columns))
+        return examples
+
+    def _find_learned(self, messages: list[Message]) -> list[tuple[int, int]]:
+        """For each sequence the first message that is learned, and how many messages there are."""
+        if self.config.train_on == "last":
+            return [(len(messages) - 1, len(messages))]
+        if self.config.reasoning != "last":
+            return [(0, len(messages))]
+        asked = [i for i, m in enumerate(messages) if m["role"] == "user"] or [0]
+        answered = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        lasts = {q: i for i in answered if (q := max((q for q in asked if q < i), default=None)) is not None}
+        return [(question, last + 1) for question, last in lasts.items()]
 
     def truncate(self, example: Example) -> Example:
         cut = super().truncate(example)

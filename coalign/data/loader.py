@@ -211,7 +211,13 @@ def _build_encoder(
     kind: str, config: DataConfig, source: SourceConfig, tokenizer: PreTrainedTokenizerBase
 ) -> RowEncoder:
     """ValueError for texts of ``config`` that the rows' prompts contain, and that spell a special token."""
-    template = load_template(tokenizer, config.chat_template, keep_special_tokens=source.keep_special_tokens)
+    template = load_template(
+        tokenizer,
+        config.chat_template,
+        config.chat_template_kwargs,
+        config.reasoning,
+        keep_special_tokens=source.keep_special_tokens,
+    )
     template.guard.check_setting(config.prompt_format, "data.prompt_format")
     template.guard.check_setting(config.system or "", "data.system")
     return KINDS[kind](Path(source.path).name, config, source, template)

@@ -1,7 +1,8 @@
 """Chat messages of rows: validated, normalised, and converted to text.
 
 A message is a dict with ``role`` and ``content`` (a text, or a list of parts as in chat APIs). Its other keys are for
-the chat template. ContentGuard tokenises what messages say as text, also where they spell a control token.
+the chat template, or hold the reasoning of an assistant's message. ContentGuard tokenises what messages say as text,
+also where they spell a control token.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import copy
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from coalign.data.sources import BadRow
 
@@ -23,6 +24,11 @@ Message = dict[str, Any]
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+
+ReasoningPolicy = Literal["keep", "drop", "last"]
+# Keys of messages that hold reasoning: vLLM's and Qwen's, gpt-oss', OpenAI's and others'.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_THOUGHTS = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>\s*", re.DOTALL)
 
 MAX_CHARACTERS = 1 << 23  # of one text: 2 million tokens of English, and some 10 s of tokenising
 
@@ -137,6 +143,60 @@ def _parse_json(value: Any, key: str) -> Any:
         raise BadRow(f"'{key}' is no valid JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, lists in lists in lists
         raise BadRow(f"'{key}' is no valid JSON: {error}") from error
+
+
+def split_reasoning(message: Message) -> tuple[str, Message]:
+    """Return an assistant message's reasoning ("" for none) and the message without it.
+
+    It is the value of one of REASONING_KEYS, or a block at the beginning of the content that `</think>` ends. `<think>`
+    may lack: some templates begin the answer with it.
+    """
+    rest = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    if found := next(
+        (value for key in REASONING_KEYS if isinstance(value := message.get(key), str) and value.strip()), ""
+    ):
+        return found.strip(), rest
+    block = _THOUGHTS.match(text := get_text(message))
+    return (block[1].strip(), rest | {"content": text[block.end() :]}) if block else ("", rest)
+
+
+def apply_reasoning(messages: Sequence[Message], policy: ReasoningPolicy | None) -> list[Message]:
+    """Remove the reasoning that ``policy`` drops, and move the rest to ``reasoning_content``.
+
+    `last` keeps what follows the last user message. None: the messages as they are.
+    """
+    if policy is None:
+        return list(messages)
+    since = {"keep": 0, "last": find_last_question(messages), "drop": len(messages)}[policy]
+    return [
+        _move_reasoning(message, i >= since) if message["role"] == "assistant" else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def find_last_question(messages: Sequence[Message]) -> int:
+    """Return the index of the last user message; 0 if there is none."""
+    return max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+
+
+def place_reasoning(messages: Sequence[Message], jinja: str) -> list[Message]:
+    """Move ``reasoning_content`` to the key that the template ``jinja`` reads, or else into the content."""
+    key = next((key for key in REASONING_KEYS if re.search(rf"\b{key}\b", jinja)), None)
+    if key == REASONING_KEYS[0]:
+        return list(messages)
+    return [_place_reasoning(message, key) if REASONING_KEYS[0] in message else message for message in messages]
+
+
+def _move_reasoning(message: Message, keep: bool) -> Message:
+    reasoning, rest = split_reasoning(message)
+    return rest | {REASONING_KEYS[0]: reasoning} if keep and reasoning else rest
+
+
+def _place_reasoning(message: Message, key: str | None) -> Message:
+    reasoning, rest = split_reasoning(message)
+    if key is not None:
+        return rest | {key: reasoning}
+    return rest | {"content": f"<think>\n{reasoning}\n</think>\n\n{get_text(rest)}"}
 
 
 class ContentGuard:

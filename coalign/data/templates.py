@@ -6,17 +6,33 @@ A tokenizer without a template never gets a guessed one.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
+from coalign.config.errors import suggest
 from coalign.data.batch import Batch
-from coalign.data.messages import ContentGuard, Message, check_length, get_text
+from coalign.data.messages import (
+    REASONING_KEYS,
+    ContentGuard,
+    Message,
+    ReasoningPolicy,
+    apply_reasoning,
+    check_length,
+    find_last_question,
+    get_text,
+    parse_tools,
+    place_reasoning,
+    split_reasoning,
+)
 from coalign.data.sources import BadRow
 from coalign.types import Sample, Status
 
@@ -29,14 +45,31 @@ Messages = Sequence[Message]
 Tools = list[dict[str, Any]]
 Span = tuple[int, int]  # start and stop
 
+TRAINING_TEMPLATES = {
+    file.stem: file for file in sorted((Path(__file__).parent / "training_templates").glob("*.jinja"))
+}
+# What every template is given. Of `chat_template_kwargs`, `tools` are those of rows that have none, and `date` is what
+# templates call today.
+_GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now", "documents", "reasoning_policy"}
+_TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # Hugging Face's own, which Jinja does not know
+# Arguments with which families keep the reasoning of earlier turns.
+_KEEPING = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
+
 
 def load_template(
-    tokenizer: PreTrainedTokenizerBase, chat_template: str = "auto", *, keep_special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str = "auto",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    reasoning: ReasoningPolicy | None = None,
+    *,
+    keep_special_tokens: bool = False,
 ) -> Template:
-    """Load what ``data.chat_template`` names: `auto`, `none`, a Jinja template or a file that holds one.
+    """Load what ``data.chat_template`` names: `auto`, `none`, a training template, Jinja or a file that holds it.
 
+    ``chat_template_kwargs`` are the template's arguments, ``reasoning`` the policy for that of assistant messages.
     ``keep_special_tokens``: a special token that a message spells is that token, not text (see ContentGuard).
-    ValueError if the tokenizer has no end-of-sequence token or, with `auto`, no template.
+    ValueError if the tokenizer has no end-of-sequence token or, with `auto`, no template, and for arguments that the
+    template never reads.
     """
     if tokenizer.eos_token_id is None:
         name = tokenizer.name_or_path
@@ -44,8 +77,11 @@ def load_template(
             f"tokenizer {name!r} has no eos_token, so no response could end; set it in tokenizer_config.json"
         )
     if chat_template == "none":
+        if chat_template_kwargs or reasoning:
+            raise ValueError("data.chat_template: none reads no chat_template_kwargs, and knows no reasoning")
         return PlainText(tokenizer, keep_special_tokens=keep_special_tokens)
-    return ChatTemplate(tokenizer, _jinja(tokenizer, chat_template), keep_special_tokens=keep_special_tokens)
+    jinja = _jinja(tokenizer, chat_template)
+    return ChatTemplate(tokenizer, jinja, chat_template_kwargs, reasoning, keep_special_tokens=keep_special_tokens)
 
 
 class PlainText:
@@ -56,6 +92,7 @@ class PlainText:
     """
 
     jinja: str | None = None
+    reasoning: ReasoningPolicy | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, keep_special_tokens: bool = False) -> None:
         self.tokenizer, self.guard = tokenizer, ContentGuard(tokenizer, keep=keep_special_tokens)
@@ -74,17 +111,23 @@ class PlainText:
         return tokens[:-1] if tokens[-1:] == [get_eos(self.tokenizer)] else tokens
 
     def conversation(
-        self, messages: Messages, tools: Tools | None = None, *, since: int = 0
+        self, messages: Messages, tools: Tools | None = None, *, since: int = 0, complete: bool = False
     ) -> tuple[list[int], list[bool]]:
         """Return tokens and a loss mask: the assistant's words and the ends of its turns, from message ``since`` on.
 
-        BadRow if the template cannot represent the messages.
+        BadRow if the template cannot represent the messages; if ``complete``, also if it leaves out their reasoning.
         """
+        if complete and any(key in messages[-1] for key in REASONING_KEYS):
+            raise BadRow("data.chat_template: none has no place for the answer's reasoning; set a template")
         prompt = self.prompt(messages[:-1], tools)
         answer, eos = self.guard.read(get_text(messages[-1])), get_eos(self.tokenizer)
         if answer[-1:] != [eos]:  # the text may contain its own EOS
             answer = [*answer, eos]
         return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+    def list_alternatives(self) -> Iterator[tuple[str, Template]]:
+        """Yield other settings, in words, that may do where these do not: none."""
+        return iter(())
 
 
 class ChatTemplate:
@@ -95,9 +138,21 @@ class ChatTemplate:
     these texts does not begin the whole conversation's text, because the template rewrites earlier turns.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, jinja: str, *, keep_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        jinja: str,
+        arguments: Mapping[str, Any] | None = None,
+        reasoning: ReasoningPolicy | None = None,
+        *,
+        keep_special_tokens: bool = False,
+    ) -> None:
         self.tokenizer, self.guard = tokenizer, ContentGuard(tokenizer, keep=keep_special_tokens)
-        self.jinja = jinja
+        self.jinja, self.given = jinja, {**(arguments or {})}
+        self.reasoning: ReasoningPolicy | None = reasoning
+        self._arguments, self._tools = read_arguments(jinja, self.given)
+        if "reasoning_policy" in list_arguments(jinja):  # of our own templates
+            self._arguments["reasoning_policy"] = reasoning
         self._special = list_special_tokens(tokenizer)
         self._knows_tools = reads_tools(jinja)
         self._marks_generation = re.search(r"\{%-?\s*generation\s*-?%\}", jinja) is not None
@@ -111,19 +166,68 @@ class ChatTemplate:
                 chat_template=self.jinja,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
+                **self._arguments,
             )
         return check_length(cast(str, text))
 
+    def protect(self, messages: Messages, tools: Tools | None = None) -> tuple[list[Message], Tools | None]:
+        """Prepare messages for `render`: their reasoning by the policy, special tokens in contents as codes."""
+        messages, tools = self.guard.protect((apply_reasoning(messages, self.reasoning), tools))
+        return place_reasoning(messages, self.jinja) if self.reasoning else list(messages), tools
+
     def prompt(self, messages: Messages, tools: Tools | None = None) -> list[int]:
-        messages, tools = self.guard.protect((messages, tools))
-        return self.guard.tokenize(self.render(messages, tools, generation_prompt=True))
+        return self.guard.tokenize(self.render(*self.protect(messages, tools), generation_prompt=True))
+
+    def list_alternatives(self) -> Iterator[tuple[str, ChatTemplate]]:
+        """Yield other settings, in words, that may do where these do not: first those that write the same prompts."""
+        names = list_arguments(self.jinja) - {*self.given}
+        own = [("", more) for more in ({}, *({name: value} for name, value in _KEEPING.items() if name in names))]
+        ours = [(name, {}) for name in TRAINING_TEMPLATES]
+        policies: list[ReasoningPolicy | None] = [self.reasoning] if self.reasoning else [None, "keep"]
+        tries = [(*way, policy) for ways in (own, ours) for policy in policies for way in ways]
+        for name, more, policy in [*tries, ("", {}, self.reasoning or "last")]:
+            settings = {"chat_template": name} if name else {}
+            settings |= {"chat_template_kwargs": json.dumps(more)} if more else {}
+            settings |= {"reasoning": policy} if policy != self.reasoning else {}
+            with suppress(ValueError, BadRow):
+                other = self._vary(more, policy, name)
+                if settings and self._begins_like(other):
+                    yield " with ".join(f"data.{key}: {value}" for key, value in settings.items()), other
+        for value in (False, True) if "enable_thinking" in names else ():  # other prompts, but they may be meant
+            more = {"enable_thinking": value}
+            yield (words := f"data.chat_template_kwargs: {json.dumps(more)}"), self._vary(more, self.reasoning)
+            for further, other in self._vary(more, self.reasoning).list_alternatives():
+                yield f"{further} with {words}", other
+
+    def _vary(self, more: Mapping[str, Any], policy: ReasoningPolicy | None, name: str = "") -> ChatTemplate:
+        jinja = read_template(name) if name else self.jinja
+        return ChatTemplate(self.tokenizer, jinja, {**self.given, **more}, policy, keep_special_tokens=self.guard.keep)
+
+    def _begins_like(self, other: ChatTemplate) -> bool:
+        """Whether both write the same prompts."""
+        asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+        tools: list[Tools | None] = [None]
+        if self._knows_tools:
+            tools.append([{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}])
+        return all(
+            self.render(asked, some, generation_prompt=True) == other.render(asked, some, generation_prompt=True)
+            for some in tools
+        )
 
     def conversation(
-        self, messages: Messages, tools: Tools | None = None, *, since: int = 0
+        self, messages: Messages, tools: Tools | None = None, *, since: int = 0, complete: bool = False
     ) -> tuple[list[int], list[bool]]:
-        messages, tools = self.guard.protect((messages, tools))
+        between = range(since, find_last_question(messages) if self.reasoning == "last" else 0)
+        if learned := [i for i in between if messages[i]["role"] == "assistant"]:
+            raise BadRow(
+                f"data.reasoning: last drops the reasoning of message {learned[0]}, which is learned: the model is "
+                "asked again after it; learn from the last question on"
+            )
+        messages, tools = self.protect(messages, tools)
         find = self._generation_blocks if self._marks_generation else self._assistant_turns
         text, spans = find(messages, tools, since)
+        if complete:
+            self._check_reasoning(text, messages, since)
         tokens = self.guard.tokenize(text)
         mask = [False] * len(tokens)
         for start, stop in spans:
@@ -136,6 +240,17 @@ class ChatTemplate:
             )
         return self._end_turns(tokens, mask)
 
+    def _check_reasoning(self, text: str, messages: Messages, since: int) -> None:
+        """Refuse a template that leaves out the reasoning of a turn that is learned."""
+        for i, message in enumerate(messages[since:], since):
+            if message["role"] != "assistant":
+                continue
+            if split_reasoning(message)[0] not in text:
+                raise BadRow(
+                    f"the chat template leaves out the reasoning of message {i}, which is learned; drop it "
+                    "(data.reasoning: drop), or take a template that shows it"
+                )
+
     def _generation_blocks(self, messages: Messages, tools: Tools | None, since: int) -> tuple[str, list[Span]]:
         """Render the text, with the character spans of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -147,7 +262,7 @@ class ChatTemplate:
                 tools=cast(Any, self._check_tools(tools)),
                 chat_template=self.jinja,
                 return_assistant_tokens_mask=True,
-                **special,
+                **{**special, **self._arguments},
             )
         (spans,) = cast(list[list[Span]], found)
         if not since:
@@ -189,6 +304,7 @@ class ChatTemplate:
         return len(beginning)
 
     def _check_tools(self, tools: Tools | None) -> Tools | None:
+        tools = tools or self._tools
         if tools and not self._knows_tools:
             raise BadRow(
                 "there are tools to describe, and the chat template has no place for them (it never reads `tools`): "
@@ -224,6 +340,28 @@ class ChatTemplate:
 Template = PlainText | ChatTemplate
 
 
+def encode_learned(
+    template: Template, messages: Messages, tools: Tools | None = None, *, since: int = 0
+) -> tuple[list[int], list[bool]]:
+    """Encode a conversation whose turns from message ``since`` on are learned, with all of their reasoning.
+
+    BadRow if the template cannot; it says which settings of ``data`` would do.
+    """
+    try:
+        return template.conversation(messages, tools, since=since, complete=True)
+    except BadRow as error:
+        if error.reason != "invalid":
+            raise
+        for words, other in template.list_alternatives():
+            first = find_last_question(messages) + 1 if other.reasoning == "last" else since
+            try:
+                other.conversation(messages, tools, since=max(since, first), complete=True)
+            except BadRow:
+                continue
+            raise BadRow(f"{error}; {words} would do") from error
+        raise
+
+
 @contextmanager
 def _refuse_errors(messages: Messages) -> Iterator[None]:
     try:
@@ -251,10 +389,46 @@ def _jinja(tokenizer: PreTrainedTokenizerBase, chat_template: str) -> str:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"tokenizer {tokenizer.name_or_path!r} has no chat template: set data.chat_template to a Jinja "
-                "template or a file that holds one, or to `none` for plain text"
+                f"template, a file that holds one, one of ours ({', '.join(TRAINING_TEMPLATES)}), or to `none` for "
+                "plain text"
             )
         return tokenizer.get_chat_template()
     return read_template(chat_template)
+
+
+@lru_cache
+def list_arguments(jinja: str) -> frozenset[str]:
+    """Return the names that a template reads, without its own variables. ValueError if it is no Jinja."""
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAGS.sub("", jinja))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is no valid Jinja: line {error.lineno}: {error.message}") from error
+    own = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    tests = [test.node for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    optional = {name.name for name in tests if isinstance(name, nodes.Name)}  # set where it is not given
+    return frozenset(meta.find_undeclared_variables(parsed) - (own - optional))
+
+
+def read_arguments(jinja: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], Tools | None]:
+    """Return the arguments that the template is rendered with, and the tools among them.
+
+    ValueError for a name that the template never reads, and for a date that is none.
+    """
+    read = list_arguments(jinja)
+    names = {*read - _GIVEN, *(["date"] if "strftime_now" in read else [])}
+    for name in given:
+        if name not in names:
+            raise ValueError(
+                f"chat_template_kwargs: the chat template never reads {name!r}"
+                + (suggest(name, sorted(n for n in names if not n.endswith("_token"))) or "; it has no arguments")
+            )
+    arguments = {name: value for name, value in given.items() if name != "tools"}
+    if "date" in given and "strftime_now" in read:
+        try:
+            arguments["strftime_now"] = date.fromisoformat(str(given["date"])).strftime
+        except ValueError as error:
+            raise ValueError(f"chat_template_kwargs.date: {given['date']!r} is no date like 2026-01-31") from error
+    return arguments, parse_tools(given["tools"], "chat_template_kwargs.tools") if "tools" in given else None
 
 
 def reads_tools(jinja: str) -> bool:
@@ -263,13 +437,14 @@ def reads_tools(jinja: str) -> bool:
 
 
 def read_template(chat_template: str) -> str:
-    """Return the Jinja template that ``data.chat_template`` is, or that its file holds. FileNotFoundError."""
+    """Return the Jinja template that ``data.chat_template`` is, names, or whose file it is. FileNotFoundError."""
     if "{{" in chat_template or "{%" in chat_template:
         return chat_template
-    path = Path(chat_template)
+    path = TRAINING_TEMPLATES.get(chat_template) or Path(chat_template)
     if not path.is_file():
         raise FileNotFoundError(
-            f"data.chat_template: {chat_template!r} is neither `auto`, `none`, a Jinja template, nor a file that exists"
+            f"data.chat_template: {chat_template!r} is neither `auto`, `none`, a Jinja template, a file that exists, "
+            f"nor one of ours{suggest(chat_template, TRAINING_TEMPLATES)}"
         )
     return path.read_text(encoding="utf-8")
 

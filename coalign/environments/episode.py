@@ -75,9 +75,20 @@ class EpisodePolicy(Protocol):
     capacity: int | None  # tokens of the longest sequence that fits; None: unlimited
 
     async def respond(
-        self, tokens: list[int], *, group: int, index: int, prompt_length: int, limit: int, stop: tuple[str, ...] | None
+        self,
+        tokens: list[int],
+        *,
+        group: int,
+        index: int,
+        prompt_length: int,
+        limit: int,
+        stop: tuple[str, ...] | None,
+        restarts: int,
     ) -> Response:
-        """Generate the continuation of ``tokens``, of which the first ``prompt_length`` precede the first turn."""
+        """Generate the continuation of ``tokens``, of which the first ``prompt_length`` precede the first turn.
+
+        ``restarts`` counts how often these tokens replaced those of earlier turns.
+        """
         ...
 
     def forget(self, group: int, index: int) -> None:
@@ -171,6 +182,7 @@ class Episode:
         self._answer: list[int] | None = None  # tokens of the last turn
         self._anchor: str | None = None  # the state before the next turn, where the environment names it
         self._left = max_new_tokens
+        self._restarts = 0  # how often `data.reasoning` had the log begin anew
         self._policy, self._rendering = policy, rendering
         self._generating = self._over = False
 
@@ -238,6 +250,9 @@ class Episode:
 
         ``stop``: strings that end it (None: those of the run).
 
+        Where `data.reasoning` drops the reasoning of earlier turns, the sample begins anew: earlier turns, with their
+        rewards, become a part of its prompt, as the policy reads them then (counted in `episode/rewritten`).
+
         The run's `max_new_tokens` limits all turns together, and the capacity (of the context, the KV cache, a
         micro-batch) limits all tokens. Without tokens left, there is one empty turn (TRUNCATED), and after it
         OutOfTokens is raised. Raises RenderingError if the chat template does not define what messages add, ValueError
@@ -248,10 +263,15 @@ class Episode:
             raise OutOfTokens(f"group {self.group}, index {self.index} has used all its tokens")
         if self._generating:
             raise RuntimeError("an episode generates one turn at a time")
-        fresh, before = self._unread(), self._left
-        left = self._tokens_left(len(fresh))
+        anew = self._answer is not None and self._rendering.rewrites(self._new_messages)
+        fresh, before = self._unread(anew), self._left
+        left = self._tokens_left(len(fresh) + (0 if anew else len(self.log.tokens)))
         turn = Turn("", "", [], Status.TRUNCATED)
         if left > 0:
+            if anew:
+                self.log, self.prompt_length = EpisodeLog(), 0
+                self._restarts += 1
+                self.counts["rewritten"] += 1
             self.log.add(fresh)
             self.prompt_length = self.prompt_length or len(fresh)
             limit = left if max_new_tokens is None else min(left, max_new_tokens)
@@ -316,20 +336,23 @@ class Episode:
         if self._over:
             raise EpisodeOver(f"group {self.group}, index {self.index} has ended")
 
-    def _tokens_left(self, fresh: int) -> int:
-        """Tokens that the policy may still sample after ``fresh`` more of others."""
+    def _tokens_left(self, context: int) -> int:
+        """Tokens that the policy may still sample after a ``context`` of so many."""
         capacity = self._policy.capacity
-        return self._left if capacity is None else min(self._left, capacity - len(self.log.tokens) - fresh)
+        return self._left if capacity is None else min(self._left, capacity - context)
 
-    def _unread(self) -> list[int]:
-        """The tokens that the policy has not read: the prompt, or those added since its last turn."""
-        if self._answer is not None:
+    def _unread(self, anew: bool) -> list[int]:
+        """The tokens that the policy has not read: the prompt, or those added since its last turn.
+
+        ``anew``: the whole conversation, as a prompt.
+        """
+        if self._answer is not None and not anew:
             tokens = (
                 self._rendering.render_messages(self._answer, self._new_messages, self._tools)
                 if self._new_messages
                 else []
             )
-        elif self._new_messages or self._render_prompt:
+        elif anew or self._new_messages or self._render_prompt:
             keep = KEEPS_SPECIAL_TOKENS in self.row
             tokens = self._rendering.render_prompt(self.messages, self._tools, keep)
         else:
@@ -347,6 +370,7 @@ class Episode:
                     prompt_length=self.prompt_length,
                     limit=limit,
                     stop=None if stop is None else tuple(stop),
+                    restarts=self._restarts,
                 )
         finally:
             self._generating = False

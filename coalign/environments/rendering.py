@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from coalign.data.messages import ContentGuard, Message
@@ -42,6 +43,18 @@ class Rendering:
         """The tokens before the first turn. ``keep_special_tokens``: as for a source that may write them."""
         return (self._unguarded if keep_special_tokens else self.template).prompt(messages, tools)
 
+    def rewrites(self, messages: Sequence[Message]) -> bool:
+        """Whether `data.reasoning` removes earlier reasoning when ``messages`` follow. RenderingError if it cannot."""
+        policy = self.template.reasoning
+        if policy in (None, "keep") or not any(policy == "drop" or m["role"] == "user" for m in messages):
+            return False
+        if "</think>" not in (self.template.jinja or ""):
+            raise RenderingError(
+                f"data.reasoning: {policy} removes what ends with </think> from earlier turns, and the chat template "
+                "writes no such block; set data.reasoning: keep"
+            )
+        return True
+
     def render_messages(self, answer: Sequence[int], messages: list[Message], tools: Tools | None) -> list[int]:
         """The tokens between the policy's turn ``answer`` and its next one, when ``messages`` come between.
 
@@ -55,6 +68,19 @@ class Rendering:
                 "`episode.write`)"
             )
         messages, tools = self.guard.protect((messages, tools))
+        if found := self._find_added(template, messages, tools):
+            return self._join(list(answer), *found)
+        ways = (words for words, other in template.list_alternatives() if self._find_added(other, messages, tools))
+        raise RenderingError(
+            "the chat template renders earlier turns differently when more messages follow, so what they add to the "
+            "tokens is not defined; set data.chat_template to one that leaves earlier turns as they are"
+            + "".join(f", for example {words}" for words in islice(ways, 1))
+        )
+
+    def _find_added(
+        self, template: ChatTemplate, messages: list[Message], tools: Tools | None
+    ) -> tuple[list[int], list[int]] | None:
+        """Find how an assistant's turn ends that ``messages`` follow, and what these add. None if that varies."""
         for answered in _ANSWERS:
             before = self.guard.tokenize(template.render(_placeholder_conversation(answered, messages), tools))
             after = self.guard.tokenize(
@@ -62,11 +88,8 @@ class Rendering:
             )
             same = count_common_prefix(before, after)
             if self._is_end_of_text(before[same:]):
-                return self._join(list(answer), self._find_ending(template, before[:same], tools), after[same:])
-        raise RenderingError(
-            "the chat template renders earlier turns differently when more messages follow, so what they add to the "
-            "tokens is not defined; set data.chat_template to one that leaves earlier turns as they are"
-        )
+                return self._find_ending(template, before[:same], tools), after[same:]
+        return None
 
     def _is_end_of_text(self, tokens: Sequence[int]) -> bool:
         """Whether these are only tokens that a template may put at the very end (an end-of-text token)."""

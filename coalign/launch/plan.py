@@ -39,8 +39,8 @@ from coalign.launch.validate import (
     check_repetition_penalty,
     check_reward_lengths,
     check_sections,
+    check_template,
     check_token_limits,
-    check_tools,
     check_trackers,
     check_transport,
     find_token_limit,
@@ -159,7 +159,7 @@ def prepare(config: RunConfig) -> Plan:
         check_trackers(config)
         environment = find_environment(config.rollout)
         check_environment(environment, config)
-        check_tools(environment, config)
+        check_template(environment, config)
         check_limits(config)
         functions = {
             "advantage": _bind(config.advantage, "coalign.algorithms.advantages", "advantage"),
@@ -280,6 +280,11 @@ def _plan_models(
     for name, role in roles.items():
         model = configs[name]
         own = Objective.of(model.loss, f"models.{name}.loss") if model.loss else loss
+        if model.chat_template_kwargs and not (model.chat_template or model.judge):
+            raise ValueError(
+                f"models.{name}.chat_template_kwargs: this model reads tokens, no text; the arguments of the policy's "
+                "template are data.chat_template_kwargs"
+            )
         module = find_module_class(model)
         learns_by_loss = role is Trainable and _is_trained_by_loss(model, module)
         if learns_by_loss and own is None:
@@ -298,6 +303,8 @@ def _plan_models(
             tokenizer=tokenizer,
             trust_tokenizer=trust_tokenizer,
             chat_template=config.data.chat_template,
+            chat_template_kwargs=config.data.chat_template_kwargs,
+            reasoning=config.data.reasoning,
             output=os.path.abspath(config.output),
         )
         models[name] = PlannedModel(

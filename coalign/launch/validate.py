@@ -15,7 +15,7 @@ from coalign.cluster.base import choose_cluster, plan_slots
 from coalign.config.errors import suggest
 from coalign.config.functions import is_bound_to_process
 from coalign.config.schema import ModelConfig, RewardConfig, RunConfig
-from coalign.data.templates import read_template, reads_tools
+from coalign.data.templates import read_arguments, read_template, reads_tools
 from coalign.engine.vocabulary import find_chat_template, find_tokenizer_name
 from coalign.hub import find_directory
 from coalign.roles import Rollout, Trainable
@@ -117,16 +117,27 @@ def check_environment(environment: EnvironmentFunction | None, config: RunConfig
         )
 
 
-def check_tools(environment: EnvironmentFunction | None, config: RunConfig) -> None:
-    """Refuse a chat template without a place for the tools that an environment shows (attribute ``shows_tools``)."""
-    if environment is None or not getattr(environment.fn, "shows_tools", False):
+def check_template(environment: EnvironmentFunction | None, config: RunConfig) -> None:
+    """Refuse arguments that the chat template never reads, and one without a place for the tools of an environment.
+
+    Such an environment has the attribute ``shows_tools``.
+    """
+    given, arguments = config.data.chat_template, config.data.chat_template_kwargs
+    shows_tools = environment is not None and getattr(environment.fn, "shows_tools", False)
+    if not (arguments or shows_tools):
         return
-    given = config.data.chat_template
     name, _ = find_tokenizer_name(config)
     jinja = (
         find_chat_template(find_directory(name)) if given == "auto" else "" if given == "none" else read_template(given)
     )
-    if jinja is not None and not reads_tools(jinja):
+    if jinja is None:
+        return
+    if not jinja.startswith("[{"):  # of several templates by name, the tokenizer chooses
+        try:
+            read_arguments(jinja, arguments)
+        except ValueError as error:
+            raise ValueError(f"data.{error}") from error
+    if shows_tools and not reads_tools(jinja):
         which = f"that of the tokenizer in {name}" if given == "auto" else f"`{given:.40}`"
         raise ValueError(
             f"data.chat_template: `rollout.fn: {config.rollout.fn}` shows tools to the policy, and the chat template, "

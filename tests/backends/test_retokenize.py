@@ -150,8 +150,10 @@ def test_messages_that_the_template_refuses(judge, policy, caplog):
 
 
 def test_a_template_of_ones_own(judge, policy):
-    plain = "{% for m in messages %}{{ m['content'] }}</s>{% endfor %}"
-    score = open_module(judge, policy, chat_template=plain).forward_step(sampled((ASKED, "3")))["reward"]
+    given = "{% for m in messages %}{{ m['content'] }}{{ mark }}{% endfor %}"
+    module = open_module(judge, policy, chat_template=given, chat_template_kwargs={"mark": "</s>"})
+    score = module.forward_step(sampled((ASKED, "3")))["reward"]
+    plain = given.replace("{{ mark }}", "</s>")
     tokenizer = AutoTokenizer.from_pretrained(judge)
     tokenizer.chat_template = plain
     tokens = tokenizer.apply_chat_template(whole(ASKED, "3"))["input_ids"]

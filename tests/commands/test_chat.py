@@ -42,6 +42,19 @@ def test_the_pieces_are_the_answer(model):
     ]
 
 
+def test_arguments_of_the_template_reach_the_model(model):
+    thinking = {"chat_template": "qwen3-training", "chat_template_kwargs": {"enable_thinking": False}}
+    conversation = Conversation(settings(model, **thinking))
+    prompt = conversation._prompt([{"role": "user", "content": "hello"}])["tokens"]
+    assert conversation._module.tokenizer.decode(prompt).endswith("assistant\n<think>\n\n</think>\n\n")
+    options = ["chat", str(model), "--chat-template", "qwen3-training", "--chat-template-kwargs"]
+    refused = CliRunner().invoke(app, [*options, "{enable_thinkin: false}"], input="/quit\n")
+    assert "did you mean 'enable_thinking'" in str(refused.exception)
+    refused = CliRunner().invoke(app, [*options, "false"], input="/quit\n")
+    assert "'false' is no mapping like {enable_thinking: false}" in str(refused.exception)
+    assert CliRunner().invoke(app, [*options, "{enable_thinking: false}"], input="/quit\n").exit_code == 0
+
+
 def test_the_model_reads_what_was_said_before(model, monkeypatch):
     conversation = Conversation(settings(model, system="Be brief."))
     tokenizer, asked = conversation._module.tokenizer, []

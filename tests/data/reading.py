@@ -21,7 +21,9 @@ def reader(
     """The rows of a source `a.jsonl`; ``config`` is that of `data`."""
     data = DataConfig(**config)
     source = SourceConfig(path="a.jsonl", keys=keys or {}, keep_special_tokens=keep)
-    template = load_template(tokenizer, data.chat_template, keep_special_tokens=keep)
+    template = load_template(
+        tokenizer, data.chat_template, data.chat_template_kwargs, data.reasoning, keep_special_tokens=keep
+    )
     return KINDS[kind]("a.jsonl", data, source, template)
 
 

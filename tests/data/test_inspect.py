@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from coalign.commands.evaluate import describe, split_groups
-from tests.data.reading import TOKENIZER, batch
+from tests.data.reading import TOKENIZER, assistant, batch, user
 from tests.tiny import CHATML, tiny_tokenizer
 
 
@@ -56,6 +56,18 @@ def test_the_pieces_of_a_document():
         "a.jsonl row 0: 8 tokens in 2 sequences, 6 trained\n"
         "piece 0: 4 tokens\na⟦bcd⟧\npiece 1: 4 tokens\nd⟦ef<|im_end|>⟧\n"
         "a.jsonl row 1: 2 tokens, 1 trained\ng⟦<|im_end|>⟧"
+    )
+
+
+def test_the_turns_of_a_conversation_of_which_only_the_last_thinks():
+    turns = [user("a?"), {**assistant("a"), "thinking": "A"}, user("b?"), {**assistant("b"), "thinking": "B"}]
+    made = batch("conversations", {"messages": turns}, reasoning="last")
+    first, second = (f"⟦<think>\n{thought}\n</think>\n\n{answer}<|im_end|>⟧\n" for thought, answer in ("Aa", "Bb"))
+    asked = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(made) == (
+        "a.jsonl row 0: 112 tokens in 2 sequences, 44 trained\n"
+        f"piece 0: 44 tokens\n{asked}{first}\n"
+        f"piece 1: 68 tokens\n{asked}a<|im_end|>\n{asked.replace('a?', 'b?')}{second}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from coalign.data.messages import ReasoningPolicy
 from coalign.data.templates import load_template
 from coalign.environments.episode import Episode
 from coalign.environments.loop import EnvironmentBatch, EnvironmentFunction, EnvironmentLoop
@@ -61,8 +62,8 @@ class Script:
         return TOKENIZER.decode(tokens, skip_special_tokens=not special)
 
 
-def rendering(chat_template: str = TOOLS_CHATML) -> Rendering:
-    return Rendering(load_template(tiny_tokenizer(), chat_template))
+def rendering(chat_template: str = TOOLS_CHATML, reasoning: ReasoningPolicy | None = None) -> Rendering:
+    return Rendering(load_template(tiny_tokenizer(), chat_template, reasoning=reasoning))
 
 
 def episode(
@@ -72,10 +73,11 @@ def episode(
     max_new_tokens: int = 1000,
     policy: Script | None = None,
     chat_template: str = TOOLS_CHATML,
+    reasoning: ReasoningPolicy | None = None,
     **row: Any,
 ) -> Episode:
     row = {"messages": [{"role": "user", "content": "What is 2+3?"}], "answer": "5", **row}
-    renders = rendering(chat_template)
+    renders = rendering(chat_template, reasoning)
     return Episode(
         row=row,
         group=group,

@@ -117,6 +117,24 @@ def test_a_reward_of_lengths_that_no_response_has_is_refused(tmp_path, reward, r
         prepare(load_config(config))
 
 
+def test_arguments_that_the_template_never_reads_are_refused(tmp_path):
+    config = settings(tmp_path, "grpo")
+    config["data"] |= {"chat_template": "qwen3-training", "chat_template_kwargs": {"enable_thinking": False}}
+    assert prepare(load_config(config)).models["policy"].context.chat_template_kwargs == {"enable_thinking": False}
+    config["data"]["chat_template_kwargs"] = {"enable_thinkin": False}
+    with pytest.raises(
+        ValueError, match=r"data\.chat_template_kwargs: .* never reads 'enable_thinkin'; did you mean 'enable_thinking'"
+    ):
+        prepare(load_config(config))
+    config["data"] |= {"chat_template": "auto", "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(ValueError, match="never reads 'enable_thinking'; it has no arguments"):
+        prepare(load_config(config))
+    config["data"] |= {"chat_template_kwargs": {}, "reasoning": "last"}
+    config["models"]["policy"] = {**config["models"].get("policy", {}), "chat_template_kwargs": {"x": 1}}
+    with pytest.raises(ValueError, match=r"models\.policy\.chat_template_kwargs: this model reads tokens, no text"):
+        prepare(load_config(config))
+
+
 @pytest.mark.parametrize("template", ["auto", "none", "{{ messages[0].content }}", "file"])
 def test_a_template_without_room_for_tools_is_refused(tmp_path, template):
     (tmp_path / "file").write_text("{{ messages[0].content }}")

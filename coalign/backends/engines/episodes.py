@@ -49,7 +49,15 @@ class EnginePolicy:
         self.capacity = min((limit for limit in (session.max_tokens, longest) if limit is not None), default=None)
 
     async def respond(
-        self, tokens: list[int], *, group: int, index: int, prompt_length: int, limit: int, stop: tuple[str, ...] | None
+        self,
+        tokens: list[int],
+        *,
+        group: int,
+        index: int,
+        prompt_length: int,
+        limit: int,
+        stop: tuple[str, ...] | None,
+        restarts: int,
     ) -> Response:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Response] = loop.create_future()
@@ -59,7 +67,7 @@ class EnginePolicy:
                 answer.set_result(response)
 
         prompt = self.session.submit(
-            Request(tokens, group, first=index, first_turn=prompt_length, limit=limit, stop=stop),
+            Request(tokens, group, first=index, first_turn=prompt_length, limit=limit, stop=stop, restarts=restarts),
             lambda place, response: loop.call_soon_threadsafe(settle, response),
         )
         self.loop.news.set()
@@ -85,7 +93,9 @@ class EpisodeRunner:
         self.tokenizer = tokenizer
         self.seed = context.seed
         self.longest = context.sample_tokens
-        self.rendering = Rendering(load_template(tokenizer, context.chat_template))
+        self.rendering = Rendering(
+            load_template(tokenizer, context.chat_template, context.chat_template_kwargs, context.reasoning)
+        )
         self.loop = EnvironmentLoop()
         self._shown: set[str] = set()  # reasons of failures whose traceback has been logged
 

@@ -75,6 +75,8 @@ class Request:
     """Strings that end a response; None: the sampling's."""
     first_turn: int | None = None
     """None: the request is not a conversation."""
+    restarts: int = 0
+    """How often the conversation began anew with another prompt, whose positions get other random numbers."""
 
     @property
     def decoded(self) -> int:

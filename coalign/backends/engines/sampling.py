@@ -18,10 +18,10 @@ _MASK = (1 << 64) - 1
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64, Steele et al. 2014
 
 
-def stream_key(seed: int, group: int, index: int) -> int:
-    """Return the key of one sample's random stream, a signed 64-bit number."""
+def stream_key(seed: int, group: int, index: int, restarts: int = 0) -> int:
+    """Return the key of one sample's random stream, a signed 64-bit number; another one after each of ``restarts``."""
     key = 0
-    for part in (seed, group, index):
+    for part in (seed, group, index, restarts)[: 4 if restarts else 3]:
         key = _mix_int((key + _GOLDEN + part) & _MASK)
     return key - (1 << 64) if key >> 63 else key
 

@@ -58,7 +58,7 @@ class JudgeRunner:
             raise ValueError(f"model '{context.model}' reads responses, and the context names no tokenizer for them")
         self.judging = build_judging(config, context.model)
         self.tokenizer = read_tokenizer(config)
-        self._template = load_template(self.tokenizer, config.chat_template or "auto")
+        self._template = load_template(self.tokenizer, config.chat_template or "auto", config.chat_template_kwargs)
         asked = (config.judge.arguments if config.judge else {}).get("template", "")
         self._template.guard.check_setting(asked, f"models.{context.model}.judge.template")
         self._policy_tokenizer = read_run_tokenizer(context)

@@ -94,7 +94,9 @@ class ConversationReader:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._template = load_template(read_tokenizer(config), config.chat_template or "auto")
+        self._template = load_template(
+            read_tokenizer(config), config.chat_template or "auto", config.chat_template_kwargs
+        )
         limits = (read_context_length(read_config(config)), config.max_tokens_per_micro)
         self.longest = min(limit for limit in (*limits, 2**31) if limit)
 

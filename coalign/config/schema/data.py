@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import string
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
 
@@ -95,7 +95,15 @@ class DataConfig(Section):
     system: str | None = None
     """System message before each prompt that has none."""
     chat_template: str = "auto"
-    """`auto`: the tokenizer's; `none`: prompt text as it is; or a Jinja template, or a file that holds one."""
+    """`auto`: the tokenizer's; `none`: prompt text as it is; a training template of ours (`qwen3-training`, …); or a
+    Jinja template, or a file that holds one."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(examples=[{"enable_thinking": False}])] = {}
+    """Arguments of the chat template, in prompts, conversations and environments alike. `tools` are for rows that have
+    none; `date` is what a template that asks for it calls today (2026-01-31)."""
+    reasoning: Literal["keep", "drop", "last"] | None = None
+    """Reasoning of assistant messages (`reasoning_content`, `thinking`, or blocks of think tags): `keep` that of all
+    turns, `drop` it, or `last`: only since the last user message, as most models read at inference. SFT then learns a
+    sequence for each user message. None: what the rows hold and the template shows of it."""
     prompt_format: str = "{prompt}"
     """Python format string applied to the prompt (the last user message, if it is a list), with the row's keys."""
     max_prompt_tokens: PositiveInt = 1024
@@ -129,6 +137,10 @@ class DataConfig(Section):
         return sources
 
     def check(self) -> None:
+        if self.train_on == "all" and self.reasoning == "last":
+            raise Conflict(
+                ("reasoning",), "is 'last', which makes several sequences of a row; with train_on: all, each token once"
+            )
         if self.phase is not None and self.phase not in self.phases:
             raise Conflict(("phase",), f"'{self.phase}' is not one of data.phases{suggest(self.phase, self.phases)}")
         if self.phases and self.phase is None:

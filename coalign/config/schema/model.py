@@ -139,6 +139,8 @@ class ModelConfig(Section):
     """For a model that only scores: render the conversation with this template and tokenise it with the model's own
     tokenizer. `auto` (its tokenizer's template), `none`, a Jinja template or a file that holds one. None: a reward
     model takes `auto` if its tokenizer differs from the policy's, else the policy's tokens, as a teacher does."""
+    chat_template_kwargs: Annotated[dict[str, Any], Field(examples=[{"enable_thinking": False}])] = {}
+    """Arguments of this model's chat template, where it reads text; the policy's are in `data`."""
     judge: Annotated[Function | None, Field(examples=[{"fn": "pairwise"}])] = None
     """For a language model that scores responses (module `judge` or `preference`): a class of
     coalign.rewards.judge_questions, which asks about responses and converts answers to scores."""

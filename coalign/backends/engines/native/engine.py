@@ -171,7 +171,7 @@ class NativeSession(GenerationSession):
         request, first = queued.request, len(self.slots.active)
         count = min(queued.waiting, self.slots.free)
         for place in range(queued.started, queued.started + count):
-            key = stream_key(self.engine.seed, request.group, request.first + place)
+            key = stream_key(self.engine.seed, request.group, request.first + place, request.restarts)
             stops = queued.find_stops(self.sampling, self.engine.decoder)
             self.slots.add(ActiveSequence(queued, place, stops), key, kept)
         queued.started += count

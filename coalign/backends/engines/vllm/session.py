@@ -130,7 +130,7 @@ class VLLMSession(GenerationSession):
 
     def _vllm_parameters(self, submitted: SubmittedRequest, place: int) -> SamplingParams:
         request, engine = submitted.request, self.engine
-        key = stream_key(engine.seed, request.group, request.first + place)
+        key = stream_key(engine.seed, request.group, request.first + place, request.restarts)
         return SamplingParams(
             temperature=1.0,  # CounterSampler has left one token to choose
             repetition_penalty=self.sampling.repetition_penalty,

@@ -1,0 +1,126 @@
+"""Episodes of policies that think: what earlier turns keep, by `data.reasoning`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from coalign.backends.engines.native.engine import NativeModule
+from coalign.config.schema import ModelConfig, RolloutConfig
+from coalign.data.batch import Batch
+from coalign.data.templates import load_template
+from coalign.environments.conversation import find_environment
+from coalign.environments.rendering import RenderingError
+from coalign.roles import Context
+from tests.data.families import FAMILIES, RESULT
+from tests.environments.helpers import TOKENIZER, encode, episode, play
+from tests.tiny import tiny_model_dir, tiny_tokenizer
+
+SAID = ("<think>\nfirst\n</think>\n\n5", "<think>\nsecond\n</think>\n\nYes", "<think>\nthird\n</think>\n\nNo")
+ASKED = "<|im_start|>user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\n"
+SURE = "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def chat(one, turns=2, words="Sure?"):
+    await one.generate()
+    one.reward(0.25)
+    for _ in range(turns - 1):
+        one.say({"role": "user", "content": words})
+        await one.generate()
+    one.reward(1.0)
+
+
+def played(fn, one, **arguments):
+    running = play(fn, one, **arguments)
+    if running.calls[0].error is not None:
+        raise running.calls[0].error
+    trained = TOKENIZER.decode([t for t, m in zip(one.log.tokens, one.log.loss_mask, strict=True) if m])
+    return TOKENIZER.decode(one.log.tokens), trained
+
+
+def test_last_begins_the_sample_anew_with_what_the_policy_reads_then():
+    one = episode(*SAID, chat_template=FAMILIES["Qwen3"], reasoning="last")
+    text, trained = played(chat, one, turns=3)
+    before = ASKED + "5<|im_end|>\n" + SURE + "Yes<|im_end|>\n" + SURE
+    assert (text, trained) == (before + SAID[2] + "<|im_end|>", SAID[2] + "<|im_end|>")
+    assert one.log.tokens[: one.prompt_length] == encode(before) == one._policy.asked[2]["tokens"]
+    assert [asked["restarts"] for asked in one._policy.asked] == [0, 1, 2] and one.counts["rewritten"] == 2
+    assert sum(one.log.turn_rewards) == 1.0 and len(one.log.tokens) == len(one.log.turn_rewards)
+    whole = TOKENIZER.apply_chat_template(one.messages, tokenize=False, chat_template=FAMILIES["Qwen3"])
+    assert text + "\n" == whole  # as the family's own template writes it
+
+
+def test_keep_goes_on_and_trains_every_turn():
+    one = episode(*SAID, chat_template="qwen3-training", reasoning="keep")
+    text, trained = played(chat, one)
+    assert text == ASKED + SAID[0] + "<|im_end|>\n" + SURE + SAID[1] + "<|im_end|>"
+    assert trained == SAID[0] + "<|im_end|>" + SAID[1] + "<|im_end|>" and not one.counts["rewritten"]
+
+
+async def call(one):
+    await one.generate()
+    one.say(RESULT)
+    await one.generate()
+
+
+@pytest.mark.parametrize("policy, kept", [("last", True), ("drop", False)])
+def test_results_of_tools_end_the_reasoning_of_drop_alone(policy, kept):
+    text, trained = played(call, episode(*SAID, chat_template="qwen3-training", reasoning=policy))
+    assert ("first" in text) == ("first" in trained) == kept and "second" in trained and "3.5" in text
+
+
+def test_a_rewritten_prompt_that_does_not_fit_leaves_the_sample_as_it_was():
+    one = episode(*SAID, chat_template=FAMILIES["Qwen3"], reasoning="last")
+    one._policy.capacity = len(encode(ASKED + SAID[0])) + 3
+    text, trained = played(chat, one, words="Sure? " * 20)
+    assert text == ASKED + SAID[0] + "<|im_end|>" and trained == SAID[0] + "<|im_end|>" and not one.counts["rewritten"]
+
+
+def test_what_cannot_be_rewritten_is_refused():
+    with pytest.raises(RenderingError, match=r"writes no such block; set data\.reasoning: keep"):
+        played(chat, episode(*SAID, chat_template=FAMILIES["gpt-oss"], reasoning="last"))
+    with pytest.raises(RenderingError, match=r"for example data\.chat_template: qwen3-training"):
+        played(chat, episode(*SAID, chat_template=FAMILIES["Qwen3"]))
+
+
+def test_the_engine_reads_the_rewritten_prompt(tmp_path):
+    """Also with one place in the cache, where an earlier turn's keys and values are in the way."""
+    directory = tiny_model_dir(tmp_path)
+    tokenizer = tiny_tokenizer(directory, chat_template=FAMILIES["Qwen3"])
+    prompt = load_template(tokenizer).prompt([{"role": "user", "content": "2+3?"}])
+    rows = [{"messages": [{"role": "user", "content": "2+3?"}]}]
+    batch = Batch(
+        torch.tensor([len(prompt)]), {"tokens": torch.tensor(prompt)}, {"group": torch.tensor([0]), "rows": rows}
+    )
+    made = []
+    for sequences in (8, 1):
+        module = NativeModule(
+            ModelConfig(
+                module="native",
+                load=str(directory),
+                sampling={"max_new_tokens": 40},
+                native={"max_sequences": sequences},
+            ),
+            Context(
+                samples_per_prompt=3,
+                tokenizer=str(directory),
+                reasoning="last",
+                environment=find_environment(RolloutConfig(fn="tests.environments.test_reasoning:short_turns")),
+            ),
+        )
+        module.setup()
+        out, stats = module.generate(batch)
+        assert stats["episode/rewritten"].value == 1.0
+        made.append(out)
+    for name in ("tokens", "loss_mask", "rollout_logprobs", "prompt_length"):
+        assert torch.equal(made[0][name], made[1][name])
+    for row in made[0].rows():
+        start = int(row["prompt_length"])
+        assert row["loss_mask"].tolist() == [False] * start + [True] * (len(row["tokens"]) - start)
+        assert tokenizer.decode(row["tokens"][:start]).endswith(SURE) and start > len(prompt)
+
+
+async def short_turns(one):
+    await one.generate(max_new_tokens=8)
+    one.say({"role": "user", "content": "Sure?"})
+    await one.generate(max_new_tokens=8)
