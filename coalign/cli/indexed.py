@@ -32,11 +32,12 @@ def build(
     from coalign.data.indexed_build import BuildPlan
     from coalign.data.indexed_build import build as write
     from coalign.data.sources import open_rows
+    from coalign.hub_data import pin_data
     from coalign.report.display import Display
 
     display = Display()
     plan = BuildPlan(
-        tuple(inputs),
+        tuple(map(pin_data, inputs)),
         tokenizer,
         text_key=key,
         on_missing_key=missing,
@@ -44,7 +45,7 @@ def build(
         trust_remote_code=trust_remote_code,
         chunk=chunk,
     )
-    total = sum(len(open_rows(path)) for path in inputs)
+    total = sum(len(open_rows(path)) for path in plan.inputs)
     with display.progress("tokenising", total) as advance:
         counts = write(plan, output, processes=processes or os.cpu_count() or 1, advance=advance)
     display.table(f"{output}.bin, {output}.idx", dict(counts))

@@ -22,6 +22,7 @@ from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, Streamed
 from coalign.data.shuffle import DataPhase, draw_uniform
 from coalign.data.sources import open_rows
 from coalign.data.templates import load_template
+from coalign.hub_data import describe_source
 from coalign.types import Stats, Total, merge_stats
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _build_encoder(
     template = load_template(tokenizer, config.chat_template, keep_special_tokens=source.keep_special_tokens)
     template.guard.check_setting(config.prompt_format, "data.prompt_format")
     template.guard.check_setting(config.system or "", "data.system")
-    return KINDS[kind](Path(source.path).name, config, source, template)
+    return KINDS[kind](describe_source(source.path), config, source, template)
 
 
 def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> DrawOrder:
@@ -206,7 +207,7 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
             IndexedTokens(prefix), vocabulary, max_tokens=limit, phase=phase, max_samples=source.max_samples
         )
         return ShuffledOrder(data, shuffled)
-    rows = open_rows(source.path, source.max_samples)
+    rows = open_rows(source.path, source.max_samples, stream=config.stream)
     if config.stream:
         identity = hash_settings(encoder, config, source, phase, hash_file_samples(rows))
         return StreamedOrder(encoder, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)
