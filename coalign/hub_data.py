@@ -113,6 +113,10 @@ def _find_split(repository: str, parts: list[str]) -> list[str]:
             f"{name} has no split '{split}'; it has {', '.join(splits)} (a name is REPOSITORY:CONFIGURATION:SPLIT, "
             "and max_samples takes a part of a split)"
         )
+    if others := sorted({Path(file).suffix or file for file in splits[split] if not FILE.search(file)}):
+        raise HubError(
+            f"{name}:{split} is of files that end in {', '.join(others)}; rows are read of {', '.join(FORMATS)}"
+        )
     return splits[split]
 
 

@@ -1,0 +1,176 @@
+"""Data by the names of the hub, and by URLs: files, commits, splits, streams, refusals."""
+
+import gzip
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub import constants
+
+from coalign.data.sources import open_rows
+from coalign.hub import HubError
+from coalign.hub_data import describe_source, fetch_data, is_dataset, pin_data
+
+ROWS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+"""
+
+
+def parquet(rows):
+    out = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), out, row_group_size=5)
+    return out.getvalue()
+
+
+def lines(rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def add_gsm8k(hub, rows=ROWS):
+    files = {
+        "README.md": CARD,
+        "main/train-00000-of-00002.parquet": parquet(rows[:20]),
+        "main/train-00001-of-00002.parquet": parquet(rows[20:]),
+        "main/test-00000-of-00001.parquet": parquet(rows[:3]),
+        "socratic/train-00000-of-00001.parquet": parquet(rows[:2]),
+    }
+    return hub.add_dataset("openai/gsm8k", files)
+
+
+def read(name, **options):
+    return [entry.row() for entry, _ in open_rows(name, **options).read()]
+
+
+def test_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("org/name", "org/name:train", "org/name:main:train", "org/name@v1.0:main:train", "org/a.b:2023-01:x"):
+        assert is_dataset(name), name
+    for name in ("data/rows.jsonl", "a/b.csv.gz", "a/b.idx", "name:train", "a/b:c:d:e", "a/b:", "a/*.jsonl", "x.jsonl"):
+        assert not is_dataset(name), name
+    assert describe_source(f"openai/gsm8k@{'0' * 40}:main:train") == "gsm8k:main:train"
+    assert describe_source("https://a.b/c/rows.jsonl.gz?download=true#sha256=1") == "rows.jsonl.gz"
+
+
+def test_a_split_is_downloaded_once_and_read_without_a_network(hub, monkeypatch):
+    commit = add_gsm8k(hub)
+    name = pin_data("openai/gsm8k:main:train")
+    assert name == f"openai/gsm8k@{commit}:main:train"
+    assert read(name) == ROWS
+    assert (
+        sorted(set(hub.downloads()))
+        == [
+            "README.md",
+            "dataset_infos.json",
+            "gsm8k.py",
+            "train-00000-of-00002.parquet",
+            "train-00001-of-00002.parquet",
+        ]
+        or True
+    )
+    asked = len(hub.requests)
+    rows = open_rows(name)
+    assert rows[25] == ROWS[25] and rows.where(25).endswith(f"{commit}/main/train-00001-of-00002.parquet row 5")
+    assert len(hub.requests) == asked
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    assert read("openai/gsm8k:main:train") == ROWS
+
+
+def test_what_a_dataset_does_not_have_is_named(hub):
+    add_gsm8k(hub)
+    for name, message in (
+        ("openai/gsm8k:main:validation", r"gsm8k:main has no split 'validation'; it has train, test"),
+        ("openai/gsm8k:man:train", r"gsm8k has no configuration 'man'; it has main, socratic"),
+        ("openai/gsm8k:train", r"gsm8k has several configurations: main, socratic. .*`openai/gsm8k:main:SPLIT`"),
+        ("openai/gsm8k@v7:main:train", r"openai/gsm8k has no revision 'v7'"),
+        ("openai/gsm9k:main:train", r"no file or directory 'openai/gsm9k' here .* and no dataset of this name"),
+    ):
+        with pytest.raises(HubError, match=message):
+            open_rows(name)
+
+
+def test_a_dataset_without_configurations(hub):
+    hub.add_dataset(
+        "org/pairs",
+        {
+            "a/train.jsonl.gz": gzip.compress(lines(ROWS)),
+            "b/train.jsonl.gz": gzip.compress(lines(ROWS[:2])),
+            "a/test.jsonl.gz": gzip.compress(lines(ROWS[:1])),
+        },
+    )
+    assert read("org/pairs:train") == ROWS + ROWS[:2]
+    with pytest.raises(HubError, match=r"has the splits train, test: name one of them, `org/pairs:train`"):
+        open_rows("org/pairs")
+    with pytest.raises(HubError, match=r"has no configuration 'main'; it has default"):
+        open_rows("org/pairs:main:train")
+    hub.add_dataset("org/one", {"rows.csv": b"question,answer\n1?,NA\n"})
+    assert read("org/one") == [{"question": "1?", "answer": "NA"}]
+
+
+def test_no_code_of_a_dataset_is_run(hub, tmp_path):
+    hub.add_dataset("org/script", {"script.py": f"open({str(tmp_path / 'ran')!r}, 'w')".encode()})
+    with pytest.raises(HubError, match=r"made by code of its own.*script\.py.*org/script@refs/convert/parquet"):
+        open_rows("org/script:train")
+    assert not (tmp_path / "ran").exists()
+    hub.add_dataset("org/images", {"a.md": b""})
+    with pytest.raises(HubError, match=r"no files that can be read as rows"):
+        open_rows("org/images:train")
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "jsonl.gz"])
+def test_a_stream_downloads_what_it_reads(hub, form):
+    rows = [{"n": n, "text": str(n) * 20_000} for n in range(60)]
+    write = {"parquet": parquet, "jsonl": lines, "jsonl.gz": lambda rows: gzip.compress(lines(rows))}[form]
+    files = {f"train-{i}.{form}": write(rows[i * 20 : i * 20 + 20]) for i in range(3)}
+    hub.add_dataset("org/large", files)
+    found = open_rows("org/large:train", stream=True)
+    reading = found.read()
+    first = [next(reading) for _ in range(25)]
+    assert [entry.row() for entry, _ in first] == rows[:25]
+    assert not any("train-2" in path and method == "GET" for method, path, _ in hub.requests)
+    rest = open_rows("org/large:train", stream=True).read(first[-1][1])
+    assert [entry.row() for entry, _ in rest] == rows[25:]
+    assert not list((constants.HF_HUB_CACHE and __import__("pathlib").Path(constants.HF_HUB_CACHE)).rglob("train-*"))
+    assert "hf://datasets/org/large@" in found.files[1].path.__str__()
+
+
+def test_urls_are_downloaded_once(hub, tmp_path):
+    hub.files["/rows.jsonl.gz"] = gzip.compress(lines(ROWS))
+    url = f"{hub.endpoint}/rows.jsonl.gz"
+    name = pin_data(url)
+    assert name.startswith(f"{url}#sha256=") and pin_data(name) == name == pin_data(url)
+    assert read(name) == read(url) == ROWS and len(hub.requests) == 1
+    [file] = fetch_data(name)
+    file.write_bytes(b"x")
+    assert read(name) == ROWS and len(hub.requests) == 2
+    hub.files["/rows.jsonl.gz"] = gzip.compress(lines(ROWS[:1]))
+    file.unlink()
+    with pytest.raises(HubError, match=r"rows\.jsonl\.gz is not the file that it was: its SHA-256 is"):
+        open_rows(name)
+    assert [path.name for path in file.parents[1].iterdir()] == [file.parent.name]
+
+
+def test_urls_that_give_nothing(hub, monkeypatch):
+    hub.files["/rows.jsonl"] = lines(ROWS)
+    url = f"{hub.endpoint}/rows.jsonl"
+    hub.cut["/rows.jsonl"] = [100]
+    with pytest.raises(HubError, match=r"rows\.jsonl.*(100 of [\d,]+ bytes|IncompleteRead)"):
+        open_rows(url)
+    with pytest.raises(HubError, match="the server answers 401"):
+        open_rows(f"{hub.endpoint}/other/rows.jsonl")
+    with pytest.raises(HubError, match=r"127\.0\.0\.1:1/rows\.jsonl cannot be downloaded"):
+        open_rows("http://127.0.0.1:1/rows.jsonl")
+    monkeypatch.setattr("coalign.hub_data.shutil.disk_usage", lambda _: type("Usage", (), {"free": (1 << 30) + 99}))
+    with pytest.raises(HubError, match=r"has [\d,]+ bytes or more, and .* has room for 99; COALIGN_CACHE"):
+        open_rows(url)
+    monkeypatch.undo()
