@@ -96,7 +96,7 @@ class RowEncoder(ABC):
             examples = self.fit(whole)
         except BadRow as error:
             if self.policy.get(error.reason, "error") == "error":
-                raise ValueError(f"{entry.where()}: {error}") from error
+                raise ValueError(f"{entry.where()}: {error}{self._describe_mixture(error)}") from error
             self.counts[error.reason] += 1
             return None
         self.counts["used"] += 1
@@ -104,6 +104,14 @@ class RowEncoder(ABC):
         self.counts.update(self.count(examples))
         self.counts["cut"] += any(len(e.tokens) < len(w.tokens) for e, w in zip(examples, whole, strict=True))
         return self.mark_origin(examples, entry.number)
+
+    def _describe_mixture(self, error: BadRow) -> str:
+        if error.reason != "missing" or not self.counts["used"]:
+            return ""
+        return (
+            f". {self.counts['used']} rows of {self.name} have it, so its rows are of different forms: split them into "
+            "sources with `keys` of their own, or leave such rows out (`data.on_missing_key: drop`)"
+        )
 
     @property
     def limit(self) -> str:

@@ -53,6 +53,16 @@ def _check_object(row: Any) -> Row:
     return row
 
 
+def read_number(value: Any) -> Any:
+    """Return the number that a text spells (tables of texts have nothing else), and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float({"true": "1", "false": "0"}.get(value.strip().lower(), value))
+    except ValueError:
+        return value
+
+
 def is_number(value: Any) -> bool:
     """Whether a value of a row is a finite number. (`math.isfinite` raises for integers beyond the floats.)"""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
