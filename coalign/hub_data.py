@@ -20,7 +20,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coalign.files import find_cache, hash_file, write_atomically, write_text_atomically
 from coalign.hub import HubError, HubFile, explain, fetch_dataset, is_hub_name, pin, split_name
@@ -150,13 +150,13 @@ def _ask_splits(repository: str, config: str | None) -> dict[str, list[str]]:
             raise HubError(f"{name}: {error}") from error
         said = f"no configuration '{config}'; it has" if config else "several configurations:"
         raise HubError(f"{name} has {said} {', '.join(names)}. Name one of them, `{name}:{names[0]}:SPLIT`") from error
-    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError) as error:
+    except FileNotFoundError as error:
         raise HubError(f"{name} has no files that can be read as rows ({', '.join(FORMATS)}): {error}") from error
     if config and config not in (names := list(builder.builder_configs) or ["default"]):
         raise HubError(f"{name} has no configuration '{config}'; it has {', '.join(names)}")
     start = f"hf://datasets/{repository}/"
-    files: dict[Any, list[str]] = builder.config.data_files or {}
-    return {str(split): [file.removeprefix(start) for file in found] for split, found in files.items()}
+    files = builder.config.data_files or {}
+    return {str(split): [str(file).removeprefix(start) for file in found] for split, found in files.items()}
 
 
 def _fetch_url(name: str) -> tuple[Path, str]:

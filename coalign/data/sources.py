@@ -290,7 +290,7 @@ class CsvRows(TableRows):
 
 
 class ArrowRows(TableRows):
-    """An Arrow file of either format, mapped if it is here."""
+    """An Arrow file of either format, mapped if it is here. Each batch is validated before it is read."""
 
     def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
         import pyarrow
@@ -301,8 +301,9 @@ class ArrowRows(TableRows):
             reader = ipc.open_stream(file)
         except pyarrow.ArrowInvalid:
             whole = ipc.open_file(file)
-            return whole.schema, 0, (whole.get_batch(i) for i in range(whole.num_record_batches))
-        return reader.schema, 0, iter(reader)
+            batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
+            return whole.schema, 0, map(_validate, batches)
+        return reader.schema, 0, map(_validate, reader)
 
     @cached_property
     def _unpacked(self) -> pyarrow.Table:
@@ -311,6 +312,12 @@ class ArrowRows(TableRows):
         with refuse_damage(self.path):
             schema, _, batches = self.read_batches(0)
             return pyarrow.Table.from_batches(batches, schema).slice(0, self._most)
+
+
+def _validate(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """Return the batch; pyarrow's error for one whose offsets would make it read what is not its own, and crash."""
+    batch.validate(full=True)
+    return batch
 
 
 @contextmanager
