@@ -137,6 +137,11 @@ def _ask_splits(repository: str, config: str | None) -> dict[str, list[str]]:
     import datasets
 
     name, commit = split_name(repository)
+    if datasets.config.HF_HUB_OFFLINE:
+        raise HubError(
+            f"which files {repository} has for {config or 'its rows'} is not in the cache {find_cache()}, and "
+            "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids to ask"
+        )
     try:
         builder = datasets.load_dataset_builder(name, config, revision=commit)
     except RuntimeError as error:

@@ -14,7 +14,7 @@ Prefix = Annotated[Path, typer.Option("--output", "-o", help="Prefix to write; .
 
 @app.command()
 def build(
-    inputs: Annotated[list[str], typer.Argument(help="JSONL, JSON, parquet, text files, or patterns of them.")],
+    inputs: Annotated[list[str], typer.Argument(help="Files, patterns of them, datasets of the hub, URLs.")],
     output: Prefix,
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face model directory.")],
     key: Annotated[str, typer.Option(help="A row's key with the text.")] = "text",

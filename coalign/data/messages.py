@@ -111,7 +111,7 @@ def _message(value: Any, place: str) -> Message:
         value = {"role": ROLES.get(said, said), "content": value.get("value"), **rest}
     calls = value.get("tool_calls") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not (calls or "content" in value):
-        raise BadRow(f"{place} is not an object with role and content (or from and value): {str(value)[:80]}")
+        raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")
     content = value.get("content")
     if not isinstance(content, str | list | None):
         raise BadRow(f"{place}: content is {type(content).__name__}; expected a string or a list of parts")

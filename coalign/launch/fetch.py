@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from coalign.config import locate_problems
+from coalign.config import ConfigError, locate_problems
+from coalign.config.errors import ConfigProblem
 from coalign.config.schema import ModelConfig, RunConfig, SourceConfig
 from coalign.files import write_text_atomically
 from coalign.hub import fetch_model, list_sources, pin
@@ -35,14 +36,14 @@ def fetch_sources(config: RunConfig, *, weights: bool = True, rows: bool = True)
                 models[name] = _name_commits(model, commits)
                 fetch_model(models[name], weights=weights)
             except ValueError as problem:
-                raise ValueError(f"models.{name}.load: {problem}") from problem
+                raise ConfigError([ConfigProblem(("models", name, "load"), str(problem))]) from problem
         data = {}
         for split, sources in (("train", config.data.train), ("eval", config.data.eval)):
             read = rows and not (split == "train" and config.data.stream)
             try:
                 data[split] = [_fetch_source(source, commits, read) for source in sources]
             except ValueError as problem:
-                raise ValueError(f"data.{split}: {problem}") from problem
+                raise ConfigError([ConfigProblem(("data", split), str(problem))]) from problem
     return config.model_copy(update={"models": models, "data": config.data.model_copy(update=data)})
 
 

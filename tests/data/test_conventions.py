@@ -1,7 +1,10 @@
 """Columns as well-known datasets have them, and what is said of others."""
 
+from pathlib import Path
+
 import pytest
 
+from coalign.data.reader import CONVENTIONS
 from tests.data.reading import TOKENIZER, batch, chatml, reader, texts, use
 from tests.data.reading import assistant as said
 from tests.data.reading import user as asked
@@ -67,6 +70,14 @@ def test_our_own_names_and_those_of_the_source_come_first():
     named = reader("conversations", keys={"prompt": "other"})
     [[example]] = use(named, {"question": "2 + 2?", "other": "1 + 1?", "answer": "2"})
     assert example.row["prompt"] == "1 + 1?"
+
+
+def test_the_page_has_every_convention():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    for names in CONVENTIONS:
+        theirs = [column for columns in names.values() for column in columns]
+        assert any(all(f"`{column}`" in row for column in [*theirs, *names]) for row in rows), names
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def hub(monkeypatch, tmp_path):
 
 def run_in_process(hub, tmp_path, *arguments, **environment):
     """Run `coalign` as a process for which the server is the hub."""
-    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf")}
+    own |= {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
     return subprocess.run(
         [sys.executable, "-m", "coalign.cli", *arguments],
         cwd=tmp_path,

@@ -9,9 +9,17 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
+from coalign import load_config
+from coalign.config import ConfigError
+from coalign.config.schema import DataConfig, SourceConfig
+from coalign.data.loader import build_loader
 from coalign.data.sources import open_rows
 from coalign.hub import HubError
 from coalign.hub_data import describe_source, fetch_data, is_dataset, pin_data
+from coalign.launch.fetch import fetch_sources, write_commits
+from tests.data.reading import TOKENIZER
+from tests.hub.conftest import run_in_process
+from tests.tiny import tiny_model_dir
 
 ROWS = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(40)]
 CARD = b"""---
@@ -158,3 +166,82 @@ def test_urls_that_give_nothing(hub, monkeypatch):
     monkeypatch.setattr("coalign.hub_data.shutil.disk_usage", lambda _: type("Usage", (), {"free": (1 << 30) + 99}))
     with pytest.raises(HubError, match=r"has [\d,]+ bytes or more, and .* has room for 99; COALIGN_CACHE"):
         open_rows(url)
+
+
+def settings_of_a_run(tmp_path, **data):
+    config = {
+        "algorithm": "sft",
+        "output": str(tmp_path / "run"),
+        "data": data,
+        "models": {"trainer": {"load": str(tiny_model_dir(tmp_path / "model"))}},
+        "runtime": {"steps": 2, "prompts_per_step": 2, "tensorboard": False, "plots": False, "cluster": "local"},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    return tmp_path / "run.yaml"
+
+
+def test_a_run_keeps_the_commit_and_the_content_that_it_began_with(hub, tmp_path):
+    commit = add_gsm8k(hub)
+    hub.files["/rows.jsonl"] = lines(ROWS)
+    url = f"{hub.endpoint}/rows.jsonl"
+    config = load_config(settings_of_a_run(tmp_path, train="openai/gsm8k:main:train", eval=url))
+    assert not any(name.endswith(".parquet") for name in hub.downloads())
+    fetched = fetch_sources(config, rows=False)
+    assert not any(name.endswith(".parquet") for name in hub.downloads())
+    (tmp_path / "run").mkdir()
+    write_commits(tmp_path / "run", config, fetched)
+    assert fetched.data.train[0].path == f"openai/gsm8k@{commit}:main:train"
+    assert fetched.data.eval[0].path.startswith(f"{url}#sha256=")
+    add_gsm8k(hub, ROWS[::-1])
+    hub.files["/rows.jsonl"] = lines(ROWS[:3])
+    again = fetch_sources(config)
+    assert again.data == fetched.data
+    assert read(again.data.train[0].path) == read(again.data.eval[0].path) == ROWS
+
+
+def test_the_key_of_what_is_not_there_is_named(hub, tmp_path):
+    add_gsm8k(hub)
+    config = load_config(settings_of_a_run(tmp_path, train=["openai/gsm8k:main:valid"]))
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: data\.train: openai/gsm8k:main has no split 'valid'"):
+        fetch_sources(config, rows=False)
+
+
+def test_a_stream_goes_on_at_its_row(hub):
+    name = f"openai/gsm8k@{add_gsm8k(hub)}:main:train"
+
+    def loader(path):
+        config = DataConfig(train=[SourceConfig(path=path)], stream=True, stream_window=6)
+        return build_loader(config, TOKENIZER, kind="conversations", split="train", batch_size=5, seed=3)
+
+    def draw(loader, times):
+        return [row["_row"] for _ in range(times) for row in loader.next()["rows"]]
+
+    whole = loader(name)
+    numbers = draw(whole, 8)
+    assert sorted(numbers) == list(range(40)) and numbers != sorted(numbers)
+    part = loader(name)
+    assert draw(part, 5) == numbers[:25]
+    again = loader(name)
+    again.load_state_dict(json.loads(json.dumps(part.state_dict())))
+    assert draw(again, 3) == numbers[25:]
+    other = loader(f"openai/gsm8k@{add_gsm8k(hub, ROWS[::-1])}:main:train")
+    with pytest.raises(ValueError, match=r"gsm8k:main:train is not the stream that the checkpoint was made with"):
+        other.load_state_dict(part.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_run_on_a_dataset_of_the_hub(hub, tmp_path, stream):
+    add_gsm8k(hub)
+    path = settings_of_a_run(tmp_path, train="openai/gsm8k:main:train", eval="openai/gsm8k:main:test")
+    checked = run_in_process(hub, tmp_path, "check", str(path), f"data.stream={stream}")
+    assert checked.returncode == 0, checked.stdout
+    first = run_in_process(hub, tmp_path, "train", str(path), f"data.stream={stream}", "runtime.steps=1")
+    assert first.returncode == 0, first.stdout
+    offline = {} if stream == "true" else {"HF_HUB_OFFLINE": "1"}
+    again = run_in_process(hub, tmp_path, "train", str(path), f"data.stream={stream}", **offline)
+    assert again.returncode == 0 and "continuing from" in again.stdout, again.stdout
+    assert set(json.loads((tmp_path / "run" / "hub.json").read_text())) == {
+        "openai/gsm8k:main:train",
+        "openai/gsm8k:main:test",
+    }
