@@ -14,11 +14,13 @@ import hashlib
 import http.client
 import json
 import logging
+import os
 import re
 import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,9 +137,10 @@ def _list_splits(repository: str, config: str | None) -> dict[str, list[str]]:
 
 def _ask_splits(repository: str, config: str | None) -> dict[str, list[str]]:
     import datasets
+    from datasets.config import HF_HUB_OFFLINE
 
     name, commit = split_name(repository)
-    if datasets.config.HF_HUB_OFFLINE:
+    if HF_HUB_OFFLINE:
         raise HubError(
             f"which files {repository} has for {config or 'its rows'} is not in the cache {find_cache()}, and "
             "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE forbids to ask"
@@ -169,20 +172,25 @@ def _fetch_url(name: str) -> tuple[Path, str]:
     url, _, wanted = name.partition("#sha256=")
     folder = find_cache() / "urls" / hashlib.sha256(url.encode()).hexdigest()[:32]
     for found in folder.glob(f"{wanted or '*'}/*"):
-        if hash_file(found) == found.parent.name:
+        if _hash_once(found, found.stat().st_size, found.stat().st_mtime_ns) == found.parent.name:
             return found, found.parent.name
         log.warning("%s: what the cache has of it is damaged; downloading again", url)
         found.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    with write_atomically(folder / "download", flush=True) as aside:
+    with write_atomically(folder / f"download-{os.getpid()}", flush=True) as aside:
         digest = _download_url(url, aside)
-    if wanted and digest != wanted:
-        (folder / "download").unlink()
-        raise HubError(f"{url} is not the file that it was: its SHA-256 is {digest}, not {wanted}")
+        if wanted and digest != wanted:
+            raise HubError(f"{url} is not the file that it was: its SHA-256 is {digest}, not {wanted}")
     file = folder / digest / describe_source(url)
     file.parent.mkdir(exist_ok=True)
-    (folder / "download").replace(file)
+    (folder / f"download-{os.getpid()}").replace(file)
     return file, digest
+
+
+@cache
+def _hash_once(file: Path, size: int, written: int) -> str:
+    """Hash a file of this size and time once in a process."""
+    return hash_file(file)
 
 
 def _download_url(url: str, path: Path) -> str:

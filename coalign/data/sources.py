@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, islice
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from coalign.files import WatchedFiles, describe_problem, read_json_object
-from coalign.hub import HubError, HubFile
+from coalign.hub import HubError, HubFile, explain
 from coalign.hub_data import CODECS, fetch_data, is_dataset, is_url, load_features, pin_data
 
 if TYPE_CHECKING:
@@ -324,7 +324,8 @@ def _validate(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
 def refuse_damage(path: DataPath) -> Iterator[None]:
     """Name the file in what a reader raises: ValueError and OSError, among others."""
     try:
-        yield
+        with explain(path.repository, "dataset") if isinstance(path, HubFile) else nullcontext():
+            yield
     except Exception as error:
         from pyarrow import ArrowException  # slow to import, and lines do without
 

@@ -18,6 +18,7 @@ from coalign.hub import fetch_model, list_sources, pin
 from coalign.hub_data import fetch_data, is_dataset, is_url, pin_data
 
 FILE = "hub.json"
+EVALUATION = ("data", "eval")  # what is read whole, whatever `data.stream` says
 
 
 def fetch_sources(config: RunConfig, *, weights: bool = True, rows: bool = True) -> RunConfig:
@@ -38,13 +39,17 @@ def fetch_sources(config: RunConfig, *, weights: bool = True, rows: bool = True)
             except ValueError as problem:
                 raise ConfigError([ConfigProblem(("models", name, "load"), str(problem))]) from problem
         data = {}
-        for split, sources in (("train", config.data.train), ("eval", config.data.eval)):
-            read = rows and not (split == "train" and config.data.stream)
+        for key, sources in _list_data(config).items():
+            read = rows and not (config.data.stream and key != EVALUATION)
             try:
-                data[split] = [_fetch_source(source, commits, read) for source in sources]
+                data[key] = [_fetch_source(source, commits, read) for source in sources]
             except ValueError as problem:
-                raise ConfigError([ConfigProblem(("data", split), str(problem))]) from problem
-    return config.model_copy(update={"models": models, "data": config.data.model_copy(update=data)})
+                raise ConfigError([ConfigProblem(key, str(problem))]) from problem
+    sections = {
+        section: getattr(config, section).model_copy(update={name: data[s, name] for s, name in data if s == section})
+        for section, _ in data
+    }
+    return config.model_copy(update={"models": models, **sections})
 
 
 def write_commits(folder: Path, before: RunConfig, after: RunConfig) -> None:
@@ -56,11 +61,17 @@ def write_commits(folder: Path, before: RunConfig, after: RunConfig) -> None:
     ]
     pairs += [
         (named.path, fetched.path)
-        for split in ("train", "eval")
-        for named, fetched in zip(getattr(before.data, split), getattr(after.data, split), strict=True)
+        for key, sources in _list_data(before).items()
+        for named, fetched in zip(sources, _list_data(after)[key], strict=True)
     ]
     if commits := {name: commit for name, commit in pairs if name != commit}:
         write_text_atomically(folder / FILE, json.dumps(commits, indent=2) + "\n")
+
+
+def _list_data(config: RunConfig) -> dict[tuple[str, str], list[SourceConfig]]:
+    """Return the sources of data under each key that names some."""
+    more = {("ptx", "data"): config.ptx.data} if config.ptx else {}
+    return {("data", "train"): config.data.train, EVALUATION: config.data.eval, **more}
 
 
 def _fetch_source(source: SourceConfig, commits: Mapping[str, str], rows: bool) -> SourceConfig:

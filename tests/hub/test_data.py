@@ -137,6 +137,39 @@ def test_a_stream_downloads_what_it_reads(hub, form, tmp_path):
     assert found.files[1].where(3).startswith("hf://datasets/org/large@")
 
 
+def test_a_stream_whose_dataset_is_gone_is_named(hub):
+    files = {f"train-{i}.jsonl": lines(ROWS) for i in range(2)}
+    hub.add_dataset("org/gone", files)
+    reading = open_rows("org/gone:train", stream=True).read()
+    next(reading)
+    hub.repositories["datasets/org/gone"].commits.clear()
+    with pytest.raises(HubError, match=r"org/gone@[0-9a-f]{40}: the repository org/gone has no revision"):
+        list(reading)
+
+
+def test_a_dataset_that_is_gated_cut_off_or_damaged(hub, monkeypatch):
+    files = {"train.parquet": parquet(ROWS)}
+    hub.add_dataset("org/gated", files, gated=True)
+    with pytest.raises(HubError, match=r"org/gated is gated: accept its terms on http.*/datasets/org/gated, then give"):
+        open_rows("org/gated")
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    hub.damage.add("train.parquet")
+    with pytest.raises(HubError, match=r"train\.parquet was damaged .* fetches it again"):
+        open_rows("org/gated")
+    hub.cut["train.parquet"] = [100]
+    assert read("org/gated") == ROWS
+
+
+def test_offline_without_the_cache(hub, monkeypatch):
+    name = f"openai/gsm8k@{add_gsm8k(hub)}:main:train"
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"has for main is not in the cache .*, and HF_HUB_OFFLINE or"):
+        open_rows(name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"no file or directory 'openai/gsm8k' here, .* HF_HUB_OFFLINE forbids"):
+        open_rows("openai/gsm8k:main:train")
+
+
 def test_urls_are_downloaded_once(hub, tmp_path):
     hub.files["/rows.jsonl.gz"] = gzip.compress(lines(ROWS))
     url = f"{hub.endpoint}/rows.jsonl.gz"
