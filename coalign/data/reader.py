@@ -150,7 +150,9 @@ class RowReader:
 
     def _read(self, row: dict[str, Any]) -> list[Message]:
         key = self.config.messages_key
-        return parse_messages(row[key], key) if self.has(row, key) else self._prompt(row)
+        if not self.has(row, key):
+            return self._prompt(row)
+        return parse_transcript(row[key], key) if isinstance(row[key], str) else parse_messages(row[key], key)
 
     def _prompt(self, row: dict[str, Any]) -> list[Message]:
         prompt = self.value(row, self.prompt_key)

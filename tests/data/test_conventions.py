@@ -59,6 +59,13 @@ def test_ultrafeedback_as_it_is_and_as_pairs():
     assert made["preference"].tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("chosen", ["\n\nHuman: 1 + 1?\n\nAssistant: 2", [asked("1 + 1?"), said("2")]])
+def test_the_better_response_of_a_pair_as_a_conversation(chosen):
+    row = {"chosen": chosen, "rejected": "\n\nHuman: 1 + 1?\n\nAssistant: 3"}
+    [[example]] = use(reader("conversations", keys={"messages": "chosen"}), row)
+    assert TOKENIZER.decode(example.tokens).startswith(ANSWERED.removesuffix("\n"))
+
+
 def test_steps_with_labels():
     made = batch("steps", {"prompt": "1 + 1 + 1?", "completions": ["1 + 1 = 2", "2 + 1 = 4"], "labels": [True, False]})
     assert made["label"][made["loss_mask"]].tolist() == [1.0, 0.0]

@@ -239,6 +239,26 @@ def test_the_key_of_what_is_not_there_is_named(hub, tmp_path):
         fetch_sources(config, rows=False)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_files_of_mixed_columns_are_read_as_far_as_they_are_known(hub, stream):
+    other = [{"prompt": "1?", "answer": "2", "more": {"a": n}} for n in range(3)]
+    odd = [{"title": "1?", "body": "2"}]
+    files = {f"train-{i}.parquet": parquet(rows) for i, rows in enumerate((ROWS[:4], other, odd))}
+    name = f"org/mixed@{hub.add_dataset('org/mixed', files)}:train"
+
+    def loader(**options):
+        config = DataConfig(train=[SourceConfig(path=name, **options)], stream=stream, shuffle=False)
+        return build_loader(config, TOKENIZER, kind="conversations", split="train", batch_size=7, seed=3)
+
+    assert [row["prompt"] for row in loader(max_samples=7).next()["rows"]][3:5] == ["3 + 1?", "1?"]
+    with pytest.raises(
+        ValueError,
+        match=r"train-2\.parquet row 0: no key 'prompt'; .* body, title.* 7 rows of mixed:train have",
+    ):
+        made = loader()
+        made.next(), made.next()
+
+
 def test_a_stream_goes_on_at_its_row(hub):
     name = f"openai/gsm8k@{add_gsm8k(hub)}:main:train"
 
