@@ -83,8 +83,8 @@ def pin_data(name: str) -> str:
 def fetch_data(name: str, *, rows: bool = True) -> list[Path] | list[HubFile]:
     """Return the files of a dataset or URL that `pin_data` pinned, downloaded unless they are here.
 
-    Without ``rows``, the files of a dataset that is not here stay on the hub. Raises HubError for a split or
-    configuration that the dataset does not have, with those that it has.
+    Without ``rows`` a dataset's files stay on the hub, to be read there. Raises HubError for a split or configuration
+    that the dataset does not have, with those that it has.
     """
     if is_url(name):
         return [_fetch_url(name)[0]]
