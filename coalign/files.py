@@ -1,4 +1,4 @@
-"""Files on disk: atomic writes, records that outlast a full disk, hashes, model directories, names not taken yet."""
+"""Files on disk: atomic writes, records that outlast a full disk, hashes, changes, model directories, free names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -86,6 +86,48 @@ def hash_samples(path: Path, blocks: int = 64, size: int = 1 << 17) -> str:
             file.seek((length - size) * block // (blocks - 1))
             digest.update(file.read(size))
     return digest.hexdigest()
+
+
+def list_files(path: Path) -> list[Path]:
+    """List the files of a directory, or a file itself."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+class WatchedFiles:
+    """Notices that files change after it was made: their sizes and times.
+
+    A mapped file that is cut while it is read ends the process by SIGBUS, and rows that are rewritten in place would be
+    learnt from unnoticed.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._found = {path: _stat(path) for path in paths}
+
+    @property
+    def written(self) -> float:
+        """The time at which the newest file was written."""
+        return max((time for _, time in self._found.values()), default=0.0)
+
+    def list_written_since(self, time: float) -> list[str]:
+        return [path.name for path, (_, written) in self._found.items() if written > time]
+
+    def check(self) -> None:
+        """ValueError if a file has changed."""
+        for path, before in self._found.items():
+            if (now := _stat(path)) != before:
+                raise ValueError(
+                    f"{path} was changed while it is read: {before[0]:,} bytes before, {max(now[0], 0):,} now"
+                    f"{'' if now[0] != before[0] else ', written anew'}. Restore it; the same command then continues"
+                )
+
+
+def _stat(path: Path) -> tuple[int, float]:
+    """Size in bytes and time of the last change; (-1, 0.0) for a file that is gone."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return -1, 0.0
+    return found.st_size, found.st_mtime
 
 
 def find_cache() -> Path:

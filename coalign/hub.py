@@ -2,6 +2,7 @@
 
 A name of the hub is `org/name` or `org/name@revision`. `pin` replaces the revision by its commit, `fetch` downloads to
 huggingface_hub's cache (HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE count), `find_directory` needs no network.
+`coalign/hub_data.py` has the names of data.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import io
 import json
 import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
 import huggingface_hub  # its own parts are imported when they are used
 from huggingface_hub import constants
@@ -32,10 +35,11 @@ HUB_NAME = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 INDEX = "model.safetensors.index.json"
+RepositoryKind = Literal["model", "dataset"]
 
 
 class HubError(ValueError):
-    """A model of the hub cannot be had: there is none of the name, no access, no connection, no space."""
+    """A model or dataset cannot be had: there is none of the name, no access, no connection, no space."""
 
 
 def is_hub_name(name: str) -> bool:
@@ -49,17 +53,17 @@ def is_gguf(name: str) -> bool:
     return name.endswith(".gguf") and Path(name).is_file()
 
 
-def pin(name: str) -> str:
+def pin(name: str, kind: RepositoryKind = "model") -> str:
     """Return a hub's name as `org/name@commit`, and others as they are. Offline the cache tells. Raises HubError."""
     if not is_hub_name(name):
         return name
-    repository, revision = _split(name)
+    repository, revision = split_name(name)
     if COMMIT.fullmatch(revision):
         return name
-    reference = _cache_of(repository) / "refs" / revision
+    reference = _cache_of(repository, kind) / "refs" / revision
     try:
-        with _explain(name):
-            commit = huggingface_hub.HfApi().model_info(repository, revision=revision).sha
+        with explain(name, kind):
+            commit = huggingface_hub.HfApi().repo_info(repository, repo_type=kind, revision=revision).sha
     except HubError:
         if not reference.is_file():
             raise
@@ -77,7 +81,7 @@ def find_directory(name: str) -> Path:
         return _directory_of_gguf(Path(name))
     if not is_hub_name(name):
         return Path(name)
-    repository, revision = _split(name)
+    repository, revision = split_name(name)
     reference = _cache_of(repository) / "refs" / revision
     commit = reference.read_text().strip() if reference.is_file() else revision
     directory = _cache_of(repository) / "snapshots" / commit
@@ -100,14 +104,14 @@ def fetch(name: str, *, weights: bool = True, code: bool = False, pickles: bool 
         return directory
     if not is_hub_name(name):
         return Path(name)
-    repository, commit = _split(pin(name))
+    repository, commit = split_name(pin(name))
     directory = _cache_of(repository) / "snapshots" / commit
     kinds = [kind for kind, wanted in (("weights", weights), ("code", code), ("pickles", pickles)) if wanted]
     record = find_cache() / "complete" / f"{repository.replace('/', '--')}@{'+'.join([commit, *kinds])}.json"
     if record.is_file() and all((directory / file).is_file() for file in json.loads(record.read_text())):
         return directory
     try:
-        with _explain(name):
+        with explain(name):
             sizes = _list_files(repository, commit)
     except HubError:
         if not (directory / "config.json").is_file() or (weights and not list(directory.glob("*.safetensors"))):
@@ -138,14 +142,15 @@ def fetch_model(model: ModelConfig, *, weights: bool = True) -> None:
         fetch(source, weights=weights and read, code=model.trust_remote_code, pickles=model.pickled_weights)
 
 
-def _split(name: str) -> tuple[str, str]:
+def split_name(name: str) -> tuple[str, str]:
+    """Return the repository and the revision of a name of the hub."""
     found = HUB_NAME.fullmatch(name)
     assert found is not None
     return found["id"], found["revision"] or constants.DEFAULT_REVISION
 
 
-def _cache_of(repository: str) -> Path:
-    return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+def _cache_of(repository: str, kind: RepositoryKind = "model") -> Path:
+    return Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}"
 
 
 def _directory_of_gguf(file: Path) -> Path:
@@ -184,19 +189,75 @@ def _choose_weights(name: str, directory: Path, files: Mapping[str, int], pickle
     return found
 
 
-def _download(name: str, commit: str, files: list[str], sizes: Mapping[str, int]) -> None:
-    repository, _ = _split(name)
+def fetch_dataset(name: str, files: list[str]) -> Path:
+    """Download ``files`` of a dataset (`org/name@commit`), verify them, and return the directory that they are in.
+
+    Nothing is asked of the hub for files that were verified before. Raises HubError.
+    """
+    repository, commit = split_name(name)
+    directory = _cache_of(repository, "dataset") / "snapshots" / commit
+    content = hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
+    record = find_cache() / "complete" / f"datasets--{repository.replace('/', '--')}@{commit}+{content}.json"
+    if record.is_file() and all((directory / file).is_file() for file in files):
+        return directory
+    try:
+        with explain(name, "dataset"):
+            found = huggingface_hub.HfApi().get_paths_info(repository, files, revision=commit, repo_type="dataset")
+    except HubError:
+        if not all((directory / file).is_file() for file in files):
+            raise
+        return directory  # fetched by another tool
+    _download(name, commit, files, {file.path: getattr(file, "size", 0) for file in found}, "dataset")
+    _verify(name, directory, record, files)
+    return directory
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a dataset at a commit, of which only those bytes are downloaded that are read."""
+
+    repository: str  # org/name@commit
+    path: str
+
+    def __str__(self) -> str:
+        return f"hf://datasets/{self.repository}/{self.path}"
+
+    @property
+    def suffixes(self) -> list[str]:
+        return Path(self.path).suffixes
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+    @property
+    def stem(self) -> str:
+        return Path(self.path).stem
+
+    def open(self, mode: Literal["rb"] = "rb") -> BinaryIO:
+        """Raises HubError where the hub cannot be reached."""
+        with explain(self.repository, "dataset"):
+            system = huggingface_hub.HfFileSystem(endpoint=constants.ENDPOINT)
+            return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, system.open(str(self), mode)), 1 << 20))
+
+
+def _download(
+    name: str, commit: str, files: list[str], sizes: Mapping[str, int], kind: RepositoryKind = "model"
+) -> None:
+    repository, _ = split_name(name)
     cache = Path(constants.HF_HUB_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
-    snapshot = _cache_of(repository) / "snapshots" / commit
+    snapshot = _cache_of(repository, kind) / "snapshots" / commit
     missing, free = sum(sizes[file] for file in files if not (snapshot / file).exists()), shutil.disk_usage(cache).free
     if missing > free:
         raise HubError(
             f"{name}: {missing / 2**30:.1f} GiB are to be downloaded, and {cache} has {free / 2**30:.1f} GiB of space; "
             "HF_HOME names another place"
         )
-    with _explain(name):
-        huggingface_hub.snapshot_download(repository, revision=commit, allow_patterns=list(map(glob.escape, files)))
+    with explain(name, kind):
+        huggingface_hub.snapshot_download(
+            repository, repo_type=kind, revision=commit, allow_patterns=list(map(glob.escape, files))
+        )
 
 
 def _verify(name: str, directory: Path, record: Path, files: list[str]) -> None:
@@ -224,7 +285,7 @@ def _verify(name: str, directory: Path, record: Path, files: list[str]) -> None:
 
 
 @contextmanager
-def _explain(name: str) -> Iterator[None]:
+def explain(name: str, kind: RepositoryKind = "model") -> Iterator[None]:
     """Raise HubError, with what to do, for what the hub's client raises."""
     from huggingface_hub.errors import (  # slow to import, and directories do without
         GatedRepoError,
@@ -237,25 +298,27 @@ def _explain(name: str) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
-    repository, revision = _split(name)
+    repository, revision = split_name(name)
     hub = constants.ENDPOINT
+    page = "" if kind == "model" else "datasets/"
+    here = "directory" if kind == "model" else "file or directory"
     try:
         yield
     except GatedRepoError as error:
         raise HubError(
-            f"{name} is gated: accept its terms on {hub}/{repository}, then give a token of that account (HF_TOKEN, or "
-            "`hf auth login`)"
+            f"{name} is gated: accept its terms on {hub}/{page}{repository}, then give a token of that account "
+            "(HF_TOKEN, or `hf auth login`)"
         ) from error
     except RevisionNotFoundError as error:
         raise HubError(f"{name}: the repository {repository} has no revision '{revision}'") from error
     except RepositoryNotFoundError as error:
         raise HubError(
-            f"there is no directory '{name}' here ({Path.cwd()}) and no repository of this name on {hub}; a "
+            f"there is no {here} '{name}' here ({Path.cwd()}) and no {kind} of this name on {hub}; a "
             "private one needs a token (HF_TOKEN, or `hf auth login`)"
         ) from error
     except OfflineModeIsEnabled as error:
         raise HubError(
-            f"there is no directory '{name}' here, and as a name of the hub it is not in the cache "
+            f"there is no {here} '{name}' here, and as a name of the hub it is not in the cache "
             f"{constants.HF_HUB_CACHE}; HF_HUB_OFFLINE forbids to download it"
         ) from error
     except HfHubHTTPError as error:
@@ -269,4 +332,4 @@ def _explain(name: str) -> Iterator[None]:
             raise HubError(
                 f"{name}: no space is left in {constants.HF_HUB_CACHE}; HF_HOME names another place"
             ) from error
-        raise HubError(f"{name}: there is no directory of this name, and {hub} cannot be reached: {error}") from error
+        raise HubError(f"{name}: there is no {here} of this name, and {hub} cannot be reached: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,15 @@ def write_parquet(path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "q", "n": i} for i in range(9)]), path)
 
 
+def write_arrow(path: Path) -> None:
+    import pyarrow
+    import pyarrow.ipc
+
+    table = pyarrow.Table.from_pylist([{"prompt": "q" * i, "n": [i]} for i in range(9)])
+    with pyarrow.ipc.new_stream(path, table.schema) as out:
+        out.write_table(table)
+
+
 def write_indexed(path: Path) -> None:
     with IndexedWriter(path.with_suffix(""), "int32") as out:
         for document in ([1, 2, 3], [4], []):
@@ -178,6 +188,9 @@ FILES = {  # name of the file: who writes a good one, who reads it
     "rows.json": (put(json.dumps([CHAT, CHAT])), read_rows),
     "rows.txt": (put("one\n\ntwo"), read_rows),
     "rows.parquet": (write_parquet, read_rows),
+    "rows.arrow": (write_arrow, read_rows),
+    "rows.csv": (put('prompt,n\n"a\nb",1\nc,2\n'), read_rows),
+    "rows.jsonl.gz": (lambda path: path.write_bytes(gzip.compress(json.dumps(CHAT).encode())) and None, read_rows),
     "tokens.idx": (write_indexed, read_indexed),
     "scored.jsonl": (write_lines(*SCORED), select_all),
     "out.jsonl.partial": (write_lines({"seed": 1}, [{"x": 1}]), resume_output),

@@ -14,7 +14,7 @@ Prefix = Annotated[Path, typer.Option("--output", "-o", help="Prefix to write; .
 
 @app.command()
 def build(
-    inputs: Annotated[list[str], typer.Argument(help="JSONL, JSON, parquet, text files, or patterns of them.")],
+    inputs: Annotated[list[str], typer.Argument(help="Files, patterns of them, datasets of the hub, URLs.")],
     output: Prefix,
     tokenizer: Annotated[str, typer.Option(help="A Hugging Face model directory.")],
     key: Annotated[str, typer.Option(help="A row's key with the text.")] = "text",
@@ -32,11 +32,12 @@ def build(
     from coalign.data.indexed_build import BuildPlan
     from coalign.data.indexed_build import build as write
     from coalign.data.sources import open_rows
+    from coalign.hub_data import pin_data
     from coalign.report.display import Display
 
     display = Display()
     plan = BuildPlan(
-        tuple(inputs),
+        tuple(map(pin_data, inputs)),
         tokenizer,
         text_key=key,
         on_missing_key=missing,
@@ -44,7 +45,7 @@ def build(
         trust_remote_code=trust_remote_code,
         chunk=chunk,
     )
-    total = sum(len(open_rows(path)) for path in inputs)
+    total = sum(len(open_rows(path)) for path in plan.inputs)
     with display.progress("tokenising", total) as advance:
         counts = write(plan, output, processes=processes or os.cpu_count() or 1, advance=advance)
     display.table(f"{output}.bin, {output}.idx", dict(counts))

@@ -14,7 +14,7 @@ from coalign.cluster.base import start_cluster
 from coalign.config.schema import RunConfig
 from coalign.engine.engine import Engine
 from coalign.launch.build import build
-from coalign.launch.fetch import fetch_models
+from coalign.launch.fetch import fetch_sources
 from coalign.launch.plan import find_recipe, prepare
 from coalign.report.display import Display
 from coalign.roles import Rollout
@@ -46,7 +46,7 @@ def check_run(config: RunConfig, display: Display) -> bool:
     pairs = find_recipe(config.algorithm).sync
     if not pairs:
         raise ValueError(f"algorithm: in `{config.algorithm}` no weights travel from one model to another")
-    config = fetch_models(config)
+    config = fetch_sources(config, rows=False)
     plan = prepare(config).restrict([name for pair in pairs for name in pair])
     with start_cluster(config) as cluster:
         engine = build(plan, cluster)

@@ -18,7 +18,7 @@ from coalign.data.templates import decode
 from coalign.engine.hooks.run_folder import flatten_stats
 from coalign.engine.reward import list_reward_parts
 from coalign.launch.build import build, load_split, load_tokenizer
-from coalign.launch.fetch import fetch_models
+from coalign.launch.fetch import fetch_sources
 from coalign.launch.plan import find_recipe, plan_reward_models, prepare
 from coalign.report.display import Display
 
@@ -38,7 +38,7 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
         changes = {"load": str(model), "init": "load", "head_init": "load", "lora": None}
         main = config.models[names[0]].model_copy(update=changes)
         config = config.model_copy(update={"models": {**config.models, names[0]: main}})
-    config = fetch_models(config)
+    config = fetch_sources(config)
     plan = prepare(config)
     plan = plan.restrict([*names, *(name for name in plan.roles if name not in plan.recipe.models)])
     with start_cluster(config) as cluster:
@@ -50,7 +50,7 @@ def evaluate(config: RunConfig, model: Path | None) -> dict[str, float]:
 
 def show_data(config: RunConfig, rows: int, display: Display, *, tokens: bool = False) -> None:
     """Show the first rows of the training data as the trainer sees them; with ``tokens`` every token, too."""
-    config = fetch_models(config, weights=False)
+    config = fetch_sources(config, weights=False)
     tokenizer = load_tokenizer(config, plan_reward_models(list_reward_parts(config), config))
     data = load_split(config, find_recipe(config.algorithm).source, tokenizer, "train")
     drawn = list(islice((group for _ in count() for group in split_groups(data.next())), rows))

@@ -51,6 +51,7 @@ from coalign.config.schema import InputPath, RunConfig, Section
 from coalign.config.secrets import remember_secret
 from coalign.config.yaml_reader import parse_scalar
 from coalign.hub import is_hub_name
+from coalign.hub_data import is_dataset, is_url
 
 THIS = "<this>"  # key of the section's own data among the names that references can use
 Defaults = Mapping[str, Any] | Callable[[str], Mapping[str, Any]]
@@ -350,8 +351,8 @@ def _find_inputs(data: dict[str, Any], schema: type[Section], context: LoadConte
             continue
         if _exists(context.folder / text):
             _follow(data, key[:-1])[key[-1]] = str(context.folder / text)
-        elif required.kind != "model" or not (
-            is_hub_name(text) or (context.allow_planned and Path(text).name == "model")
+        elif not (required.kind == "data" and (is_dataset(text) or is_url(text))) and not (
+            required.kind == "model" and (is_hub_name(text) or (context.allow_planned and Path(text).name == "model"))
         ):
             yield ConfigProblem(key, _nowhere(text, required, context.folder))
 
@@ -364,7 +365,7 @@ def _exists(path: Path) -> bool:
 def _nowhere(text: str, required: InputPath, folder: Path) -> str:
     tried = list(dict.fromkeys([Path(text).absolute(), (folder / text).absolute()]))
     suggestion = next((found for path in tried if (found := suggest_file(path))), "")
-    kind = "directory" if required.kind == "model" else required.kind
+    kind = {"model": "directory", "data": "file"}.get(required.kind, required.kind)
     return f"there is no {kind} '{text}' (looked for {' and '.join(map(str, tried))}){suggestion}"
 
 

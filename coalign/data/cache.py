@@ -39,8 +39,8 @@ from coalign.config.schema import DataConfig, DrawSetting, SourceConfig
 from coalign.data.examples import MARKS, Example, RowEncoder
 from coalign.data.order import FileSource, SourceScan
 from coalign.data.shuffle import DataPhase
-from coalign.data.sources import FileRows, WatchedFiles, list_files
-from coalign.files import describe_problem, hash_file, hash_samples
+from coalign.data.sources import FileRows
+from coalign.files import WatchedFiles, describe_problem, hash_file, hash_samples, list_files
 from coalign.types import SOURCE_KEY
 
 if TYPE_CHECKING:
@@ -200,15 +200,14 @@ def hash_settings(
 
 
 def hash_files(rows: FileRows) -> list[str]:
-    """Hash the bytes of each file."""
-    return [hash_file(file, HASH) for path in rows.paths for file in list_files(path)]
+    """Hash the bytes of each file; one on the hub is known by its commit."""
+    return [hash_file(path, HASH) if isinstance(path, Path) else str(path) for path in rows.paths]
 
 
 def hash_file_samples(rows: FileRows) -> list[tuple[str, str]]:
     """Name of each file and hash of its samples: up to 1 GiB is read whole, of more some 128 MiB."""
-    files = [file for path in rows.paths for file in list_files(path)]
-    blocks = max(2, 1024 // len(files))
-    return [(file.name, hash_samples(file, blocks)) for file in files]
+    blocks = max(2, 1024 // len(rows.paths))
+    return [(path.name, hash_samples(path, blocks) if isinstance(path, Path) else str(path)) for path in rows.paths]
 
 
 def _digest(value: Any) -> str:

@@ -97,7 +97,7 @@ class RowEncoder(ABC):
             examples = self.fit(whole)
         except BadRow as error:
             if self.policy.get(error.reason, "error") == "error":
-                raise ValueError(f"{entry.where()}: {error}") from error
+                raise ValueError(f"{entry.where()}: {error}{self._describe_mixture(error)}") from error
             self.counts[error.reason] += 1
             return None
         self.counts["used"] += 1
@@ -113,6 +113,14 @@ class RowEncoder(ABC):
         """The sources of the rows used so far; before the first one that of the file."""
         prefix = f"{SOURCE_KEY}="
         return {key.removeprefix(prefix) for key in self.counts if key.startswith(prefix)} or {self.source}
+
+    def _describe_mixture(self, error: BadRow) -> str:
+        if error.reason != "missing" or not self.counts["used"]:
+            return ""
+        return (
+            f". {self.counts['used']} rows of {self.name} have it, so its rows are of different forms: split them into "
+            "sources with `keys` of their own, or leave such rows out (`data.on_missing_key: drop`)"
+        )
 
     @property
     def limit(self) -> str:

@@ -24,8 +24,7 @@ import xxhash
 
 from coalign.data.examples import MARKS, Example
 from coalign.data.shuffle import DataPhase
-from coalign.data.sources import WatchedFiles
-from coalign.files import hash_file, hash_samples
+from coalign.files import WatchedFiles, hash_file, hash_samples
 from coalign.types import SOURCE_KEY
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -26,6 +26,7 @@ from coalign.data.kinds import DocumentEncoder
 from coalign.data.sources import START, ReadPosition, open_rows
 from coalign.data.templates import load_template
 from coalign.files import move_aside, write_text_atomically
+from coalign.hub_data import describe_source
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ def _open_reader(plan: BuildPlan, which: int) -> tuple[DocumentEncoder, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(plan.tokenizer, trust_remote_code=plan.trust_remote_code)
     template = load_template(tokenizer, "none", keep_special_tokens=plan.keep_special_tokens)
-    encoder = DocumentEncoder(Path(plan.inputs[which]).name, plan.config, plan.source(which), template)
+    encoder = DocumentEncoder(describe_source(plan.inputs[which]), plan.config, plan.source(which), template)
     return encoder, choose_dtype(len(tokenizer))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from coalign.data.examples import Example, RowEncoder, exclude_first_token
 from coalign.data.messages import ContentGuard, Message, format_prompt, tokenize
-from coalign.data.sources import BadRow, is_number
+from coalign.data.sources import BadRow, is_number, read_number
 from coalign.data.templates import encode_learned, get_bos, get_eos
 
 
@@ -221,9 +221,10 @@ class PreferenceEncoder(ResponseEncoder):
         key = self.config.margin_key
         if not self.reader.has(row, key):
             return 0.0
-        if not (is_number(row[key]) and row[key] >= 0):
+        margin = read_number(row[key])
+        if not (is_number(margin) and margin >= 0):
             raise BadRow(f"'{key}' is {row[key]!r}; expected how much better the chosen response is, a number from 0")
-        return float(row[key])
+        return float(margin)
 
     def _rank(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, float]]]:
         key = self.config.responses_key
@@ -271,7 +272,7 @@ class LabelledEncoder(ResponseEncoder):
         return f"none of the {self.counts['used']} usable rows is {' or '.join(absent)}" if absent else ""
 
     def _label(self, row: dict[str, Any]) -> float:
-        value = self.reader.value(row, self.config.label_key)
+        value = read_number(self.reader.value(row, self.config.label_key))
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise BadRow(f"'{self.config.label_key}' is {value!r}; expected true or false, or 1 or 0")
         return float(value)

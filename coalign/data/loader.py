@@ -23,6 +23,7 @@ from coalign.data.order import DrawOrder, ScannedSource, ShuffledOrder, Streamed
 from coalign.data.shuffle import DataPhase, draw_uniform
 from coalign.data.sources import open_rows
 from coalign.data.templates import load_template
+from coalign.hub_data import describe_source
 from coalign.types import SOURCE_KEY, Stats, Total, merge_stats
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def _build_encoder(
     )
     template.guard.check_setting(config.prompt_format, "data.prompt_format")
     template.guard.check_setting(config.system or "", "data.system")
-    return KINDS[kind](Path(source.path).name, config, source, template)
+    return KINDS[kind](describe_source(source.path), config, source, template)
 
 
 def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, key: tuple[int, ...]) -> DrawOrder:
@@ -239,7 +240,7 @@ def _build_order(encoder: RowEncoder, config: DataConfig, source: SourceConfig, 
             source=source.called,
         )
         return ShuffledOrder(data, shuffled)
-    rows = open_rows(source.path, source.max_samples)
+    rows = open_rows(source.path, source.max_samples, stream=config.stream)
     if config.stream:
         identity = hash_settings(encoder, config, source, phase, hash_file_samples(rows))
         return StreamedOrder(encoder, rows, shuffled, window=config.stream_window, identity=identity, phase=phase)

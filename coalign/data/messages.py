@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+# Who speaks in `from` of conversations as ShareGPT and OpenHermes have them, beside the roles themselves.
+ROLES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool", "function_response": "tool"}
 TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 
 ReasoningPolicy = Literal["keep", "drop", "last"]
@@ -106,7 +108,13 @@ def parse_tools(value: Any, key: str) -> list[dict[str, Any]] | None:
 
 
 def _message(value: Any, place: str) -> Message:
-    """Validate a message, set a content, and drop keys that are None: tables have all columns in all rows."""
+    """Validate a message, set a content, and drop keys that are None: tables have all columns in all rows.
+
+    `from` and `value` become `role` and `content`.
+    """
+    if isinstance(value, dict) and value.get("role") is None and isinstance(said := value.get("from"), str):
+        rest = {key: part for key, part in value.items() if key not in ("from", "value", "role", "content")}
+        value = {"role": ROLES.get(said, said), "content": value.get("value"), **rest}
     calls = value.get("tool_calls") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(value.get("role"), str) or not (calls or "content" in value):
         raise BadRow(f"{place} is not an object with role and content: {str(value)[:80]}")

@@ -21,6 +21,33 @@ from coalign.data.messages import (
 )
 from coalign.data.sources import BadRow
 
+# What columns of well-known datasets are here: {our key: theirs}, used if a row has a value for each of theirs, and for
+# none of ours. Texts of several columns are joined as paragraphs; of these only the first one is needed.
+CONVENTIONS: tuple[dict[str, tuple[str, ...]], ...] = (
+    {"messages": ("conversations",)},  # ShareGPT, OpenHermes
+    {"prompt": ("question",), "answer": ("answer",)},  # GSM8K
+    {"prompt": ("query",), "answer": ("response",)},  # MetaMathQA
+    {"prompt": ("problem",), "answer": ("answer",)},  # MATH-500, DeepScaleR
+    {"prompt": ("problem",), "answer": ("solution",)},  # MATH
+    {"prompt": ("prompt",), "answer": ("completion",)},  # TRL
+    {"prompt": ("instruction", "input", "context"), "answer": ("output",)},  # Alpaca
+    {"prompt": ("instruction", "input", "context"), "answer": ("response",)},  # Dolly
+    {"messages": ("messages",), "answer": ("ground_truth",)},  # Tulu 3, RLVR
+    {"prompt": ("prompt",), "steps": ("completions",), "labels": ("labels",)},  # PRM800K, Math-Shepherd as of TRL
+    {"prompt": ("instruction",), "responses": ("completions.response",), "scores": ("completions.overall_score",)},
+)  # (the last: UltraFeedback)
+
+# Names under which datasets have what a row lacks: an error proposes them.
+SYNONYMS = {
+    "prompt": ("question", "query", "instruction", "problem", "input", "user", "text"),
+    "answer": ("completion", "output", "response", "solution", "ground_truth", "target", "generation"),
+    "chosen": ("chosen_response", "preferred", "accepted", "response_chosen", "response_0", "response_a"),
+    "rejected": ("rejected_response", "dispreferred", "response_rejected", "response_1", "response_b"),
+    "text": ("content", "document", "raw_content"),
+    "label": ("is_correct", "correct", "desirable"),
+    "steps": ("completions",),
+}
+
 
 class RowReader:
     """Reads the rows of one source by the run's keys, or by the source's own."""
@@ -32,9 +59,10 @@ class RowReader:
         self._names = source.keys
 
     def add_names(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add the values of the source's own keys (``keys`` in its configuration) under our names."""
+        """Add values under our names: of the source's own keys (``keys`` in its configuration), else of CONVENTIONS."""
         values = {ours: _get_nested(row, theirs) for ours, theirs in self._names.items()}
-        return row | {ours: value for ours, value in values.items() if value is not None}
+        row = row | {ours: value for ours, value in values.items() if value is not None}
+        return row | next(filter(None, (_apply_convention(row, names) for names in CONVENTIONS)), {})
 
     def has(self, row: dict[str, Any], key: str) -> bool:
         """Whether the row has a value there; tables have all columns in all rows, as None."""
@@ -44,7 +72,9 @@ class RowReader:
         """Return a required value. BadRow (missing or empty) without it."""
         if key not in row:
             own = f" ({self._names[key]} in this source)" if key in self._names else ""
-            raise BadRow(f"no key '{key}'{own}; {_describe_keys(row)}", "missing")
+            found = next((name for name in SYNONYMS.get(key, ()) if name in row), None)
+            said = f"; if that is in '{found}', give the source `keys: {{{key}: {found}}}`" if found else ""
+            raise BadRow(f"no key '{key}'{own}; {_describe_keys(row)}{said}", "missing")
         if row[key] is None:
             raise BadRow(f"'{key}' is empty", "empty")
         return row[key]
@@ -120,7 +150,9 @@ class RowReader:
 
     def _read(self, row: dict[str, Any]) -> list[Message]:
         key = self.config.messages_key
-        return parse_messages(row[key], key) if self.has(row, key) else self._prompt(row)
+        if not self.has(row, key):
+            return self._prompt(row)
+        return parse_transcript(row[key], key) if isinstance(row[key], str) else parse_messages(row[key], key)
 
     def _prompt(self, row: dict[str, Any]) -> list[Message]:
         prompt = self.value(row, self.prompt_key)
@@ -150,13 +182,31 @@ class RowReader:
         return [{"role": "system", "content": self.config.system}, *messages]
 
 
+def _apply_convention(row: dict[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Return a row's values under our names by a convention; none if the row is of another one."""
+    new = [ours for ours, theirs in names.items() if theirs != (ours,)]
+    if any(row.get(ours) is not None for ours in new):
+        return {}
+    values = {ours: [_get_nested(row, name) for name in theirs] for ours, theirs in names.items()}
+    if any(found[0] is None for found in values.values()):
+        return {}
+    texts = {ours: [part for part in values[ours] if isinstance(part, str) and part] for ours in new}
+    return {ours: "\n\n".join(texts[ours]) if texts[ours] else values[ours][0] for ours in new}
+
+
 def _get_nested(row: dict[str, Any], name: str) -> Any | None:
-    """Return ``row["a"]["b"]`` for "a.b", unless the row has a key of that name; None if there is no value."""
+    """Return ``row["a"]["b"]`` for "a.b", unless the row has a key of that name; None if there is no value.
+
+    Of a list of objects it is the list of their values.
+    """
     if name in row:
         return row[name]
     value: Any = row
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = [item.get(part) for item in value]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
     return value
 
 

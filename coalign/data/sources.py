@@ -1,31 +1,39 @@
-"""Reads rows of files, by number or sequentially: JSONL, JSON, parquet, text, `datasets.save_to_disk` directories.
+"""Reads rows of files, by number or sequentially: JSONL, JSON, CSV, parquet, Arrow, text, compressed or not.
 
-Nothing here knows what a row means, and nothing is downloaded. A file that is only read sequentially gets no index and
-is not held in memory.
+Nothing here knows what a row means. A file that is only read sequentially gets no index and is not held in memory.
+`coalign.hub_data` finds and downloads the files of the hub's datasets.
 
-`datasets` reads only its own directories here. Its readers of JSON and text force one schema on all rows, copy the data
-into a cache, know no line numbers for error messages, and resume a stream by reading it again from the start.
+The readers of tables are pyarrow's. Lines are read here: the readers of `datasets` force one schema on all rows, copy
+the data into a cache, know no line numbers for error messages, and resume a stream by reading it again from the start.
 """
 
 from __future__ import annotations
 
 import difflib
 import glob
+import io
 import json
 import os
+import shutil
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from coalign.files import describe_problem, read_json_object
+from coalign.files import WatchedFiles, describe_problem, read_json_object
+from coalign.hub import HubError, HubFile, explain
+from coalign.hub_data import CODECS, fetch_data, is_dataset, is_url, load_features, pin_data
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Row = dict[str, Any]
 FileEntry = tuple[Callable[[], Row], Callable[[], str], int]  # the row, its place for messages, start of the next row
@@ -45,56 +53,43 @@ def _check_object(row: Any) -> Row:
     return row
 
 
+def read_number(value: Any) -> Any:
+    """Return the number that a text spells (tables of texts have nothing else), and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return float({"true": "1", "false": "0"}.get(value.strip().lower(), value))
+    except ValueError:
+        return value
+
+
 def is_number(value: Any) -> bool:
     """Whether a value of a row is a finite number. (`math.isfinite` raises for integers beyond the floats.)"""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-class WatchedFiles:
-    """Notices that files change after it was made: their sizes and times.
-
-    A mapped file that is cut while it is read ends the process by SIGBUS, and rows that are rewritten in place would be
-    learnt from unnoticed.
-    """
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._found = {path: _stat(path) for path in paths}
-
-    @property
-    def written(self) -> float:
-        """The time at which the newest file was written."""
-        return max(time for _, time in self._found.values())
-
-    def list_written_since(self, time: float) -> list[str]:
-        return [path.name for path, (_, written) in self._found.items() if written > time]
-
-    def check(self) -> None:
-        """ValueError if a file has changed."""
-        for path, before in self._found.items():
-            if (now := _stat(path)) != before:
-                raise ValueError(
-                    f"{path} was changed while it is read: {before[0]:,} bytes before, {max(now[0], 0):,} now"
-                    f"{'' if now[0] != before[0] else ', written anew'}. Restore it; the same command then continues"
-                )
+DataPath = Path | HubFile
 
 
-def _stat(path: Path) -> tuple[int, float]:
-    """Size in bytes and time of the last change; (-1, 0.0) for a file that is gone."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return -1, 0.0
-    return found.st_size, found.st_mtime
+def open_binary(path: DataPath) -> BinaryIO:
+    """Open a file to be read from its beginning on, decompressed if its ending says so (`.gz`, `.bz2`, `.zst`, …)."""
+    file = path.open("rb")
+    if (codec := CODECS.get("".join(path.suffixes[-1:]).lower())) is None:
+        return file
+    import pyarrow
+
+    return cast(BinaryIO, io.BufferedReader(pyarrow.CompressedInputStream(file, codec), 1 << 20))
 
 
 class JsonLines:
     """A file with one JSON object per line; blank lines are skipped. A line is parsed when its row is read.
 
-    Access by number keeps the byte offsets of its lines, of the first ``max_samples`` rows at least.
+    Access by number keeps the byte offsets of its lines, of the first ``max_samples`` rows at least; a compressed file
+    is unpacked for it to a temporary one (TMPDIR). Offsets are those of the unpacked text.
     Raises BadRow for a row that is not an object with keys.
     """
 
-    def __init__(self, path: Path, max_samples: int | None = None) -> None:
+    def __init__(self, path: DataPath, max_samples: int | None = None) -> None:
         self.path, self._most = path, max_samples
 
     @cached_property
@@ -103,7 +98,13 @@ class JsonLines:
 
     @cached_property
     def _file(self) -> BinaryIO:
-        return self.path.open("rb")
+        file = open_binary(self.path)
+        if file.seekable():
+            return file
+        unpacked = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as this object)
+        with refuse_damage(self.path):
+            shutil.copyfileobj(file, unpacked, 1 << 20)
+        return cast(BinaryIO, unpacked)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -135,17 +136,31 @@ class JsonLines:
 
     def _lines(self, start: int) -> Iterator[tuple[int, bytes]]:
         """Yield (byte offset, line) of the rows from byte ``start`` on."""
-        with self.path.open("rb") as file:
-            file.seek(start)
+        with refuse_damage(self.path), open_binary(self.path) as file:
+            skip(file, start)
             for line in file:
                 if not line.isspace():
                     yield start, line
                 start += len(line)
 
     def _line_at(self, offset: int) -> str:
-        with self.path.open("rb") as file:
-            blocks = iter(lambda: file.read(min(1 << 20, offset - file.tell())), b"")
-            return f"{self.path}:{sum(block.count(10) for block in blocks) + 1}"
+        with open_binary(self.path) as file:
+            return f"{self.path}:{sum(block.count(10) for block in read_blocks(file, offset)) + 1}"
+
+
+def skip(file: BinaryIO, count: int) -> None:
+    """Go ``count`` bytes on from the beginning; what cannot be sought is read."""
+    if file.seekable():
+        file.seek(count)
+    else:
+        for _ in read_blocks(file, count):
+            pass
+
+
+def read_blocks(file: BinaryIO, count: int) -> Iterator[bytes]:
+    while count and (block := file.read(min(1 << 20, count))):
+        count -= len(block)
+        yield block
 
 
 class TextLines(JsonLines):
@@ -159,88 +174,169 @@ class TextLines(JsonLines):
             raise BadRow(f"not valid UTF-8: {error.reason} (byte {error.start + 1})") from error
 
 
-class TableFile:
-    """The rows of an indexable object that is already open."""
+class ObjectRows:
+    """The rows of a list that is in memory."""
 
-    def __init__(self, path: Path, length: int, get: Callable[[int], Any]) -> None:
-        self.path, self._length, self._get = path, length, get
+    def __init__(self, path: DataPath, rows: Sequence[Any]) -> None:
+        self.path, self._rows = path, rows
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        return _check_object(self._get(index))
+        return _check_object(self._rows[index])
 
     def where(self, index: int) -> str:
         return f"{self.path} row {index}"
 
     def read(self, start: int) -> Iterator[FileEntry]:
-        for index in range(start, self._length):
+        for index in range(start, len(self)):
             yield partial(self.__getitem__, index), partial(self.where, index), index + 1
 
 
-class ParquetRows(TableFile):
-    """A parquet file, read sequentially by row groups.
+class TableRows(ABC):
+    """A file of a table, read sequentially by batches of rows.
 
-    Parquet has no access by number. For that, the file is unpacked once to a temporary Arrow file (TMPDIR), which is
+    For access by number, its first ``max_samples`` rows are unpacked once to a temporary Arrow file (TMPDIR), which is
     mapped.
     """
 
-    def __init__(self, path: Path, max_samples: int | None = None) -> None:
-        import pyarrow.parquet
+    def __init__(self, path: DataPath, max_samples: int | None = None) -> None:
+        self.path, self._most = path, max_samples
 
-        with _refuse_damage(path):
-            self._file = pyarrow.parquet.ParquetFile(path)
-        rows = self._file.metadata.num_rows
-        length = rows if max_samples is None else min(rows, max_samples)
-        super().__init__(path, length, lambda index: self._unpacked.slice(index, 1).to_pylist()[0])
+    @abstractmethod
+    def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
+        """The columns, and batches from one that has row ``start`` or an earlier one on; the number of its first row.
+
+        Errors are pyarrow's.
+        """
+
+    def __len__(self) -> int:
+        return len(self._unpacked)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._decode(self._unpacked.schema)(self._unpacked.slice(index, 1).to_pylist()[0])
+
+    def where(self, index: int) -> str:
+        return f"{self.path} row {index}"
 
     def read(self, start: int) -> Iterator[FileEntry]:
-        groups = range(self._file.metadata.num_row_groups)
-        ends = list(accumulate(self._file.metadata.row_group(i).num_rows for i in groups))
-        begin = bisect_right(ends, start)
-        index = ends[begin - 1] if begin else 0
-        batches = self._file.iter_batches(batch_size=1024, row_groups=groups[begin:])
+        with refuse_damage(self.path):
+            schema, index, batches = self.read_batches(start)
+        decode = self._decode(schema)
         while True:
-            with _refuse_damage(self.path):
+            with refuse_damage(self.path):
                 if (batch := next(batches, None)) is None:
                     return
-                rows = batch[max(0, start - index) :].to_pylist()
+                rows = batch.slice(max(0, start - index)).to_pylist()
             for number, row in enumerate(rows, max(start, index)):
-                yield partial(_check_object, row), partial(self.where, number), number + 1
+                yield partial(decode, row), partial(self.where, number), number + 1
             index += len(batch)
 
     @cached_property
-    def _unpacked(self) -> Any:
+    def _unpacked(self) -> pyarrow.Table:
         from pyarrow import ipc, memory_map
 
         descriptor, name = tempfile.mkstemp(suffix=".arrow")
         os.close(descriptor)
         try:
-            with _refuse_damage(self.path), ipc.new_stream(name, self._file.schema_arrow) as out:
-                written = 0
-                for batch in self._file.iter_batches():
-                    out.write_batch(batch)
-                    written += len(batch)
-                    if written >= self._length:
-                        break
-            return ipc.open_stream(memory_map(name)).read_all()
+            with refuse_damage(self.path):
+                schema, _, batches = self.read_batches(0)
+                with ipc.new_stream(name, schema) as out:
+                    rows = 0
+                    while (self._most is None or rows < self._most) and (batch := next(batches, None)) is not None:
+                        out.write_batch(batch)
+                        rows += len(batch)
+            return ipc.open_stream(memory_map(name)).read_all().slice(0, self._most)
         finally:
             os.unlink(name)  # the mapping keeps the contents
 
+    def _decode(self, schema: pyarrow.Schema) -> Callable[[Row], Row]:
+        """A function that reads the objects which `datasets` writes as JSON texts, if the table has any."""
+        return (
+            load_features(schema).decode_example
+            if b'"Json"' in (schema.metadata or {}).get(b"huggingface", b"")
+            else dict
+        )
+
+
+class ParquetRows(TableRows):
+    """A parquet file; reading from the middle begins at a row group."""
+
+    def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
+        import pyarrow.parquet
+
+        file = pyarrow.parquet.ParquetFile(self.path if isinstance(self.path, Path) else self.path.open())
+        groups = range(file.metadata.num_row_groups)
+        ends = list(accumulate(file.metadata.row_group(i).num_rows for i in groups))
+        begin = bisect_right(ends, start)
+        batches = file.iter_batches(batch_size=1024, row_groups=groups[begin:])
+        return file.schema_arrow, ends[begin - 1] if begin else 0, batches
+
+
+class CsvRows(TableRows):
+    """A file of comma-separated values (`.tsv`: tabs) whose first row names the columns. All values are texts."""
+
+    def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
+        from pyarrow import csv, string
+
+        reader = csv.open_csv(
+            open_binary(self.path),
+            csv.ReadOptions(use_threads=False),  # threads do not know a faulty row's number
+            csv.ParseOptions(delimiter="\t" if ".tsv" in self.path.suffixes else ",", newlines_in_values=True),
+            csv.ConvertOptions(default_column_type=string(), null_values=[""], strings_can_be_null=True),
+        )
+        return reader.schema, 0, iter(reader)
+
+
+class ArrowRows(TableRows):
+    """An Arrow file of either format, mapped if it is here. Each batch is validated before it is read."""
+
+    def read_batches(self, start: int) -> tuple[pyarrow.Schema, int, Iterator[pyarrow.RecordBatch]]:
+        import pyarrow
+        from pyarrow import ipc
+
+        file = pyarrow.memory_map(str(self.path)) if isinstance(self.path, Path) else self.path.open()
+        try:
+            reader = ipc.open_stream(file)
+        except pyarrow.ArrowInvalid:
+            whole = ipc.open_file(file)
+            batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
+            return whole.schema, 0, map(_validate, batches)
+        return reader.schema, 0, map(_validate, reader)
+
+    @cached_property
+    def _unpacked(self) -> pyarrow.Table:
+        import pyarrow
+
+        with refuse_damage(self.path):
+            schema, _, batches = self.read_batches(0)
+            return pyarrow.Table.from_batches(batches, schema).slice(0, self._most)
+
+
+def _validate(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """Return the batch; pyarrow's error for one whose offsets would make it read what is not its own, and crash."""
+    batch.validate(full=True)
+    return batch
+
 
 @contextmanager
-def _refuse_damage(path: Path) -> Iterator[None]:
-    """Name the file in whatever pyarrow raises: ValueError and OSError, among others."""
-    import pyarrow
-
+def refuse_damage(path: DataPath) -> Iterator[None]:
+    """Name the file in what a reader raises: ValueError and OSError, among others."""
     try:
-        yield
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+        with explain(path.repository, "dataset") if isinstance(path, HubFile) else nullcontext():
+            yield
+    except Exception as error:
+        from pyarrow import ArrowException  # slow to import, and lines do without
+
+        if isinstance(error, FileNotFoundError | HubError) or not isinstance(
+            error, ArrowException | OSError | ValueError | EOFError
+        ):
+            raise
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-RowFile = JsonLines | TableFile
+RowFile = JsonLines | ObjectRows | TableRows
 ReadPosition = tuple[int, int, int]  # number of the file, position in it, number of the row that starts there
 START: ReadPosition = (0, 0, 0)
 
@@ -259,10 +355,10 @@ class FileRows:
 
     def __init__(self, files: Sequence[RowFile], max_samples: int | None = None) -> None:
         self.files, self._most = list(files), max_samples
-        self._watched = [WatchedFiles(list_files(file.path)) for file in self.files]
+        self._watched = [WatchedFiles([file.path] if isinstance(file.path, Path) else []) for file in self.files]
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[DataPath]:
         return [file.path for file in self.files]
 
     @property
@@ -317,22 +413,25 @@ class FileRows:
         return file, number - (self._ends[file - 1] if file else 0)
 
 
-def open_rows(path: str | Path, max_samples: int | None = None) -> FileRows:
+def open_rows(path: str | Path, max_samples: int | None = None, *, stream: bool = False) -> FileRows:
     """Open the rows of ``path``, at most the first ``max_samples``; the ending decides how.
 
-    `.jsonl`; `.json` (an array of objects, or one object per line); `.parquet`; `.txt` (one document per line, under
-    the key `text`); a directory written by `datasets.save_to_disk`; or a pattern (`shards/*.jsonl`), in the order of
-    names. FileNotFoundError suggests the nearest name. ValueError for any other ending, and for files without rows.
+    `.jsonl`; `.json` (an array of objects, or one object per line); `.csv`; `.tsv`; `.parquet`; `.arrow`; `.txt` (one
+    document per line, under the key `text`), each but parquet also compressed (`.gz`, `.zst`, …); a directory written
+    by `datasets.save_to_disk`; a pattern (`shards/*.jsonl`), in the order of names; a dataset of the hub or a URL of a
+    file, which is downloaded, if it is not here. ``stream``: what is read of a dataset is downloaded as it is read.
+    FileNotFoundError suggests the nearest name. ValueError for any other ending, and for files without rows.
     """
-    rows = FileRows([_open(found, max_samples) for found in _match_files(Path(path))], max_samples)
+    rows = FileRows([_open(found, max_samples) for found in _find_files(str(path), stream)], max_samples)
     if next(rows.read(), None) is None:
         raise ValueError(f"{path} holds no rows")
     return rows
 
 
-def list_files(path: Path) -> list[Path]:
-    """List the files of a directory, or a file itself."""
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+def _find_files(name: str, stream: bool) -> Sequence[DataPath]:
+    if is_url(name) or is_dataset(name):
+        return fetch_data(pin_data(name), rows=not stream)
+    return [file for path in _match_files(Path(name)) for file in (_list_tables(path) if path.is_dir() else [path])]
 
 
 def _match_files(path: Path) -> list[Path]:
@@ -346,28 +445,36 @@ def _match_files(path: Path) -> list[Path]:
     return [Path(name) for name in found]
 
 
-def _open(path: Path, max_samples: int | None) -> RowFile:
-    opener = _open_directory if path.is_dir() else OPENERS.get(path.suffix.lower())
-    if opener is None:
-        raise ValueError(f"{path}: expected a name that ends in {', '.join(OPENERS)}, or a `datasets` directory")
+def _open(path: DataPath, max_samples: int | None) -> RowFile:
+    endings = [ending.lower() for ending in path.suffixes[-2:]]
+    packed = bool(endings) and endings[-1] in CODECS
+    opener = OPENERS.get("".join(endings[:-1][-1:] if packed else endings[-1:]))
+    if opener is None or (packed and opener in (ParquetRows, ArrowRows)):
+        raise ValueError(
+            f"{path}: expected a name that ends in {', '.join(OPENERS)} (texts also in {', '.join(CODECS)}), or a "
+            "`datasets` directory"
+        )
     return opener(path, max_samples)
 
 
-def _open_json(path: Path, max_samples: int | None) -> RowFile:
-    with path.open("rb") as file:
+def _open_json(path: DataPath, max_samples: int | None) -> RowFile:
+    with refuse_damage(path), open_binary(path) as file:
         first = next((line.strip()[:1] for line in file if line.strip()), b"")
-    if first != b"[":
-        return JsonLines(path, max_samples)
+        if first != b"[":
+            return JsonLines(path, max_samples)
+    with open_binary(path) as file:
+        content = file.read()
     try:
-        rows = json.loads(path.read_bytes())
+        rows = json.loads(content)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {describe_problem(error)}") from error
-    return TableFile(path, len(rows), rows.__getitem__)
+    return ObjectRows(path, rows)
 
 
-def _open_directory(path: Path, max_samples: int | None) -> RowFile:
+def _list_tables(path: Path) -> list[Path]:
+    """List the Arrow files of a directory that `datasets.save_to_disk` has written. ValueError for any other."""
     if (path / "dataset_dict.json").exists():
         splits = read_json_object(path / "dataset_dict.json").get("splits")
         if not isinstance(splits, list) or not splits:
@@ -380,16 +487,20 @@ def _open_directory(path: Path, max_samples: int | None) -> RowFile:
             f"{path} is a directory that `datasets.save_to_disk` has not written; name a file inside it, or several "
             f"by a pattern, for example {path / '*.jsonl'}"
         )
-    import datasets
+    files = read_json_object(path / "state.json").get("_data_files")
+    if not isinstance(files, list) or not files:
+        raise ValueError(f"{path / 'state.json'} names no `_data_files`")
+    return [path / file["filename"] for file in files]
 
-    rows = datasets.load_from_disk(str(path))
-    return TableFile(path, len(rows), rows.__getitem__)
 
-
-OPENERS: Mapping[str, Callable[[Path, int | None], RowFile]] = {
+OPENERS: Mapping[str, Callable[[DataPath, int | None], RowFile]] = {
     ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
     ".json": _open_json,
+    ".csv": CsvRows,
+    ".tsv": CsvRows,
     ".parquet": ParquetRows,
+    ".arrow": ArrowRows,
     ".txt": TextLines,
 }
 

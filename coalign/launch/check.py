@@ -25,7 +25,7 @@ from coalign.config.schema import ModelConfig, RunConfig
 from coalign.engine.hooks.guards import check_reported
 from coalign.engine.reward import describe_reward
 from coalign.hub import is_hub_name
-from coalign.launch.fetch import fetch_models
+from coalign.launch.fetch import fetch_sources
 from coalign.launch.layout import describe_requested_layout
 from coalign.launch.memory_estimate import MemoryEstimate, estimate_largest_phase, estimate_memory
 from coalign.launch.plan import Plan, PlannedModel, prepare
@@ -40,9 +40,9 @@ OUTPUTS = {"lm": ("logprobs",), "value": ("values",), "reward": ("scores",)}
 def check(config: RunConfig, display: Display) -> None:
     """Print what the run would do. Raises ValueError for whatever would stop it.
 
-    Of models of the hub it fetches configuration and tokenizer, no weights.
+    Of models of the hub it fetches configuration and tokenizer, no weights; of data which files there are, no rows.
     """
-    config = fetch_models(config, weights=False)
+    config = fetch_sources(config, weights=False, rows=False)
     plan = prepare(config)
     graph = trace(plan)
     count = f"{len(plan.models)} models" if len(plan.models) > 1 else "1 model"

@@ -29,7 +29,7 @@ from coalign.engine.reference import precompute
 from coalign.files import RecordFile, RecordHandler, Sink
 from coalign.launch.build import build
 from coalign.launch.check import trace
-from coalign.launch.fetch import fetch_models, write_commits
+from coalign.launch.fetch import fetch_sources, write_commits
 from coalign.launch.layout import describe_assigned_layout
 from coalign.launch.plan import prepare
 from coalign.report.display import Display
@@ -59,7 +59,7 @@ def train(config: RunConfig, display: Display, hooks: Sequence[Hook] = ()) -> in
 
 
 def _train(config: RunConfig, display: Display, hooks: Sequence[Hook], signals: StopSignals) -> int:
-    named, config = config, fetch_models(config)
+    named, config = config, fetch_sources(config)
     plan = prepare(config)
     trace(plan)
     folder = RunFolder(config.output)

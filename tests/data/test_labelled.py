@@ -51,7 +51,7 @@ def test_the_classes_are_counted_and_one_alone_is_told():
     assert examples.warning() == "none of the 2 usable rows is undesirable"
 
 
-@pytest.mark.parametrize("label", ["true", "True", 2, 0.5, -1, [True]])
+@pytest.mark.parametrize("label", ["yes", "2", 2, 0.5, -1, [True]])
 def test_a_label_of_another_kind_is_refused(label):
     with pytest.raises(ValueError, match=r"a.jsonl:1: 'label' is .*; expected true or false, or 1 or 0"):
         use(reader("labelled"), {**GOOD, "label": label})

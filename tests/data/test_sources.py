@@ -1,9 +1,12 @@
 """Rows of every kind of file, and what is said when one is broken."""
 
+import gzip
 import json
 import tempfile
 
 import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
 import pytest
 
 from coalign.config import ConfigError, load
@@ -17,7 +20,10 @@ def write(path, text):
     return path
 
 
-@pytest.fixture(params=["jsonl", "jsonl without last newline", "json", "json lines", "parquet", "directory"])
+FORMS = ["jsonl", "jsonl without last newline", "json", "json lines", "jsonl.gz", "json.zst", "parquet", "directory"]
+
+
+@pytest.fixture(params=[*FORMS, "arrow stream", "arrow file"])
 def file(request, tmp_path):
     lines = "\n".join(json.dumps(r, ensure_ascii=False) for r in ROWS)
     match request.param:
@@ -29,10 +35,18 @@ def file(request, tmp_path):
             return write(tmp_path / "a.json", json.dumps(ROWS, indent=1))
         case "json lines":
             return write(tmp_path / "a.json", "\n" + lines)
+        case "jsonl.gz":  # of two members, as `cat a.gz b.gz` makes them
+            first, _, second = f"{lines}\n".partition("\n")
+            return write(tmp_path / "a.jsonl.gz", gzip.compress(f"{first}\n".encode()) + gzip.compress(second.encode()))
+        case "json.zst":
+            return write(tmp_path / "a.json.zst", pa.compress(json.dumps(ROWS).encode(), "zstd", asbytes=True))
+        case "arrow stream" | "arrow file":
+            table = pa.Table.from_pylist(ROWS)
+            new = pa.ipc.new_stream if request.param == "arrow stream" else pa.ipc.new_file
+            with new(tmp_path / "a.arrow", table.schema) as out:
+                out.write_table(table, max_chunksize=1)
+            return tmp_path / "a.arrow"
         case "parquet":
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
             pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=1)
             return tmp_path / "a.parquet"
         case "directory":
@@ -109,9 +123,6 @@ def test_a_configuration_may_name_a_pattern_beside_its_file(tmp_path):
 
 
 def parquet(path, rows, group):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
     return path
 
@@ -182,9 +193,11 @@ def test_what_is_no_data_is_refused(tmp_path):
         open_rows(write(tmp_path / "empty.jsonl", ""))
     with pytest.raises(ValueError, match=r"holds no rows"):
         open_rows(write(tmp_path / "blank.json", "\n\n"))
-    with pytest.raises(ValueError, match=r"\.jsonl, \.json, \.parquet"):
-        open_rows(write(tmp_path / "a.csv", "a,b"))
-    with pytest.raises(ValueError, match="not a readable parquet file"):
+    with pytest.raises(ValueError, match=r"\.jsonl, \.ndjson, \.json, \.csv"):
+        open_rows(write(tmp_path / "a.md", "a,b"))
+    with pytest.raises(ValueError, match=r"a\.parquet\.gz: expected a name that ends in"):
+        open_rows(write(tmp_path / "a.parquet.gz", "a,b"))
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read: "):
         open_rows(write(tmp_path / "a.parquet", "no"))
     with pytest.raises(ValueError, match="save_to_disk"):
         open_rows(tmp_path)
@@ -198,3 +211,58 @@ def test_a_dataset_dict_asks_for_its_split(tmp_path):
     with pytest.raises(ValueError, match=r"splits train, test: name one of them, for example .*/d/train"):
         open_rows(tmp_path / "d")
     assert len(open_rows(tmp_path / "d" / "train")) == 2
+
+
+TABLE = 'prompt,answer,n\n"1 + 1,\n2?",NA,007\n\u2028,"say ""2""",\n'
+TABLE_ROWS = [
+    {"prompt": "1 + 1,\n2?", "answer": "NA", "n": "007"},
+    {"prompt": "\u2028", "answer": 'say "2"', "n": None},
+]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+def test_values_of_a_csv_are_texts(tmp_path, name):
+    text = TABLE.replace(",", "\t").replace("1 + 1\t", "1 + 1,") if name == "a.tsv" else TABLE
+    content = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    rows = open_rows(write(tmp_path / name, content))
+    assert [rows[1], rows[0]] == TABLE_ROWS[::-1] and len(rows) == 2
+    places = [place for entry, place in rows.read() if entry.row()]
+    assert [entry.row() for entry, _ in rows.read(places[0])] == TABLE_ROWS[1:]
+    assert rows.where(1) == f"{tmp_path}/{name} row 1"
+    assert len(open_rows(tmp_path / name, max_samples=1)) == 1
+
+
+def test_a_faulty_csv_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.csv cannot be read: CSV parse error: Row #3: Expected 2 columns, got 3"):
+        list(open_rows(write(tmp_path / "a.csv", "a,b\n1,2\n1,2,3\n")).read())
+
+
+def test_compressed_lines_of_text(tmp_path):
+    rows = open_rows(write(tmp_path / "a.txt.gz", gzip.compress("ä\n\nb\u2028c\n".encode())))
+    assert [entry.row() for entry, _ in rows.read()] == [rows[0], rows[1]] == [{"text": "ä"}, {"text": "b\u2028c"}]
+    assert rows.where(1) == f"{tmp_path}/a.txt.gz:3"
+
+
+@pytest.mark.parametrize("form", ["gz", "zst"])
+def test_a_compressed_file_that_is_cut_is_named(tmp_path, form):
+    text = b"".join(b'{"n": %d}\n' % n for n in range(9999))
+    packed = gzip.compress(text) if form == "gz" else pa.compress(text, "zstd", asbytes=True)
+    rows = open_rows(write(path := tmp_path / f"a.jsonl.{form}", packed))
+    assert rows[9998] == {"n": 9998}
+    write(path, packed[: len(packed) // 2])
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.{form} cannot be read: "):
+        list(open_rows(path).read())
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.{form} cannot be read: "):
+        len(open_rows(path))
+
+
+def test_objects_that_datasets_writes_as_texts_are_objects(tmp_path):
+    import datasets
+
+    mixed = [{"x": {"a": 1}}, {"x": [1, {"b": "c"}]}]
+    data = datasets.Dataset.from_list(mixed, features=datasets.Features({"x": datasets.Json()}))
+    data.to_parquet(tmp_path / "a.parquet")
+    data.save_to_disk(tmp_path / "b")
+    for path in (tmp_path / "a.parquet", tmp_path / "b"):
+        rows = open_rows(path)
+        assert [rows[0], rows[1]] == [entry.row() for entry, _ in rows.read()] == mixed

@@ -7,8 +7,8 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from pathlib import Path, PurePosixPath
+from urllib.parse import parse_qs, unquote, urlsplit
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Hub:
     """What the server has, what it was asked, and how it fails.
 
     ``cut``: {file: bytes after which a response ends}, each once. ``damage``: files whose first byte is wrong, once.
+    ``files``: {path: content} of a plain web server.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -33,11 +34,19 @@ class Hub:
     cut: dict[str, list[int]] = field(default_factory=dict)
     damage: set[str] = field(default_factory=set)
     endpoint: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, name: str, directory: Path, *, files: dict[str, bytes] | None = None, gated: bool = False) -> str:
         """Publish the files of a directory, and ``files``, as the newest commit of `main`; returns the commit."""
         content = {file.name: file.read_bytes() for file in sorted(directory.iterdir()) if file.is_file()}
         content |= files or {}
+        return self._publish(name, content, gated)
+
+    def add_dataset(self, name: str, files: dict[str, bytes], *, gated: bool = False) -> str:
+        """Publish ``files`` as the newest commit of `main` of a dataset; returns the commit."""
+        return self._publish(f"datasets/{name}", files, gated)
+
+    def _publish(self, name: str, content: dict[str, bytes], gated: bool) -> str:
         digest = hashlib.sha1(b"".join(name.encode() + data for name, data in sorted(content.items())))
         repository = self.repositories.setdefault(name, Repository({}, {}, gated))
         repository.commits[digest.hexdigest()] = content
@@ -50,7 +59,7 @@ class Hub:
 
 
 def is_large(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin"))
+    return name.endswith((".safetensors", ".bin", ".parquet", ".gz"))
 
 
 def etag_of(name: str, data: bytes) -> str:
@@ -72,12 +81,20 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer()
 
+    def do_POST(self):
+        self.posted = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.answer()
+
     def answer(self):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
+        if path in self.hub.files:
+            return self.send_file(path, self.hub.files, "")
         parts = path.strip("/").split("/")
-        api = parts[:2] == ["api", "models"]
-        name = "/".join(parts[2:4] if api else parts[:2])
+        api = parts[:2] in (["api", "models"], ["api", "datasets"])
+        kind = "datasets/" if "datasets" in parts[:2] else ""
+        parts = parts[1:] if kind and not api else parts
+        name = kind + "/".join(parts[2:4] if api else parts[:2])
         repository = self.hub.repositories.get(name)
         if repository is None:
             return self.refuse(401, "RepoNotFound", "Repository Not Found")
@@ -90,11 +107,32 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(404, "RevisionNotFound", "Revision Not Found")
         files = repository.commits[commit]
         if not api:
-            return self.send_file(rest[2], files, commit)
+            return self.send_file("/".join(rest[2:]), files, commit)
         if rest and rest[0] == "tree":
-            return self.send_json([self.entry(n, d) for n, d in files.items()])
+            recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["False"])[0].lower() == "true"
+            return self.send_tree("/".join(rest[2:]), files, recursive)
+        if rest and rest[0] == "paths-info":
+            return self.send_json(
+                [self.describe(path, files) for path in self.posted["paths"] if self.is_there(path, files)]
+            )
         siblings = [{"rfilename": n, "size": len(d), "blobId": etag_of(n, d)} for n, d in files.items()]
         self.send_json({"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []})
+
+    def is_there(self, path, files):
+        return path in files or any(name.startswith(f"{path}/") for name in files)
+
+    def describe(self, path, files):
+        return self.entry(path, files[path]) if path in files else {"type": "directory", "path": path, "oid": "0" * 40}
+
+    def send_tree(self, folder, files, recursive):
+        if folder and not self.is_there(folder, files):
+            return self.refuse(404, "EntryNotFound", "Entry not found")
+        start = f"{folder}/" if folder else ""
+        inside = [name for name in files if name.startswith(start)]
+        folders = {str(parent) for name in inside for parent in PurePosixPath(name).parents} - {".", folder}
+        found = sorted({*inside, *folders})
+        direct = [path for path in found if recursive or "/" not in path.removeprefix(start)]
+        self.send_json([self.describe(path, files) for path in direct])
 
     def entry(self, name, data):
         large = {"lfs": {"oid": etag_of(name, data), "size": len(data), "pointerSize": 130}} if is_large(name) else {}
@@ -104,15 +142,17 @@ class Handler(BaseHTTPRequestHandler):
         if name not in files:
             return self.refuse(404, "EntryNotFound", "Entry not found")
         data = files[name]
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        self.send_response(206 if start else 200)
+        start, _, end = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        start, whole = int(start), len(data)
+        data = data[: int(end) + 1] if end else data
+        self.send_response(206 if start or end else 200)
         self.send_header("ETag", f'"{etag_of(name, data)}"')
         self.send_header("X-Repo-Commit", commit)
         if is_large(name):
             self.send_header("X-Linked-Etag", f'"{etag_of(name, data)}"')
-            self.send_header("X-Linked-Size", str(len(data)))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            self.send_header("X-Linked-Size", str(whole))
+        if start or end:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{whole}")
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
         if self.command == "HEAD":
@@ -132,7 +172,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def refuse(self, status, code, message):

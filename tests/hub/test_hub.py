@@ -1,10 +1,6 @@
 """Models by the names of the hub: downloads, commits, refusals."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,44 +9,13 @@ from safetensors.torch import load_file
 
 from coalign import hub as module
 from coalign.hub import HubError, fetch, find_directory, is_hub_name, pin
-from tests.hub.server import Hub, serve
+from tests.hub.conftest import run_in_process
 from tests.tiny import tiny_model_dir
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    hub = Hub()
-    server = serve(hub)
-    for name, value in (
-        ("ENDPOINT", hub.endpoint),
-        ("HF_HOME", str(tmp_path / "hf")),
-        ("HF_HUB_CACHE", str(tmp_path / "hf" / "hub")),
-        ("HF_HUB_OFFLINE", False),
-        ("HF_TOKEN_PATH", str(tmp_path / "hf" / "token")),
-        ("HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"),
-    ):
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.setenv("COALIGN_CACHE", str(tmp_path / "coalign"))
-    yield hub
-    server.shutdown()
-
-
-def run_in_process(hub, tmp_path, *arguments, **environment):
-    """Run `coalign` as a process for which the server is the hub."""
-    own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
-    return subprocess.run(
-        [sys.executable, "-m", "coalign.cli", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[1]), **own, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def test_names(tmp_path, monkeypatch):
@@ -157,7 +122,7 @@ def test_refusals_name_what_to_do(hub, model, monkeypatch):
         commit: {"model.gguf": b"", "config.json": b"{}"} for commit in hub.repositories["org/empty"].commits
     }
     for name, message in (
-        ("org/other", r"no directory 'org/other' here .* and no repository of this name on http://127"),
+        ("org/other", r"no directory 'org/other' here .* and no model of this name on http://127"),
         ("org/tiny@v9", r"org/tiny@v9: the repository org/tiny has no revision 'v9'"),
         ("org/gated", r"org/gated is gated: accept its terms on http.*/org/gated, then give a token"),
         ("org/empty", r"org/empty has no weights that can be trained .*model\.gguf"),

@@ -29,9 +29,12 @@ OneOrMore = Annotated[list[Item], BeforeValidator(lambda value: [value] if isins
 
 @dataclass(frozen=True)
 class InputPath:
-    """Marks a text as a path that must exist before a run. A model is a directory, a GGUF file or a name of the hub."""
+    """Marks a text as a path that must exist before a run.
 
-    kind: Literal["file", "directory", "model"]
+    A model is a directory, a GGUF file or a name of the hub; data are a file, a directory, a name of the hub or a URL.
+    """
+
+    kind: Literal["file", "directory", "model", "data"]
 
 
 class NoEffect:

@@ -14,13 +14,14 @@ from coalign.config.schema.base import Drawn, InputPath, OneOrMore, ResultNeutra
 
 
 class SourceConfig(Section):
-    """One file, directory or data set."""
+    """One file, directory, dataset of the hub or URL."""
 
     shorthand = "path"
 
-    path: Drawn[Annotated[str, InputPath("file")]]
-    """JSONL, JSON, parquet or text; a directory written by `datasets.save_to_disk`; or a pattern (`dir/*.jsonl`). For
-    documents also the PREFIX.idx of an indexed dataset (`coalign indexed build`)."""
+    path: Drawn[Annotated[str, InputPath("data")]]
+    """JSONL, JSON, CSV, parquet, Arrow or text, compressed or not; a directory written by `datasets.save_to_disk`; a
+    pattern (`dir/*.jsonl`); a dataset of the hub (`openai/gsm8k:main:train`); or a URL of a file. For documents also
+    the PREFIX.idx of an indexed dataset (`coalign indexed build`)."""
     name: str | None = None
     """Name of its rows in metrics and in `reward[].sources`, unless a row has its own under the key `data_source`.
     None: the file's name without its ending. Several may share one."""
@@ -56,8 +57,9 @@ class DataConfig(Section):
     phase: Drawn[str | None] = None
     """Name of the share that this run trains on."""
     stream: Drawn[bool] = False
-    """Read training sources while training, not completely before the first step: for very large data. Rows are
-    shuffled within a window, and the length of the run must be set in steps or tokens."""
+    """Read training sources while training, not completely before the first step: for very large data. What is read of
+    a dataset of the hub is downloaded as it is read. Rows are shuffled within a window, and the length of the run must
+    be set in steps or tokens."""
     stream_window: Drawn[PositiveInt] = 10_000
     """Rows shuffled together when streaming."""
     cache: Drawn[ResultNeutral[str | None]] = None

@@ -89,7 +89,7 @@ class SelectConfig(Section):
     """Conversations for SFT: `best`, the response with the highest score of each prompt; `threshold`, all that reach
     the threshold; `all`. Pairs for DPO: `best_worst`, the highest against the lowest score. For KTO: `labelled`, all
     responses, labelled by whether they reach the threshold."""
-    data: Annotated[OneOrMore[Annotated[str, InputPath("file")]], Field(examples=["scored.jsonl"])] = []
+    data: Annotated[OneOrMore[Annotated[str, InputPath("data")]], Field(examples=["scored.jsonl"])] = []
     """Files with scored responses; none: the output of the previous stage."""
     threshold: float | None = None
     """Minimum score of a response to learn (in a pair: of the chosen one)."""
