@@ -182,3 +182,18 @@ def test_config_imports_no_torch(write):
     write("{algorithm: grpo, models: {policy: {load: model}}}")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("a/rows.jsonl", "rows"),
+        ("a/rows.v2.jsonl.gz", "rows.v2"),
+        ("gsm8k/*.jsonl", "gsm8k"),
+        ("openai/gsm8k:main:train", "gsm8k"),
+        ("openai/gsm8k@0123:main:train", "gsm8k"),
+        ("https://host/sets/math.csv?download=1", "math"),
+    ],
+)
+def test_what_a_source_is_called(path, name):
+    assert SourceConfig(path=path).called == name

@@ -6,11 +6,13 @@ import glob
 import string
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator
 
 from coalign.config.errors import Conflict, suggest
 from coalign.config.schema.base import Drawn, InputPath, OneOrMore, ResultNeutral, Section
+from coalign.hub_data import CODECS, describe_source, is_dataset, is_url
 
 
 class SourceConfig(Section):
@@ -39,9 +41,13 @@ class SourceConfig(Section):
 
     @property
     def called(self) -> str:
-        """Its name, or that of the file (for a pattern like `gsm8k/*.jsonl` the folder's)."""
-        path = PurePath(self.path)
-        return self.name or (path.parent.name if glob.has_magic(path.name) else path.stem)
+        """Its name, or that of the file or the dataset (for a pattern like `gsm8k/*.jsonl` the folder's)."""
+        if self.name or is_dataset(self.path):
+            return self.name or describe_source(self.path).partition(":")[0]
+        path = PurePath(urlsplit(self.path).path if is_url(self.path) else self.path)
+        if glob.has_magic(path.name):
+            return path.parent.name
+        return PurePath(path.stem).stem if path.suffix in CODECS else path.stem
 
 
 class DataConfig(Section):
