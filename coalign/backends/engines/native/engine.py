@@ -287,8 +287,7 @@ class NativeEngine(InferenceEngine):
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        kinds = {tensor.dtype for _, tensor in self.model.weights() if tensor.is_floating_point()}
-        return kinds.pop() if len(kinds) == 1 else None
+        return self.model.weights_dtype
 
     @contextmanager
     def _start_session(self, sampling: SamplingConfig, on_token: OnToken | None) -> Iterator[NativeSession]:
