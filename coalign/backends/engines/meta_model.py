@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from coalign.backends.pretrained import build_model, read_context_length
 
@@ -24,7 +25,7 @@ class MetaModel:
     """A causal LM on ``device`` in ``dtype``.
 
     attention: of transformers' implementations; None: the one that transformers chooses. Raises what ``check`` raises,
-    and ``refusal`` for a class that does not know the implementation.
+    ``refusal`` for a class that does not know the implementation, and ValueError without a causal LM for ``config``.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class MetaModel:
         trust_remote_code: bool = False,
         attention: str | None = None,
     ) -> None:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
+            raise ValueError(f"models.*.load: transformers has no causal LM for the model type `{config.model_type}`")
         self.dtype = dtype
         self.device = torch.device(device)
         options = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": trust_remote_code}
@@ -133,9 +136,14 @@ def _materialise_buffers(module: PreTrainedModel, device: torch.device) -> None:
         # The initialiser writes what the constructor computes on other devices than meta.
         if child._non_persistent_buffers_set:
             module._init_weights(child)
-    if lost := [name for name, child, key in rebuilt if child._buffers[key].isnan().any()]:
+    lost = lambda: [name for name, child, key in rebuilt if child._buffers[key].isnan().any()]  # noqa: E731
+    for owner in {path.rpartition(".")[0] for path in lost()}:  # some are written by the initialiser of a module above
+        while owner:
+            owner = owner.rpartition(".")[0]
+            module._init_weights(module.get_submodule(owner))
+    if still := lost():
         raise ValueError(
-            f"cannot rebuild the buffers {lost} of {type(module).__name__}: its _init_weights does not set them"
+            f"cannot rebuild the buffers {still} of {type(module).__name__}: its _init_weights does not set them"
         )
 
 

@@ -34,6 +34,7 @@ from coalign.config.schema.rollout import (
     ReplayConfig,
     RolloutConfig,
     SamplingConfig,
+    TransformersConfig,
 )
 from coalign.config.schema.run import PtxConfig, RunConfig
 from coalign.config.schema.runtime import EarlyStopConfig, EvalSamplingConfig, ProfileConfig, RuntimeConfig, SyncConfig
@@ -76,4 +77,5 @@ __all__ = [
     "SourceConfig",
     "StageConfig",
     "SyncConfig",
+    "TransformersConfig",
 ]

@@ -46,6 +46,7 @@ class PendingRequest(SubmittedRequest):
 class SampleRow(PartialResponse):
     """One sample in a row of a batch; ``key`` is of its random stream."""
 
+    submitted: PendingRequest
     key: int = 0
 
     @property

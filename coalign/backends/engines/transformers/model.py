@@ -12,12 +12,13 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from coalign.backends.engines.meta_model import TOLERANCE, MetaModel, compare_logits
 from coalign.backends.pretrained import MIXERS
@@ -83,7 +84,7 @@ def _combine(states: Sequence[Any], change: Callable[[Sequence[Tensor]], Tensor]
     """Build a cache whose tensors are made by ``change`` of those at the same place in ``states``."""
     first = states[0]
     if isinstance(first, Tensor):
-        return change(states) if first.dim() and first.numel() else first
+        return change(states) if first.dim() > 1 else first
     if isinstance(first, dict):
         return {key: _combine([state[key] for state in states], change, length) for key in first}
     if isinstance(first, list | tuple):
@@ -117,6 +118,8 @@ class TransformersModel(MetaModel):
         batching: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
+        if hasattr(config, "rescale_every"):  # RWKV would divide its weights in place, which may be the trainer's
+            config.rescale_every = 0
         kind = f"the model type `{config.model_type}`"
         refusal = ValueError(REFUSAL.format(kind, "transformers cannot build it"))
         super().__init__(config, refusal, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
@@ -131,7 +134,9 @@ class TransformersModel(MetaModel):
         self.batching = batching or self.choose_batching()
 
     def check(self) -> None:
-        if not getattr(self.module.config, "is_decoder", True):
+        layers = [layer for layer in self.module.modules() if not isinstance(layer, PreTrainedModel)]
+        sides = [layer.is_decoder for layer in layers if hasattr(layer, "is_decoder")]
+        if sides and not any(sides):
             why = "it is an encoder: its tokens see those that follow (`is_decoder` is false in config.json)"
             raise ValueError(REFUSAL.format(type(self.module).__name__, why))
 
@@ -155,21 +160,21 @@ class TransformersModel(MetaModel):
         """Compute tokens i64[B, n] that follow ``rows``, and add them there. Returns the logits f[B, V] after them."""
         start, rows.length = rows.length, rows.length + tokens.shape[1]
         inputs: dict[str, Any] = {"logits_to_keep": 1} if self.selects_logits else {}
+        off = {key: False for key in self.switch}
         if self.batching == "whole":
             tokens = tokens if rows.state is None else torch.cat([rows.state[..., 0], tokens], 1)
             rows.state = tokens[..., None]
-            off = {key: False for key in self.switch}
             return self.module(input_ids=tokens, **inputs, **off).logits[:, -1]
         assert self.cache is not None
+        places = torch.arange(rows.length, device=self.device) - rows.padding[:, None]
         if bool(rows.padding.any()):
-            places = torch.arange(rows.length, device=self.device) - rows.padding[:, None]
             inputs["attention_mask"] = (places >= 0).long()
-            if self.takes_positions:
-                inputs["position_ids"] = places[:, start:].clamp(min=0)
+        if self.takes_positions:
+            inputs["position_ids"] = places[:, start:].clamp(min=0)
         if rows.state is not None:
             inputs[self.cache] = rows.state
         out = self.module(input_ids=tokens, **inputs, **self.switch)
-        rows.state = getattr(out, self.cache)
+        rows.state = getattr(out, self.cache, None)
         return out.logits[:, -1]
 
     @torch.inference_mode()
@@ -179,16 +184,21 @@ class TransformersModel(MetaModel):
         Where they differ, take the next stricter batching. Raises ValueError if none is left, or if one was asked for.
         """
         kind, tolerance = type(self.module).__name__, TOLERANCE[self.dtype]
-        first = BATCHINGS.index(self.batching)
-        for batching in [self.batching] if self.forced else BATCHINGS[first:]:
-            self.batching = batching
-            error = self._measure_error()
+        declared, reason = self.batching, ""
+        for self.batching in [declared] if self.forced else BATCHINGS[BATCHINGS.index(declared) :]:
+            try:
+                error = self._measure_error()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as problem:  # some models fail on rows that others compute
+                reason = f"{type(problem).__name__}: {shorten(str(problem), 200)}"
+                continue
             if not error > tolerance:  # weights that are not numbers are reported by generation
-                if batching != BATCHINGS[first]:
-                    log.warning("module transformers: %s is exact only with `batching: %s`", kind, batching)
+                if self.batching != declared:
+                    log.warning("module transformers: %s is exact only with `batching: %s`", kind, self.batching)
                 return
-        why = f"its logits differ from those of a plain forward by {error:.1e} of their spread (batching: {batching})"
-        raise ValueError(REFUSAL.format(kind, why))
+            reason = f"its logits differ from those of a plain forward by {error:.1e} of their spread"
+        raise ValueError(REFUSAL.format(kind, f"{reason} (batching: {self.batching})"))
 
     def _measure_error(self) -> float:
         """Feed short texts through all that generation does with rows; see compare_logits."""
