@@ -9,9 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from coalign import load_config
+from coalign.backends.engines.request import Request
 from coalign.backends.engines.transformers.engine import TransformersModule
 from coalign.backends.engines.transformers.model import TransformersModel
-from coalign.config.schema import ModelConfig
+from coalign.config.schema import ModelConfig, SamplingConfig
+from coalign.launch.check import check
+from coalign.report.display import Display
 from coalign.roles import Context
 from coalign.types import Status
 from tests.conformance.engines import build, expected_logprobs, load, prompts
@@ -188,6 +192,43 @@ def test_few_places_give_the_tokens_of_many(tmp_path, batching):
     torch.testing.assert_close(ours["rollout_logprobs"], theirs["rollout_logprobs"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("batching", ["padded", "equal"])
+def test_turns_of_a_conversation_are_those_of_one_text(tmp_path, batching):
+    """Greedy turns of three conversations that end at different steps; the cache holds two of them."""
+    path = tiny_model_dir(tmp_path)
+    policy, model = build("transformers", path, transformers={"max_sequences": 2, "batching": batching}), load(path)
+    policy.generate(prompts(1))
+    texts = {group: prompts().slice(group, group + 1)["tokens"].tolist() for group in range(3)}
+    first = {group: len(text) for group, text in texts.items()}
+    waiting = []
+    with policy.engine.open(SamplingConfig(temperature=0.0, max_new_tokens=4)) as session:
+        for turn in range(3):
+            for group, text in texts.items():
+                request = Request(list(text), group, limit=2 + (group + turn) % 3, first_turn=first[group])
+                session.submit(request, lambda place, response, group=group: waiting.append((group, response)))
+            while session.unfinished:
+                with policy.engine.stepping():
+                    session.step()
+            for group, response in waiting:
+                read, tokens = texts[group], response.tokens.tolist()
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([read + tokens])).logits[0, len(read) - 1 : -1]
+                assert logits.argmax(-1).tolist() == tokens and len(tokens) == 2 + (group + turn) % 3
+                texts[group] = [*read, *tokens, 7, 8]
+            waiting.clear()
+    assert len(texts[2]) == first[2] + 3 * 3 + 6 and (session.tokens_kept > 0) == (batching == "padded")
+
+
+def test_check_names_the_batching(tmp_path, capsys):
+    config = settings(tmp_path, "grpo")
+    path = make(tmp_path / "mamba", "mamba", **BASE, hidden_size=32, num_hidden_layers=2, state_size=8)
+    config["models"]["policy"] |= {"module": "transformers", "load": str(path)}
+    config["models"]["trainer"]["load"] = str(tmp_path / "model")
+    check(load_config(config | {"loss": {"kl_coef": 0.0}}), Display())
+    out = capsys.readouterr().out
+    assert "batching: equal" in out and "no problem found" in out
+
+
 def test_the_curve_of_grpo_is_the_native_engines(tmp_path):
     curves, drawn = [], []
     for module in ("native", "transformers"):
@@ -196,7 +237,7 @@ def test_the_curve_of_grpo_is_the_native_engines(tmp_path):
         config["models"]["policy"]["module"] = module
         assert run(config) == 0
         curves.append([line for line in metrics(config) if "reward/mean" in line])
-        drawn.append((tmp_path / module / "samples.jsonl").read_text().splitlines()[:16])
+        drawn.append((tmp_path / module / "samples.jsonl").read_text().split("\n")[:16])
     assert len(curves[0]) == 3 and drawn[0] == drawn[1]
     for ours, theirs in zip(*curves, strict=True):
         for name in ("reward/mean", "loss/value", "loss/grad_norm", "tokens/response"):

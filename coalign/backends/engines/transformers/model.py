@@ -185,7 +185,8 @@ class TransformersModel(MetaModel):
         """
         kind, tolerance = type(self.module).__name__, TOLERANCE[self.dtype]
         declared, reason = self.batching, ""
-        for self.batching in [declared] if self.forced else BATCHINGS[BATCHINGS.index(declared) :]:
+        for batching in [declared] if self.forced else BATCHINGS[BATCHINGS.index(declared) :]:
+            self.batching = batching
             try:
                 error = self._measure_error()
             except torch.OutOfMemoryError:
@@ -194,8 +195,8 @@ class TransformersModel(MetaModel):
                 reason = f"{type(problem).__name__}: {shorten(str(problem), 200)}"
                 continue
             if not error > tolerance:  # weights that are not numbers are reported by generation
-                if self.batching != declared:
-                    log.warning("module transformers: %s is exact only with `batching: %s`", kind, self.batching)
+                if batching != declared:
+                    log.warning("module transformers: %s is exact only with `batching: %s`", kind, batching)
                 return
             reason = f"its logits differ from those of a plain forward by {error:.1e} of their spread"
         raise ValueError(REFUSAL.format(kind, f"{reason} (batching: {self.batching})"))
