@@ -20,33 +20,16 @@ from coalign.backends.engines.contract import GenerationSession, InferenceEngine
 from coalign.backends.engines.module import RolloutModule
 from coalign.backends.engines.native.kernels import choose_compute_dtype
 from coalign.backends.engines.request import Decoder, OnDone, PartialResponse, Request, SubmittedRequest
-from coalign.backends.engines.sampling import sample, stream_key, uniforms
+from coalign.backends.engines.sampling import check_finite, sample, stream_key, uniforms
 from coalign.backends.engines.transformers.model import CachedRows, TransformersModel
-from coalign.config.schema import ModelConfig, SamplingConfig
+from coalign.config.schema import ModelConfig, SamplingConfig, TransformersConfig
 from coalign.types import Status
-
-
-@dataclass(slots=True, eq=False)
-class PendingRequest(SubmittedRequest):
-    """A request of which ``started`` samples are computed or done."""
-
-    started: int = 0
-
-    @property
-    def waiting(self) -> int:
-        return self.request.samples - self.started
-
-    @property
-    def sample(self) -> tuple[int, int]:
-        """Group and index of the first sample."""
-        return self.request.group, self.request.first
 
 
 @dataclass(slots=True, eq=False)
 class SampleRow(PartialResponse):
     """One sample in a row of a batch; ``key`` is of its random stream."""
 
-    submitted: PendingRequest
     key: int = 0
 
     @property
@@ -79,8 +62,8 @@ class TransformersSession(GenerationSession):
         self.model = engine.model
         self.sampling = sampling
         self.on_token = on_token
-        self.arrived: deque[PendingRequest] = deque()
-        self.waiting: deque[PendingRequest] = deque()
+        self.arrived: deque[SubmittedRequest] = deque()
+        self.waiting: deque[SubmittedRequest] = deque()
         self.ended: deque[tuple[int, int]] = deque()  # conversations that have had their last turn
         self.batches: list[RowBatch] = []
         self.kept: dict[tuple[int, int], tuple[list[int], CachedRows]] = {}  # sample -> its tokens and its row
@@ -93,9 +76,9 @@ class TransformersSession(GenerationSession):
     def active(self) -> list[SampleRow]:
         return [each for batch in self.batches for each in batch.samples]
 
-    def submit(self, request: Request, on_done: OnDone) -> PendingRequest:
+    def submit(self, request: Request, on_done: OnDone) -> SubmittedRequest:
         vocabulary, context = self.model.vocabulary, self.model.context
-        pending = PendingRequest.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
+        pending = SubmittedRequest.plan(request, self.sampling, on_done, vocabulary=vocabulary, context=context)
         self.arrived.append(pending)
         return pending
 
@@ -136,13 +119,13 @@ class TransformersSession(GenerationSession):
 
     def _admit(self) -> None:
         """Start waiting samples, in order, as many as there is place for."""
-        free = self.engine.max_sequences - len(self.active)
+        free = self.engine.settings.max_sequences - len(self.active)
         while self.waiting and free:
-            fresh: list[tuple[PendingRequest, int]] = []  # with the number of samples that start
+            fresh: list[tuple[SubmittedRequest, int]] = []  # with the number of samples that start
             while self.waiting and free:
                 pending = self.waiting[0]
                 longest = max(len(each.request.prompt) for each in (pending, *(other for other, _ in fresh)))
-                if fresh and longest * (len(fresh) + 1) > self.engine.prefill_tokens:
+                if fresh and longest * (len(fresh) + 1) > self.engine.settings.prefill_tokens:
                     break
                 count = min(pending.waiting, free)
                 free -= count
@@ -156,21 +139,21 @@ class TransformersSession(GenerationSession):
                 self.kept.pop(next(iter(self.kept)))
             self._prefill(fresh)
 
-    def _take_kept(self, pending: PendingRequest) -> CachedRows | None:
+    def _take_kept(self, pending: SubmittedRequest) -> CachedRows | None:
         """Take the row of the conversation's last turn, if it has been kept and the prompt goes on from there."""
         tokens, row = self.kept.pop(pending.sample, ([], None))
         follows = pending.request.first_turn is not None and pending.request.prompt[: len(tokens)] == tokens
         return row if follows else None
 
-    def _continue(self, pending: PendingRequest, row: CachedRows) -> None:
+    def _continue(self, pending: SubmittedRequest, row: CachedRows) -> None:
         new = pending.request.prompt[row.length :]
         self.tokens_kept += row.length
         self.tokens_prefilled += len(new)
         logits = self.model.extend(row, torch.tensor([new], device=self.model.device))
         self._choose(RowBatch(self._start(pending, 1), row), logits)
 
-    def _prefill(self, fresh: Sequence[tuple[PendingRequest, int]]) -> None:
-        parts: dict[int, list[tuple[PendingRequest, int]]] = {}
+    def _prefill(self, fresh: Sequence[tuple[SubmittedRequest, int]]) -> None:
+        parts: dict[int, list[tuple[SubmittedRequest, int]]] = {}
         for pending, count in fresh:
             length = 0 if self.model.batching == "padded" else len(pending.request.prompt)
             parts.setdefault(length, []).append((pending, count))
@@ -182,7 +165,7 @@ class TransformersSession(GenerationSession):
             samples = [each for pending, count in part for each in self._start(pending, count)]
             self._choose(RowBatch(samples, rows.select(repeated)), logits[repeated])
 
-    def _start(self, pending: PendingRequest, count: int) -> list[SampleRow]:
+    def _start(self, pending: SubmittedRequest, count: int) -> list[SampleRow]:
         request, first = pending.request, pending.started
         pending.started += count
         return [
@@ -201,10 +184,7 @@ class TransformersSession(GenerationSession):
         as_tensor = lambda values: torch.tensor(values, device=logits.device)  # noqa: E731
         numbers = uniforms(as_tensor([each.key for each in samples]), as_tensor([each.length for each in samples]))
         tokens, logprobs = sample(logits, numbers, self.sampling, self._note_seen(samples, logits))
-        if not bool(logprobs.isfinite().all()):
-            bad = (~logprobs.isfinite()).nonzero().flatten().tolist()
-            groups = sorted({samples[row].submitted.request.group for row in bad})
-            raise FloatingPointError(f"logits are not finite (weights version {engine.version}, groups {groups})")
+        check_finite(logprobs, [each.submitted.request.group for each in samples], engine.version)
         self.tokens_chosen += len(samples)
         ended: list[tuple[int, Status]] = []
         for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
@@ -259,9 +239,8 @@ class TransformersSession(GenerationSession):
 class TransformersEngine(InferenceEngine):
     """Generates with ``model``.
 
-    seed: of the sampling. max_sequences: decoded at once. prefill_tokens: prompt tokens in one forward, padding
-    included (a longer prompt goes alone). end_tokens: ids that end a response. decoder: see
-    coalign.backends.engines.request. reserve: called with the bytes of the cache; may raise.
+    seed: of the sampling. end_tokens: ids that end a response. decoder: see coalign.backends.engines.request. reserve:
+    called with the bytes of the cache; may raise.
     """
 
     _session: TransformersSession | None
@@ -271,8 +250,7 @@ class TransformersEngine(InferenceEngine):
         model: TransformersModel,
         *,
         seed: int,
-        max_sequences: int,
-        prefill_tokens: int,
+        settings: TransformersConfig,
         end_tokens: Iterable[int],
         decoder: Decoder,
         reserve: Callable[[int], None] = lambda size: None,
@@ -280,8 +258,7 @@ class TransformersEngine(InferenceEngine):
         super().__init__()
         self.model = model
         self.seed = seed
-        self.max_sequences = max_sequences
-        self.prefill_tokens = prefill_tokens
+        self.settings = settings
         self.end_tokens = frozenset(end_tokens)
         self.decoder = decoder
         self.reserve = reserve
@@ -325,12 +302,10 @@ class TransformersModule(RolloutModule):
         return [*notes, f"sampled with transformers' cache, batching: {_build_model(hf, config, 'cpu').batching}"]
 
     def build(self, architecture: PreTrainedConfig) -> TransformersEngine:
-        own = self.config.transformers
         return TransformersEngine(
             _build_model(architecture, self.config, self.context.device),
             seed=self.context.seed,
-            max_sequences=own.max_sequences,
-            prefill_tokens=own.prefill_tokens,
+            settings=self.config.transformers,
             end_tokens=self.find_end_tokens(architecture),
             decoder=self.decoder,
             reserve=lambda size: self.arena.reserve(self.context.model, "kv", size),
